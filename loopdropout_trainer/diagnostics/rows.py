@@ -92,7 +92,9 @@ def load_rows_to_score(
             )
         rows = rows[: arguments.num_rows]
     else:
-        name, files, revisions = arguments.rows, arguments.benchmark_files or {}, arguments.benchmark_revisions or {}
+        name = arguments.rows
+        files = arguments.benchmark_files or {}
+        revisions = arguments.benchmark_revisions or {}
         benchmark = load_benchmark(name, files.get(name), arguments.num_rows, revision=revisions.get(name))
         published = getattr(benchmark, "rows", [])
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]

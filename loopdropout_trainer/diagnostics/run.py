@@ -128,9 +128,11 @@ def find_models(arguments: DiagnosticArguments, base: ModelArguments, rows: RowA
 
 def _find_model(model: ComparedModel) -> ComparedModel:
     """Fill in what the folder of an adapter or of a merged model tells."""
-    folder, pattern = Path(model.path), "*.safetensors"
+    folder = Path(model.path)
+    pattern = "*.safetensors"
     if model.kind == "adapter":
-        folder, pattern = adapter_folder(model.path), WEIGHTS_FILE
+        folder = adapter_folder(model.path)
+        pattern = WEIGHTS_FILE
         model.training = training_of(model.path)
     run = folder / "run.json"
     if run.is_file():
@@ -177,14 +179,16 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
         LockedError: if another run of diagnostics is at work in the folder.
     """
     processes = all_processes(arguments.use_cpu)
-    folder, diagnostics = Path(arguments.output_dir) / FOLDER, choose(arguments)
+    folder = Path(arguments.output_dir) / FOLDER
+    diagnostics = choose(arguments)
     with processes.main_process_first():
         models = find_models(arguments, model, rows)
         with user_supplied("The rows cannot be loaded"):
             tokenizer = load_tokenizer(model, chat_template_path=rows.chat_template_path, eos_token=rows.eos_token)
             batches, row_facts = load_rows_to_score(rows, tokenizer)
     with folder_lock_for_all(folder):
-        before, written = from_main_process(lambda: _measured_before(folder)), set()
+        before = from_main_process(lambda: _measured_before(folder))
+        written = set()
         for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
             context, of_model = _load(compared, model, arguments, batches)
             for diagnostic in diagnostics:
@@ -224,7 +228,8 @@ def _measure(
     before: Mapping[str, list[Measurement]],
 ) -> list[Measurement]:
     """Return what a diagnostic measures of a model, or has measured; none of what it cannot, with the reason in the log."""
-    key, who = identity_key(identity), f"{diagnostic.name} of {compared.method}"
+    key = identity_key(identity)
+    who = f"{diagnostic.name} of {compared.method}"
     if reason := diagnostic.skip_reason(context):
         logger.info("Left out: %s: %s.", who, reason)
         return []

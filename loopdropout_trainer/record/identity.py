@@ -222,7 +222,8 @@ def continues(before: Identity | None, now: Identity | None) -> bool:
     """Return whether a run is an earlier one, or differs from it in nothing but that it trains for longer."""
     if before is None or now is None:
         return True
-    old, new = before.get("length", {}), now.get("length", {})
+    old = before.get("length", {})
+    new = now.get("length", {})
     lengths = [(old.get(name), number) for name, number in new.items()]
     grows = all(was == number or None not in (was, number) and number > was for was, number in lengths)
     return grows and not differences(before, now, ONE_RUN)
@@ -312,7 +313,8 @@ def _data(rows: Any) -> dict[str, Any]:
     digest = hashlib.sha256()
     for table in rows.with_format("arrow").iter(batch_size=1000):
         for name in sorted(table.column_names):
-            column, types = table.column(name), pyarrow.types
+            column = table.column(name)
+            types = pyarrow.types
             digest.update(name.encode())
             if types.is_list(column.type) or types.is_large_list(column.type):
                 digest.update(pyarrow.compute.list_value_length(column).to_numpy().tobytes())

@@ -230,7 +230,7 @@ def heat_plot(
 ) -> p9.ggplot:
     """Return a matrix of means over seeds with its numbers, the first row on top; `label` is that of the colours.
 
-    x and y are the columns across and down; the rows of `minus` are subtracted, paired by seed.
+    x and y are the columns across and down; the rows of `minus` are subtracted, paired by seed, and x = y gets a frame.
     """
     data = points(rows, minus, panel=panel, y=y, x=x)
     data = data.assign(x=_in_order(data["x"]), y=_in_order(data["y"]))
@@ -243,7 +243,10 @@ def heat_plot(
         top = mean.abs().max() or 1.0
         texts = mean.map("{:+.1f}".format)
         is_dark = mean.abs() > 0.6 * top
-        colours = _of_gains(data, top)
+        white_is_zero = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
+        same = data[data["x"].astype(str) == data["y"].astype(str)]
+        frame = p9.geom_tile(data=same, fill="none", color="black", size=0.9)
+        colours = [white_is_zero, frame]
     data = data.assign(text=texts, ink=is_dark.map({True: "white", False: "black"}))
     layers = [
         p9.labs(x=x_label, y=y_label, fill=label, title=title),
@@ -256,13 +259,6 @@ def heat_plot(
     plot = p9.ggplot(data, p9.aes("x", "y")) + theme() + layers
     legend = p9.theme(legend_position="right", legend_title=p9.element_text(size=10))
     return _with_panels(plot, "fixed") + legend
-
-
-def _of_gains(data: pd.DataFrame, top: float) -> list[Any]:
-    """Return the colours of gains of at most `top`, zero in white, and a frame where x = y."""
-    scale = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
-    same = data["x"].astype(str) == data["y"].astype(str)
-    return [scale, p9.geom_tile(data=data[same], fill="none", color="black", size=0.9)]
 
 
 _WIDTHS = {1: 5.2, 2: 8.0, 3: 9.6}

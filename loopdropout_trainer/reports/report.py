@@ -158,9 +158,9 @@ def summary_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     measured = set(costs["metric"])
     of_costs = {name: column for name, column in COSTS.items() if column["metric"] in measured}
     described = {
-        "accuracy": ("Accuracy, %", rows, in_bold, _labels(rows)),
+        "accuracy": ("Accuracy, %", rows, in_bold, [[label] for label in rows["label"].unique()]),
         "differences": ("Difference to LoRA, points", rows, columns, _gains(rows)),
-        "costs": ("Cost of training", costs, of_costs, _labels(costs)),
+        "costs": ("Cost of training", costs, of_costs, [[label] for label in costs["label"].unique()]),
     }
     tables = {}
     for name, (title, part, wanted, lines) in described.items():
@@ -168,10 +168,6 @@ def summary_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
         spec = TableSpec(label=f"tab:{name}", title=title, heads=heads, columns=wanted, rows=lines)
         tables[name] = build_table(spec, part, ReportError)
     return {name: cells for name, cells in tables.items() if len(cells)}
-
-
-def _labels(rows: pd.DataFrame) -> list[list[str]]:
-    return [[label] for label in rows["label"].unique()]
 
 
 def _columns_of(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:

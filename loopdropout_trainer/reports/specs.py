@@ -306,9 +306,11 @@ _FIGURES = {"heat": HeatSpec, "gates": GatesSpec}
 def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
     """Read a table's or figure's file. Faults are ReportErrors."""
     content = load_recipe(path)
-    what, kind = "table", TableSpec
+    what = "table"
+    kind = TableSpec
     if "figure" in content:
-        what, kind = "figure", _FIGURES.get(str(content["figure"]), FigureSpec)
+        what = "figure"
+        kind = _FIGURES.get(str(content["figure"]), FigureSpec)
     try:
         spec = kind.model_validate(content)
         if kind is TableSpec:

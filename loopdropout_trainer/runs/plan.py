@@ -41,7 +41,10 @@ class RunPlan:
         return f" in {bits[0]} bits" if bits else ""
 
     def __str__(self) -> str:
-        config, completions, examples, tokens = self.config, "", len(self.data.train), self.data.report.train_tokens
+        config = self.config
+        completions = ""
+        examples = len(self.data.train)
+        tokens = self.data.report.train_tokens
         if isinstance(config, LoopDropoutGRPOConfig):
             prompts = config.generation_batch_size // config.num_generations
             every = config.generates_every / config.gradient_accumulation_steps

@@ -52,7 +52,8 @@ def print_results(results: Sequence[Result], depths: Sequence[int] = (), console
 
 def compared(one: Result, other: Result, depths: Sequence[int] = ()) -> str:
     """Return a sentence on which of two methods is more accurate with how many loops, and by how much."""
-    first, second = one.training, other.training
+    first = one.training
+    second = other.training
     benchmark = next(iter(one.scores()))
     ahead = {}
     for depth in sorted({first.depth, *depths}):
@@ -120,7 +121,8 @@ def _accuracy_table(results: Sequence[Result]) -> _Table:
 
 def _cells(result: Result, method: str) -> dict[tuple[str, str], str]:
     """Return each benchmark's accuracy; of `#### N` answers also that of the last number, wherever it stands."""
-    last_numbers, cells = result.scores(method=method, families=[LAST_NUMBER]), {}
+    last_numbers = result.scores(method=method, families=[LAST_NUMBER])
+    cells = {}
     for name, row in result.scores(method=method).items():
         correct = Metric(row.value, row.verdicts).correct  # None: a problem may be solved in part
         count = "" if correct is None else f"{correct}/{row.total}  "

@@ -92,7 +92,8 @@ class Queue:
         return list(dict.fromkeys(method for part in self.sweep.to_do for method in part.methods))
 
     def _check_recipes(self) -> None:
-        recipes, benchmarks = {}, {self.sweep.arguments.select_on}
+        recipes = {}
+        benchmarks = {self.sweep.arguments.select_on}
         for method in self._methods():
             recipe = self.sweep.recipe(Job(method, 1.0, 0, False))
             recipes[method] = {**recipe, "output_dir": str(self.output_dir / method)}
@@ -105,7 +106,8 @@ class Queue:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
         warnings.filterwarnings("ignore", "Heartbeat of storage")  # they come from `_do`, not from `optimize`
-        given, file = self.sweep.arguments.storage, self.output_dir.resolve() / "sweep.db"
+        given = self.sweep.arguments.storage
+        file = self.output_dir.resolve() / "sweep.db"
         wait = None if given else {"connect_args": {"timeout": 60}}
         with user_supplied(f"{'`storage`' if given else file} cannot be opened"):
             self.storage = optuna.storages.RDBStorage(
@@ -120,7 +122,8 @@ class Queue:
 
     def _claim_folder(self) -> None:
         """Write down the settings of this sweep, apart from parts, rates, seeds and `measure`, which may change."""
-        arguments, before = self.sweep.arguments, self.study.user_attrs
+        arguments = self.sweep.arguments
+        before = self.study.user_attrs
         now = {"": {name: getattr(arguments, name) for name in ("script", "select_on", "selection_seeds")}}
         now |= {f"{method}: ": self.sweep.settings(method, selects=True) for method in self._methods()}
         for owner, settings in now.items():
@@ -159,10 +162,8 @@ class Queue:
         """Say whether there is nothing left to do for a job, as far as the trials were read."""
         if job.selects:
             return job.run in self._scores
-        last = self._last.get(job.run)
-        if last is None:
-            return False
-        return "error" in last or last["run_name"] == self.sweep.run_name(job)
+        last = self._last.get(job.run, {})
+        return "error" in last or last.get("run_name") == self.sweep.run_name(job)
 
     def _outcome(self, job: Job) -> Outcome | None:
         """Return what a finished run has left in its folder; None if it is unfinished.
@@ -170,7 +171,8 @@ class Queue:
         Raises:
             SweepError: if an earlier version of this package has finished it.
         """
-        folder, run_name = self.output_dir / job.run, self.sweep.run_name(job)
+        folder = self.output_dir / job.run
+        run_name = self.sweep.run_name(job)
         if is_of_former_version(folder):
             raise SweepError(
                 f"{folder} holds the {FORMER_FILE} of an earlier version of this package, which is not read: choose another "
@@ -194,7 +196,8 @@ class Queue:
         and one data set; and all runs have the same versions.
         """
         for run, facts in self._last.items():
-            other, identity = facts["method"], facts["identity"]
+            other = facts["method"]
+            identity = facts["identity"]
             parts = ("versions",)
             if other == method:
                 parts = ONE_SETTING
@@ -296,7 +299,8 @@ class Queue:
 
     def _begin(self, job: Job) -> optuna.Trial:
         """Return a new trial for a job, which is this process's; it has the lock."""
-        folder, trial = self.output_dir / job.run, self.study.ask()
+        folder = self.output_dir / job.run
+        trial = self.study.ask()
         facts = {
             **job._asdict(),
             "worker": f"{socket.gethostname()}:{os.getpid()}",
@@ -379,7 +383,8 @@ class Queue:
 
     def summary(self) -> dict[str, list[dict[str, Any]]]:
         """Return the finished runs in this folder, also those of other sweeps, and the chosen rates; see `load_runs`."""
-        runs, choices = [], self._choices()
+        runs = []
+        choices = self._choices()
         chosen = [(choice["method"], choice["learning_rate"]) for choice in choices]
         for folder, facts in self._last.items():
             runs.append(

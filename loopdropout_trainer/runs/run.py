@@ -133,7 +133,8 @@ class Run:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
 
     def _check_measuring(self, config: LoopDropoutArguments) -> None:
-        script, rules = self.script, [of_rule.make_rule() for of_rule in self.configs]
+        script = self.script
+        rules = [of_rule.make_rule() for of_rule in self.configs]
         if script.depths and not (script.benchmarks and all(rule.mergeable for rule in rules)):
             raise RecipeError(
                 "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."
@@ -229,7 +230,8 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
-        folder, checkpoint = config.output_dir, self.checkpoint_for(config)
+        folder = config.output_dir
+        checkpoint = self.checkpoint_for(config)
         from_main_process(lambda: check_expected(folder, trainer.run_identity))
         if self.merges(config):  # before hours of training
             from_main_process(lambda: check_merge_target(Path(folder, "merged"), trainer.model))
@@ -251,7 +253,8 @@ class Run:
 
     def train_and_measure(self, result: Result, trainer: GateSamplingMixin, checkpoint: str | bool | None) -> None:
         """Train an adapter, save it, measure it, and write what came of it."""
-        config, is_main = trainer.args, trainer.accelerator.is_main_process
+        config = trainer.args
+        is_main = trainer.accelerator.is_main_process
         diverged = Path(config.output_dir, DIVERGED_FILE)
         try:
             if not config.disable_tqdm:
@@ -278,9 +281,11 @@ class Run:
         self, trainer: GateSamplingMixin, metrics: dict[str, float], progress: dict[str, Any]
     ) -> list[Measurement]:
         """Return a row for each number that a training took, and for each number of its log."""
-        config, state = trainer.args, trainer.state
+        config = trainer.args
+        state = trainer.state
         own_memory = config is self.configs[0] or device_name() != "cpu"  # a CPU's holds what the rules before needed
-        seconds, tokens = progress["step_seconds"], progress["num_tokens"]
+        seconds = progress["step_seconds"]
+        tokens = progress["num_tokens"]
         costs = [
             ("trainable_parameters", trainer.model.get_nb_trainable_parameters()[0], ""),
             ("examples", len(trainer.train_dataset), ""),
@@ -310,7 +315,9 @@ class Run:
 
     def measure(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Evaluate a trained adapter on the benchmarks, at other depths and in one loop only, and score its loops."""
-        script, num_loops, quiet = self.script, trainer.num_loops, trainer.args.disable_tqdm
+        script = self.script
+        num_loops = trainer.num_loops
+        quiet = trainer.args.disable_tqdm
         for benchmark in self.benchmarks:
             self.evaluate(result, trainer, benchmark, "after")
         more = [(f"after/{depth}_loops", depth, None) for depth in script.depths or () if depth != num_loops]
@@ -341,7 +348,8 @@ class Run:
 
     def save(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Write the cards, the merged model if it is wanted, and what was measured."""
-        config, data = trainer.args, self.data.description
+        config = trainer.args
+        data = self.data.description
         card = ModelCardFields(
             rule=config.rule,
             p=config.p,
@@ -398,7 +406,8 @@ class Run:
         """Evaluate on a benchmark, at unit gates or at these gates [K]; what a killed run evaluated is not evaluated again."""
         folder = answers_folder(trainer.args.output_dir, moment, benchmark.name)
         subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-        untrained, progress = moment == "before", moment in ("before", "after")
+        untrained = moment == "before"
+        progress = moment in ("before", "after")
         model = from_main_process(lambda: self.identity_of_model(trainer, untrained))
         try:
             answers = evaluate_subject(subject, benchmark, folder, model, progress)
@@ -452,7 +461,8 @@ def check_expected(folder: str | Path, run: Identity) -> None:
         return
     with user_supplied(f"{path} cannot be read"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        other, expected = content["run"], read_identity(content["identity"])
+        other = content["run"]
+        expected = read_identity(content["identity"])
     if changed := differences(expected, run):
         raise RecipeError(
             f"{folder} is not trained, since it could not stand beside {other}: {changed[0]}. Put it back, or choose another "
@@ -464,7 +474,8 @@ def run_all(run: Run) -> None:
     """Load what a run needs, say what it will do, do it, and print what came of it."""
     show_log()
     run.load()
-    config, script = run.configs[0], run.script
+    config = run.configs[0]
+    script = run.script
     if config.process_index == 0:
         run.announce()
     if script.dry_run:
