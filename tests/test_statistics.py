@@ -48,6 +48,13 @@ def test_where_seeds_differ_most_the_problems_hardly_matter():
     assert [found.low, found.high, found.p] == pytest.approx([want.low, want.high, want.p], rel=0.01)
 
 
+def test_problems_that_differ_by_less_than_chance_cost_no_more_than_students_t():
+    gains = made(np.random.default_rng(5), 3, 50, by_seed=0, by_problem=0)
+    rest = gains - gains.mean(axis=0) + gains.mean()  # every problem has the same mean
+    found = of_seeds_and_problems(rest + 1e-3 * np.arange(50))
+    assert np.isfinite(found.p) and found.high - found.low < 2 * stats.t(2).ppf(0.975) * gains.std() / np.sqrt(150)
+
+
 def test_one_seed_or_a_missing_number_says_nothing_and_equal_numbers_say_all():
     gains = np.ones((2, 3))
     assert estimate(gains[:1]) is None and estimate(gains * [1, np.nan, 1]) is None

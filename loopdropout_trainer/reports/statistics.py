@@ -57,7 +57,8 @@ def of_seeds_and_problems(gains: np.ndarray) -> Estimate:
     seeds, problems, rest = mean_squares
     variance = problems + max(seeds - rest, 0.0)
     spread = (mean_squares**2 / free).sum()
-    freedom = variance**2 / spread if spread else np.inf
+    # Never fewer than seeds alone have (Student's t): where problems differ by less than chance they would fall to zero.
+    freedom = max(variance**2 / spread, free.min()) if spread else np.inf
     return _of_t(mean, variance / gains.size, freedom)
 
 
