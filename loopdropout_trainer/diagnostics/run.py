@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.checks import check_folder, check_list
+from loopdropout_trainer.checks import check_distinct, check_folder, check_list, check_numbers
 from loopdropout_trainer.data import DataArguments, load_tokenizer
 from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
@@ -31,7 +30,7 @@ from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differenc
 from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, read_measurements, write_measurements
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
 from loopdropout_trainer.saving.files import folder_lock, sha256_of_weights
-from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
+from loopdropout_trainer.settings.arguments import ModelArguments, setting
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.scores import Batch
 
@@ -58,20 +57,20 @@ _DEFAULTS = {f.name: f.default for kind in (ModelArguments, DataArguments, LossA
 class DiagnosticArguments:
     """What is diagnosed, how, and where the results go."""
 
-    adapters: list[str] = HfArg(
-        default_factory=list,
+    adapters: list[str] = setting(
         help="Adapters as name=folder or name=Hub name; a name that comes again is another seed of that method.",
+        default_factory=list,
     )
-    models: list[str] = HfArg(default_factory=list, help="Merged models, likewise as name=folder.")
-    diagnostics: list[str] | None = HfArg(default=None, help="Names of the diagnostics to run. Default: all.")
-    imports: list[str] = HfArg(
+    models: list[str] = setting(help="Merged models, likewise as name=folder.", default_factory=list)
+    diagnostics: list[str] | None = setting(None, "Names of the diagnostics to run. Default: all.")
+    imports: list[str] = setting(
+        help="Files (or module names) with diagnostics of your own; from the command line only.",
         default_factory=list,
         aliases=["--import"],
-        help="Files (or module names) with diagnostics of your own; from the command line only.",
     )
-    depths: list[int] | None = HfArg(default=None, help="Depths to run at. Default: 1 to twice the model's own.")
-    use_cpu: bool = HfArg(default=False, help="Measure on the CPU, also where there is an accelerator.")
-    output_dir: str = HfArg(default="outputs", help="Results go to its subfolder `diagnostics`.")
+    depths: list[int] | None = setting(None, "Depths to run at. Default: 1 to twice the model's own.")
+    use_cpu: bool = setting(False, "Measure on the CPU, also where there is an accelerator.")
+    output_dir: str = setting("outputs", "Results go to its subfolder `diagnostics`.")
 
     def __post_init__(self):
         check_folder("output_dir", self.output_dir)
@@ -79,7 +78,8 @@ class DiagnosticArguments:
             check_list(name, getattr(self, name))
         if not self.adapters and not self.models:
             raise UserError("`adapters` must name one or more as name=path, or `models` a merged model.")
-        check_depths("depths", self.depths)
+        check_numbers(self)
+        check_distinct("depths", self.depths or [])
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from loopdropout_trainer.checks import MOST_LOOPS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.state import LoopState
 
@@ -101,10 +102,6 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
             "`register_looped` described its class."
         )
     return looped
-
-
-MOST_LOOPS = 1024
-"""A depth above this is taken for a mistake, or for a damaged configuration."""
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:

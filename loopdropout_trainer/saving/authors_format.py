@@ -20,8 +20,8 @@ from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from loopdropout_trainer.checks import MOST_LOOPS
 from loopdropout_trainer.errors import UserError, user_supplied
-from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.models.layers import PROJECTIONS
 
 

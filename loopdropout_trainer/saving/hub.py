@@ -23,7 +23,7 @@ from loopdropout_trainer.checks import shown_parts
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
+from loopdropout_trainer.saving.cards import ModelCardFields, card_on_hub, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
@@ -132,12 +132,11 @@ def merge_and_save(
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
     base = model.get_base_model()
-    fields = card_fields(model, facts)
     logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
-        code = _bring_code(base.config, base.config.name_or_path or fields.base_model, partial)
+        code = _bring_code(base.config, partial)
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
         config.pop("auto_map", None)
         if code:
@@ -148,7 +147,7 @@ def merge_and_save(
         if tokenizer is not None:
             as_in_its_file(tokenizer).save_pretrained(partial)
         (partial / MERGED).write_text(_merged_into(model), encoding="utf-8")
-        save_card(model, partial, repo_id, fields, title=output_dir.resolve().name, merged=True)
+        save_card(model, partial, repo_id, facts, title=output_dir.resolve().name, merged=True)
     return output_dir
 
 
@@ -166,13 +165,13 @@ def _merged_into(model: PeftModel) -> str:
     return json.dumps({"merged_into": base_sha256(base) or Path(base.config.name_or_path).name}) + "\n"
 
 
-def _bring_code(config: PreTrainedConfig, base_model: str | None, folder: Path) -> dict[str, str]:
+def _bring_code(config: PreTrainedConfig, folder: Path) -> dict[str, str]:
     """Return the `auto_map` under which a merged model in `folder` finds its base's own code; empty if it cannot.
 
     A base's `auto_map` names files that lie beside its own config.json. In a new repository they are not there: the entries
     then name the base's repository (`org/name--file.Class`), or the files are copied.
     """
-    auto_map = {}
+    auto_map, base_model = {}, config.name_or_path
     for key, name in (getattr(config, "auto_map", None) or {}).items():
         if "--" in name:
             auto_map[key] = name

@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
-from loopdropout_trainer.checks import check_integer, check_number
+from loopdropout_trainer.checks import MOST_LOOPS, Range, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import field_names
 from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.looped.model import MOST_LOOPS
 
 
 def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapping[str, Any] | None) -> Any:
@@ -73,7 +72,7 @@ def relative_weights(weights: Sequence[float] | None, name: str) -> list[float]:
 
 def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
     """Return two uniforms that are the same on every process and in every micro-batch of an optimizer step."""
-    return Streams(seed, step, [(0, 0)]).uniforms(purpose, 2)[0].tolist()
+    return Streams(seed, step, ()).step_uniforms(purpose, 2).tolist()
 
 
 # How many loops run.
@@ -107,9 +106,8 @@ class UniformDepth(DepthSampler):
     high: int | None = None
 
     def __post_init__(self):
-        check_integer("low", self.low, 1, MOST_LOOPS)
-        if self.high is not None:
-            check_integer("high", self.high, self.low, MOST_LOOPS)
+        depths = Range(1, MOST_LOOPS)
+        check_numbers(self, low=depths, high=depths)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         high = self.high or num_loops
@@ -138,10 +136,7 @@ class LogNormalPoisson(DepthSampler):
     most: int = MOST_LOOPS
 
     def __post_init__(self):
-        if self.rate is not None:
-            check_number("rate", self.rate, 0.01, MOST_LOOPS)
-        check_number("sigma", self.sigma, 0, 3)
-        check_integer("most", self.most, 1, MOST_LOOPS)
+        check_numbers(self, rate=Range(0.01, MOST_LOOPS), sigma=Range(most=3), most=Range(1, MOST_LOOPS))
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         return 1, self.most
@@ -168,8 +163,7 @@ class WeightedDepth(DepthSampler):
         depths = self.depths
         if not isinstance(depths, (list, tuple)) or not depths or len({*depths}) != len(depths):
             raise UserError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
-        for depth in depths:
-            check_integer("depths", depth, 1, MOST_LOOPS)
+        check_numbers(self)
         weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
         if len(weights) != len(depths):
             raise UserError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
@@ -253,7 +247,7 @@ class Progressive(LoopLoss):
     power: float = 1.0
 
     def __post_init__(self):
-        check_number("power", self.power, 0, 16)
+        check_numbers(self, power=Range(most=16))
 
     def weights(self, model: LoopedModelMixin, readouts: Readouts) -> Tensor:
         weights = torch.arange(1, len(readouts) + 1, dtype=torch.float64) ** self.power
