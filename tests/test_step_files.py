@@ -30,7 +30,7 @@ def test_a_plain_training_step_passes_through_few_files(train):
 
     train(callbacks=[Watch()], max_steps=2, logging_steps=10, **OFF)
     inside = {file for file in seen if file.startswith(("training/", "adapters/", "models/"))}
-    models = ("forward_pass", "layers", "looped_modeling", "operations", "ouro")
+    models = ("backbone", "layers", "looped_modeling", "ouro")
     training = ("checkpoints/mixin", "gate_sampling", "sft_trainer")
     assert inside == {
         "adapters/gated.py", *(f"models/{name}.py" for name in models), *(f"training/{name}.py" for name in training)
