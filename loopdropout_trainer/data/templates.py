@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from trl import get_training_chat_template
 from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.checks import shown
-from loopdropout_trainer.data.rows import BadRow, present
+from loopdropout_trainer.data.rows import BadRow, Columns, present
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.settings.arguments import ModelArguments
 from loopdropout_trainer.settings.tokenizer import read_tokenizer
@@ -51,7 +50,7 @@ def prompt_fields(template: str) -> list[str]:
     return _FIELD.findall(PROMPT_TEMPLATES.get(template, template))
 
 
-def render_prompt(template: str, row: Mapping[str, Any]) -> str:
+def render_prompt(template: str, row: Columns) -> str:
     """Fill the {column} fields of a template (a name from `PROMPT_TEMPLATES`, or its text) from a row.
 
     Raises:
@@ -209,9 +208,7 @@ def check_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def answer_end(
-    tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], assistant_only_loss: bool = False
-) -> int | None:
+def answer_end(tokenizer: PreTrainedTokenizerBase, row: Columns, assistant_only_loss: bool = False) -> int | None:
     """Return the id of the token that ends every answer of rows like this one, so that generation can stop there.
 
     In conversations that is the first special token which the template writes after what the assistant says; elsewhere the

@@ -185,8 +185,8 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
             tokenizer = load_tokenizer(model, chat_template_path=rows.chat_template_path, eos_token=rows.eos_token)
             batches, row_facts = load_rows_to_score(rows, tokenizer)
     with ExitStack() as lock:
-        from_main_process(lambda: lock.enter_context(folder_lock(folder)))
-        before, written = from_main_process(lambda: _measured_before(folder)), set()
+        from_main_process(lock.enter_context, folder_lock(folder))
+        before, written = from_main_process(_measured_before, folder), set()
         for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
             context, of_model = _load(compared, model, arguments, batches)
             for diagnostic in diagnostics:
@@ -269,6 +269,6 @@ def _load(
     with state.main_process_first():
         model, tokenizer = load_model(of_model, adapter)
     num_loops = find_looped_model(model).config.num_loops
-    identity = from_main_process(lambda: model_identity(model, tokenizer)) | {"loops": {"num_loops": num_loops}}
+    identity = from_main_process(model_identity, model, tokenizer) | {"loops": {"num_loops": num_loops}}
     depths = arguments.depths or list(range(1, 2 * num_loops + 1))
     return Context(model.to(state.device), compared.kind, batches, depths), identity

@@ -169,7 +169,7 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
     if (old := folder / "evaluation.json").exists():
         raise UserError(f"{old} is of an earlier version of this package: move it away, or give another `output_dir`.")
     with ExitStack() as lock:
-        from_main_process(lambda: lock.enter_context(folder_lock(folder / ANSWERS_FOLDER)))
+        from_main_process(lock.enter_context, folder_lock(folder / ANSWERS_FOLDER))
         evaluation = _Evaluation(model, arguments)
         return {row.name: evaluation.evaluate(row) for row in evaluation.checked_rows()}
 
@@ -194,7 +194,7 @@ class _Evaluation:
             with state.main_process_first():
                 self.model, self.tokenizer = load_model(model, row.adapter)
             self.model.to(state.device)
-            self.identity = from_main_process(lambda: model_identity(self.model, self.tokenizer))
+            self.identity = from_main_process(model_identity, self.model, self.tokenizer)
             self._loaded = (row.adapter, row.depth)
         options = {"gates": row.gates, "readout": self.arguments.readout}
         return Subject.of(self.model, self.tokenizer, self.arguments, **options)
@@ -225,12 +225,12 @@ class _Evaluation:
                     parts = ONE_RUN if writer == _writer(row, benchmark) else ONE_MODEL
                     check_same(measured, identity, f"{self.folder}, row `{row.name}`,", parts)
             log = AnswerLog(answers_folder(self.folder, row.name, benchmark.name))
-            from_main_process(lambda log=log, identity=identity: log.check(identity))
+            from_main_process(log.check, identity)
 
     def evaluate(self, row: Row) -> list[BenchmarkResult]:
         """Evaluate one row on every benchmark, and write what was measured as soon as it is there."""
         subject, is_main = self.subject(row), all_processes().is_main_process
-        training = from_main_process(lambda: training_of(row.adapter))
+        training = from_main_process(training_of, row.adapter)
         if is_main:
             for difference in differences(training.identity, self.identity, ("base",)):
                 logger.warning("The adapter %s was trained on another base: %s.", row.adapter, difference)

@@ -234,9 +234,9 @@ class Run:
         folder, checkpoint = config.output_dir, self.checkpoint_for(config)
         from_main_process(lambda: check_expected(folder, trainer.run_identity))
         if self.merges(config):  # before hours of training
-            from_main_process(lambda: check_merge_target(Path(folder, "merged"), trainer.model))
+            from_main_process(check_merge_target, Path(folder, "merged"), trainer.model)
         with trainer.only_run_in_output_dir(checkpoint):
-            from_main_process(lambda: read_measurements(folder))  # beside what is damaged no row could be written
+            from_main_process(read_measurements, folder)  # beside what is damaged no row could be written
             if checkpoint:
                 read = lambda: finished_result(self.settings, folder, trainer.run_identity)
                 finished = from_main_process(read)
@@ -335,7 +335,7 @@ class Run:
             SingleLoop.name: single_loop_rows(diagnostics.single_loop_activation(trainer.model, batches)),
             Readouts.name: readout_rows(score_readouts(trainer.model, batches)),
         }
-        model = from_main_process(lambda: self.identity_of_model(trainer))
+        model = from_main_process(self.identity_of_model, trainer)
         data, loops = {"source": HELD_OUT, **facts_of_batches(batches)}, {"num_loops": trainer.num_loops}
         identity = make_identity(data=data, loops=loops) | model
         facts = {**self.facts(trainer), "benchmark": HELD_OUT, "identity": identity_key(identity)}
@@ -402,7 +402,7 @@ class Run:
         folder = answers_folder(trainer.args.output_dir, moment, benchmark.name)
         subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
         untrained, progress = moment == "before", moment in ("before", "after")
-        model = from_main_process(lambda: self.identity_of_model(trainer, untrained))
+        model = from_main_process(self.identity_of_model, trainer, untrained)
         try:
             answers = evaluate_subject(subject, benchmark, folder, model, progress)
         except SettingsChangedError:  # of a run that this one takes the place of

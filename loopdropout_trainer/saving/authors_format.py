@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from loopdropout_trainer.checks import MOST_LOOPS
 from loopdropout_trainer.errors import UserError, user_supplied
@@ -98,7 +98,7 @@ def in_peft_format(folder: Path) -> Iterator[Path]:
         yield Path(temporary)
 
 
-def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Write an adapter in the authors' format.
 
     Args:
@@ -123,7 +123,7 @@ def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: M
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _expected_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
+def _expected_names(weights: Mapping[str, Tensor]) -> list[str]:
     """Return the format's names of all tensors, for as many layers as there are in PEFT's names."""
     layers = set(re.findall(rf"^{_PREFIX}layers\.(\d+)\.", "\n".join(weights), re.MULTILINE))
     modules = [f"layers.{layer}.{name}" for layer in range(len(layers)) for name in PROJECTIONS]
@@ -131,7 +131,7 @@ def _expected_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _why_not(
-    config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, torch.Tensor], names: Mapping[str, str]
+    config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> str | None:
     """Return why the format cannot hold an adapter; None if it can."""
     base = config.base_model_name_or_path

@@ -104,7 +104,7 @@ def save_card(
     fields = card_fields(model, given)
     folder = Path(folder)
     base = fields.base_model
-    license_fields = _license_of(fields.base_model)
+    license_fields = _license_of(base)
     on_hub = is_hub_name(base)
     metadata = ModelCardData(
         library_name="transformers" if merged else "peft",
@@ -142,9 +142,8 @@ def save_card(
 
 
 def _adapter_loading(fields: ModelCardFields, repo_id: str | None, shared: bool) -> str:
-    base = fields.base_model
-    on_hub = is_hub_name(fields.base_model)
-    name = _name_to_load(repo_id)
+    base, name = fields.base_model, _name_to_load(repo_id)
+    on_hub = is_hub_name(base)
     base_line = json.dumps(base) if on_hub else None
     if base is not None and Path(base).is_absolute():
         # Its path stands in PEFT's file beside the weights; on the page it would help nobody.

@@ -20,7 +20,14 @@ from loopdropout_trainer.checks import Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.settings.arguments import setting
-from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, LOOP_LOSSES, DepthSampler, LoopLoss, make_choice
+from loopdropout_trainer.training.depth import (
+    DEPTH_SAMPLERS,
+    LOOP_LOSSES,
+    DepthLimits,
+    DepthSampler,
+    LoopLoss,
+    make_choice,
+)
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 
 
@@ -169,7 +176,7 @@ class LoopDropoutArguments:
         steps_per_epoch = math.ceil(batches / self.gradient_accumulation_steps)
         return steps_per_epoch, max(self.max_steps, 0) or math.ceil(self.num_train_epochs * steps_per_epoch)
 
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+    def depth_limits(self, num_loops: int) -> DepthLimits:
         """Return the least and the greatest depth of a training step, for a model whose own depth is `num_loops`."""
         return num_loops, num_loops
 
@@ -271,7 +278,7 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         """Build the depth sampler that these arguments describe."""
         return make_choice("depth_sampling", DEPTH_SAMPLERS, self.depth_sampling, self.depth_sampling_args)
 
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+    def depth_limits(self, num_loops: int) -> DepthLimits:
         limits = self.make_depth_sampler().limits(num_loops)
         self.make_loop_loss().check(limits)
         return limits

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
-from loopdropout_trainer.checks import MOST_LOOPS, Range, check_numbers
+from loopdropout_trainer.checks import MOST_LOOPS, Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import field_names
@@ -47,8 +47,7 @@ def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapp
     Raises:
         ValueError: for an unknown name, a field that the choice does not take, or a value that it refuses.
     """
-    if name not in choices:
-        raise UserError(f"`{field}` must be one of {', '.join(sorted(choices))}; got {name!r}.")
+    check_choice(field, name, sorted(choices))
     fields, valid = fields or {}, field_names(choices[name])
     for key in fields:
         if key not in valid:
@@ -75,6 +74,10 @@ def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
     return Streams(seed, step, ()).step_uniforms(purpose, 2).tolist()
 
 
+DepthLimits = tuple[int, int]
+"""The least and the greatest depth of a training step."""
+
+
 # How many loops run.
 
 
@@ -84,7 +87,7 @@ class DepthSampler:
 
     name: ClassVar[str] = "fixed"
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         """Return the least and the greatest depth of a model whose own depth is K = `num_loops`.
 
         Raises:
@@ -109,7 +112,7 @@ class UniformDepth(DepthSampler):
         depths = Range(1, MOST_LOOPS)
         check_numbers(self, low=depths, high=depths)
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         high = self.high or num_loops
         if self.low > high:
             raise UserError(f"`low` of `depth_sampling: uniform` is {self.low}, above the greatest depth {high}.")
@@ -138,7 +141,7 @@ class LogNormalPoisson(DepthSampler):
     def __post_init__(self):
         check_numbers(self, rate=Range(0.01, MOST_LOOPS), sigma=Range(most=3), most=Range(1, MOST_LOOPS))
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         return 1, self.most
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
@@ -170,7 +173,7 @@ class WeightedDepth(DepthSampler):
         self.depths = [depth for depth, weight in zip(depths, weights, strict=True) if weight]
         self.weights = [weight for weight in weights if weight]
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         return min(self.depths), max(self.depths)
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
@@ -181,7 +184,7 @@ class WeightedDepth(DepthSampler):
 DEPTH_SAMPLERS = {cls.name: cls for cls in (DepthSampler, UniformDepth, LogNormalPoisson, WeightedDepth)}
 
 
-def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int) -> None:
+def check_rule_at_depths(rule: GateRule, limits: DepthLimits, num_loops: int) -> None:
     """Raise ValueError for depths (`limits`: the least and the greatest) at which a rule or its adapter has no meaning."""
     for depth in limits:
         rule.check(depth)
@@ -213,7 +216,7 @@ class LoopLoss:
     name: ClassVar[str] = "final"
     scores_all: ClassVar[bool] = False
 
-    def check(self, limits: tuple[int, int]) -> None:
+    def check(self, limits: DepthLimits) -> None:
         """Raise ValueError if the loss does not fit steps of the least to the greatest depth in `limits`."""
 
     def check_model(self, model: LoopedModelMixin) -> None:
@@ -273,7 +276,7 @@ class WeightedLoss(LoopLoss):
     def __post_init__(self):
         self.loop_weights = relative_weights(self.loop_weights, "loop_weights")
 
-    def check(self, limits: tuple[int, int]) -> None:
+    def check(self, limits: DepthLimits) -> None:
         if {*limits} != {len(self.loop_weights)}:
             depths = " to ".join(map(str, sorted({*limits})))
             raise UserError(
