@@ -144,8 +144,8 @@ class GateSamplingMixin:
         inputs = dict(self.looped.complete_batch(inputs))
         packed_ids = inputs.pop("example_ids", None)
         if self.model.training:
-            if packed_ids is not None or "position_ids" in inputs:
-                distributed.check_packed_batch(inputs, packed_ids)
+            if packed_ids is None and "position_ids" in inputs:
+                distributed.check_rows(inputs)
             if getattr(self.looped, "is_loaded_in_4bit", False):
                 distributed.check_quantised_base(self.model, self.accelerator)
             self._draw_gates(inputs, packed_ids)
