@@ -83,8 +83,8 @@ class GatedLora(LoraVariant):
         return False
 
     @classmethod
-    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """Return the depth that saved parameters of this kind belong to, from the shapes of all; None: there are none."""
+    def saved_num_loops(cls, weights: Mapping[str, Tensor]) -> int | None:
+        """Return the depth that this kind's own ones of an adapter's saved parameters belong to; None: there are none."""
         return None
 
     @classmethod

@@ -47,8 +47,8 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         return adapter in getattr(model.base_model, _NAME, ())
 
     @classmethod
-    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        return next((shape[0] for name, shape in shapes.items() if cls.is_own(name)), None)
+    def saved_num_loops(cls, weights: Mapping[str, Tensor]) -> int | None:
+        return next((len(gates) for name, gates in weights.items() if cls.is_own(name)), None)
 
     @classmethod
     def is_own(cls, name: str) -> bool:

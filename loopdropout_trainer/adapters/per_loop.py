@@ -50,8 +50,8 @@ class PerLoopLora(GatedLora, kind="per_loop"):
         return any(isinstance(factor, LoopFactors) for factor in factors)
 
     @classmethod
-    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        return next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
+    def saved_num_loops(cls, weights: Mapping[str, Tensor]) -> int | None:
+        return next((len(factors) for factors in weights.values() if factors.dim() == 3), None)
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub.dataclasses import type_validator
@@ -84,18 +82,11 @@ def training_facts(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"rule": "loop_dropout" if p else "lora", "p": p, "num_loops": fields["num_loops"]}
 
 
-@contextmanager
-def in_peft_format(folder: Path) -> Iterator[Path]:
-    """Give a folder that holds an adapter's tensors under PEFT's names: the adapter's own, or a temporary one."""
-    if read_fields(folder) is None:
-        yield folder
-        return
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return an adapter's tensors under PEFT's names."""
     with user_supplied(f"{folder / WEIGHTS} cannot be read"):
-        tensors = load_file(folder / WEIGHTS)
-    with TemporaryDirectory() as temporary:
-        renamed = {f"{_PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
-        save_file(renamed, Path(temporary, WEIGHTS), metadata={"format": "pt"})
-        yield Path(temporary)
+        weights = load_file(folder / WEIGHTS)
+    return {f"{_PREFIX}{name}.weight": tensor for name, tensor in weights.items()}
 
 
 def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

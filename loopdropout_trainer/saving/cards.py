@@ -20,7 +20,7 @@ from jinja2 import Environment
 from peft import PeftModel
 from transformers import CONFIG_MAPPING
 
-from loopdropout_trainer.adapters import ADAPTER_KINDS
+from loopdropout_trainer.adapters import kind_of
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -125,8 +125,7 @@ def save_card(
         "Loops in the loss": None if fields.loop_loss == "final" else fields.loop_loss,
         "Training data": _without_folders(fields.data),
     }
-    adapter = model.active_adapters[0]
-    shared = not any(kind.one_depth and kind.is_on(model, adapter) for kind in ADAPTER_KINDS.values())
+    shared = not kind_of(model, model.active_adapters[0]).one_depth
     text = _render(
         "card",
         metadata=metadata.to_yaml(),
