@@ -19,7 +19,7 @@ from loopdropout_trainer.checks import check_folder
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import hide_secrets, run_command, user_supplied
 from loopdropout_trainer.evaluation.subject import load_model
-from loopdropout_trainer.runs.printing import show_log
+from loopdropout_trainer.processes import show_log
 from loopdropout_trainer.runs.result import FORMER_FILE, is_of_former_version, training_result
 from loopdropout_trainer.saving.cards import ModelCardFields
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments

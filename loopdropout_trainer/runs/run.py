@@ -32,7 +32,7 @@ from loopdropout_trainer.evaluation.benchmark import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
 from loopdropout_trainer.evaluation.results import answers_folder
 from loopdropout_trainer.evaluation.subject import run_as
-from loopdropout_trainer.processes import from_main_process
+from loopdropout_trainer.processes import from_main_process, show_log
 from loopdropout_trainer.record.identity import (
     Identity,
     differences,
@@ -44,7 +44,7 @@ from loopdropout_trainer.record.identity import (
 )
 from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement, read_measurements
 from loopdropout_trainer.runs.plan import plan_run
-from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log
+from loopdropout_trainer.runs.printing import TrainingProgress, print_results
 from loopdropout_trainer.runs.result import (
     DIVERGED_FILE,
     EXPECTED_FILE,
