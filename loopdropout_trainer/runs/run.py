@@ -345,13 +345,8 @@ class Run:
     def save(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Write the cards, the merged model if it is wanted, and what was measured."""
         config, data = trainer.args, self.data.description
-        card = ModelCardFields(
-            rule=config.rule,
-            p=config.p,
-            recipe=settings_yaml(self.settings),
-            data=data,
-            results=result.card_scores(),
-        )
+        recipe = settings_yaml(self.settings)
+        card = ModelCardFields(recipe=recipe, data=data, results=result.card_scores())
         save_card(trainer.model, config.output_dir, config.hub_model_id, card)
         result.saved = {"adapter": config.output_dir}
         if self.merges(config):

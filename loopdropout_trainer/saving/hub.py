@@ -24,7 +24,7 @@ from loopdropout_trainer.checks import shown_parts
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
+from loopdropout_trainer.saving.cards import ModelCardFields, base_of, card_on_hub, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
@@ -133,12 +133,11 @@ def merge_and_save(
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
     base = model.get_base_model()
-    fields = card_fields(model, facts)
     logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
-        code = _bring_code(base.config, base.config.name_or_path or fields.base_model, partial)
+        code = _bring_code(base.config, base.config.name_or_path or base_of(model, facts), partial)
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
         config.pop("auto_map", None)
         if code:
@@ -149,7 +148,7 @@ def merge_and_save(
         if tokenizer is not None:
             as_in_its_file(tokenizer).save_pretrained(partial)
         (partial / MERGED).write_text(_merged_into(model), encoding="utf-8")
-        save_card(model, partial, repo_id, fields, title=output_dir.resolve().name, merged=True)
+        save_card(model, partial, repo_id, facts, title=output_dir.resolve().name, merged=True)
     return output_dir
 
 
