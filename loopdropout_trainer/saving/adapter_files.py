@@ -122,7 +122,7 @@ def load_adapter(
     metadata = adapter_metadata(folder)
     if not another_base:
         _check_base(model, config, metadata, folder)
-    looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
+    looped.trained_with = metadata
     add_end_tokens(looped, metadata.get("eos_token_id") or ())
     num_loops = looped.config.num_loops
     low, high = metadata.get("depths") or [metadata.get("num_loops", num_loops)] * 2
