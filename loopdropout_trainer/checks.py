@@ -25,6 +25,9 @@ shown = _repr.repr
 LARGEST = 2**31 - 1
 """Of an integer that has no limit of its own: more steps, rows or tokens than that are a slip of the hand."""
 
+MOST_LOOPS = 1024
+"""A depth above this is taken for a mistake, or for a damaged configuration."""
+
 
 def _is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < math.inf
@@ -98,7 +101,7 @@ def check_folder(name: str, value: Any) -> None:
         raise UserError(f"`{name}` must be a folder that can be written to; {folder} cannot.")
 
 
-# The numbers in TRL's and transformers' configurations.
+# The numbers in recipes: in TRL's and transformers' configurations, and in this package's own.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,10 @@ _RANGES = (  # fields, what they may hold, and why not more; any other number: f
      "precompute_ref_batch_size generation_batch_size steps_per_generation num_iterations num_generations_eval "
      "completion_slots live_diagnostics_rows pad_to_multiple_of max_steps max_length max_completion_length "
      "ref_model_sync_steps dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout "
-     "torch_empty_cache_steps vllm_max_model_length vllm_tensor_parallel_size", Range(1)),  # counts: none is no training
+     "torch_empty_cache_steps vllm_max_model_length vllm_tensor_parallel_size num_train_examples example_token_limit "
+     "benchmark_batch_size benchmark_limit max_new_tokens num_rows rows_batch_size", Range(1)),  # counts: none is nothing
+    ("num_loops depths at_depths", Range(1, MOST_LOOPS)),
+    ("num_threads", Range(1, 1024)),
     ("num_generations", Range(2)),  # a completion is compared with the others of its prompt
     ("num_train_epochs", Range(most=1e6, above=True)),
     ("save_steps eval_steps logging_steps", Range(above=True)),  # intervals
@@ -133,7 +139,7 @@ _RANGES = (  # fields, what they may hold, and why not more; any other number: f
     ("loraplus_lr_ratio", Range(1)),  # B's rate as a multiple of A's
     ("f_alpha_divergence_coef entropy_coef reward_weights", Range(-math.inf)),  # either sign has a meaning
     ("seed data_seed", Range(0, 2**32 - 1)),  # of numpy's generators
-    ("gate_seed", Range(-(2**63), 2**63 - 1)),  # of the gates' own
+    ("gate_seed split_seed", Range(-(2**63), 2**63 - 1)),  # of this package's own
     ("vllm_server_port vllm_group_port", Range(1, 65_535)),
 )  # fmt: skip
 RANGES: dict[str, Range] = {name: valid for names, valid in _RANGES for name in names.split()}

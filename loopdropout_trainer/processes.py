@@ -33,12 +33,12 @@ def all_processes(use_cpu: bool = False) -> PartialState:
     return PartialState(cpu=use_cpu or not torch.accelerator.is_available(), timeout=timedelta(days=7))
 
 
-def from_main_process(compute: Callable[[], Any]) -> Any:
-    """Return in all processes what the main one computes, or raise what it raises."""
+def from_main_process(compute: Callable[..., Any], *arguments: Any) -> Any:
+    """Return in all processes what the main one computes of these arguments, or raise what it raises."""
     outcome: list[Any] = [None]
     if all_processes().is_main_process:
         try:
-            outcome = [compute()]
+            outcome = [compute(*arguments)]
         except (OSError, RuntimeError, ValueError) as error:
             outcome = [error]
     (value,) = broadcast_object_list(outcome)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutGRPOConfig
 from loopdropout_trainer.checks import check_list, shown
 from loopdropout_trainer.errors import UserError, run_command
 from loopdropout_trainer.experimental.rewards import REWARDS, math_verify
 from loopdropout_trainer.runs.run import Run, run_all
+from loopdropout_trainer.settings.arguments import setting
 from loopdropout_trainer.settings.recipe import RecipeError
 
 
@@ -27,9 +27,9 @@ from loopdropout_trainer.settings.recipe import RecipeError
 class RewardArguments:
     """What completions are rewarded for."""
 
-    rewards: list[str] = HfArg(
-        default_factory=lambda: ["gsm8k_strict"],
+    rewards: list[str] = setting(
         help="`gsm8k_strict`, `gsm8k_format`, `last_number` or `math_verify`: each 1 or 0, added by `reward_weights`.",
+        default_factory=lambda: ["gsm8k_strict"],
     )
 
     def __post_init__(self):

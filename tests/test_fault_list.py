@@ -24,9 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, errors
 from loopdropout_trainer.checks import RANGES
 from loopdropout_trainer.data.__main__ import main as data_main
+from loopdropout_trainer.diagnostics.rows import RowArguments
+from loopdropout_trainer.evaluation.run import EvaluationArguments
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.__main__ import main as gates_main
-from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
+from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, ModelArguments, RunArguments
 
 
 RECIPES, FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8")).values()
@@ -193,7 +195,8 @@ def test_no_number_of_any_configuration_may_be_nan_or_infinite(cls, tmp_path):
 
 
 def test_the_table_of_ranges_names_fields_that_exist():
-    assert set(RANGES) <= {field.name for cls in CONFIGS for field in fields(cls)}
+    own = (ModelArguments, RunArguments, EvaluationArguments, RowArguments)
+    assert set(RANGES) <= {field.name for cls in (*CONFIGS, *own) for field in fields(cls)}
 
 
 # --- what the one place lets through, and what it does not ---

@@ -12,7 +12,7 @@ from processes import Program, ranks, wait_for
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.models import OuroForCausalLM
-from loopdropout_trainer.training.distributed import check_arguments, check_packed_batch, check_processes
+from loopdropout_trainer.training.distributed import check_arguments, check_processes, check_rows
 
 
 layouts = load_script("benchmarks/layouts.py")
@@ -263,17 +263,10 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
 
 def test_packed_rows_that_attention_would_mix_are_refused():
     ids, positions = torch.ones(1, 6, dtype=torch.long), torch.tensor([[0, 1, 2, 0, 1, 2]])
-    example_ids = torch.tensor([[0, 0], [0, 1]])
-    check_packed_batch({"input_ids": ids, "position_ids": positions}, example_ids)
-    check_packed_batch({"input_ids": ids, "position_ids": torch.arange(6)[None], "attention_mask": ids}, None)
-    for inputs, given, fault in (
-        ({"position_ids": positions, "attention_mask": ids}, example_ids, "attention_mask"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, example_ids, "position_ids"),
-        ({"position_ids": positions}, None, "which gates are theirs is not known"),
-        ({"position_ids": positions, "attention_mask": ids}, None, "which gates are theirs is not known"),
-    ):
-        with pytest.raises(ValueError, match=fault):
-            check_packed_batch({"input_ids": ids, **inputs}, given)
+    check_rows({"input_ids": ids, "position_ids": torch.arange(6)[None], "attention_mask": ids})
+    for mask in ({}, {"attention_mask": ids}):
+        with pytest.raises(ValueError, match="which gates are theirs is not known"):
+            check_rows({"input_ids": ids, "position_ids": positions, **mask})
 
 
 def test_processes_that_would_share_rows_or_train_alone_are_refused(config, dataset, tokenizer, monkeypatch):

@@ -7,6 +7,7 @@ from loopdropout_trainer.adapters.gated import (
     adapted_layers,
     add_gates,
     gated_layers,
+    kind_of,
     merged_update,
     physical_layers,
     remove_gates,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.compatibility import check_adapter, check_layers, check_variant
@@ -83,8 +83,8 @@ class GatedLora(LoraVariant):
         return False
 
     @classmethod
-    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """Return the depth that saved parameters of this kind belong to, from the shapes of all; None: there are none."""
+    def saved_num_loops(cls, weights: Mapping[str, Tensor]) -> int | None:
+        """Return the depth that this kind's own ones of an adapter's saved parameters belong to; None: there are none."""
         return None
 
     @classmethod
@@ -92,9 +92,7 @@ class GatedLora(LoraVariant):
         """Return whether a saved parameter is this kind's own and neither A nor B of a linear map."""
         return False
 
-    def forward(
-        self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
-    ) -> torch.Tensor:
+    def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""
         if self.loop_state.is_unused(self.module):
             return self._unused(module, active_adapter, x, result)
@@ -108,22 +106,22 @@ class GatedLora(LoraVariant):
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
         return result + self.up(module, active_adapter, low_rank)
 
-    def gate(self, x: torch.Tensor) -> torch.Tensor | None:
+    def gate(self, x: Tensor) -> Tensor | None:
         """Return what multiplies the [B, S, r] activations of x [B, S, in] in the running loop; None: one."""
         return self.loop_state.gate_for(x, self.module)
 
-    def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
+    def down(self, module: LoraLayer, adapter: str, x: Tensor) -> Tensor:
         """Return A x, [B, S, r]."""
         return _linear(module.lora_A[adapter], x)
 
-    def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
+    def up(self, module: LoraLayer, adapter: str, low_rank: Tensor) -> Tensor:
         """Return B of [B, S, r], [B, S, out]."""
         return _linear(module.lora_B[adapter], low_rank)
 
-    def _cast(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _cast(self, x: Tensor, result: Tensor) -> Tensor:
         return x.to(result.dtype) if self.in_activation_dtype else x
 
-    def _unused(self, module: LoraLayer, adapter: str, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _unused(self, module: LoraLayer, adapter: str, x: Tensor, result: Tensor) -> Tensor:
         """Leave the update out; with several processes, unless the loop is frozen, add 0 times the update of one token.
 
         A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
@@ -141,16 +139,16 @@ class GatedLora(LoraVariant):
 
     # Merging happens at unit gates, where the layer is plain LoRA.
 
-    def merge_safe(self, module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+    def merge_safe(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
         return orig_weight + self.merged_update(module, active_adapter).to(orig_weight.dtype)
 
-    def merge_unsafe(self, module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> None:
+    def merge_unsafe(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> None:
         orig_weight.data += self.merged_update(module, active_adapter)
 
-    def unmerge(self, module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+    def unmerge(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
         return orig_weight - self.merged_update(module, active_adapter).to(orig_weight.dtype)
 
-    def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
+    def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         """Return the one [out, in] matrix that unit gates add to the weight in every loop.
 
         Raises:
@@ -187,7 +185,7 @@ class GatedVariants(dict[str, LoraVariant]):
         super().__setitem__(adapter, variant)
 
 
-def _linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
     """Apply a bias-free factor in the dtype of x; by its own call, which runs its hooks, if that computes in this dtype."""
     if linear.weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return linear(x)
@@ -199,7 +197,7 @@ def adapted_layers(model: nn.Module) -> list[LoraLayer]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def merged_update(layer: LoraLayer, adapter: str) -> torch.Tensor:
+def merged_update(layer: LoraLayer, adapter: str) -> Tensor:
     """Return the one matrix [out, in] that an adapter adds to a layer's weight at unit gates; ValueError if there is none."""
     variant = layer.lora_variant.get(adapter)
     return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
@@ -360,9 +358,7 @@ def _all_gated(model: PeftModel) -> Iterator[None]:
 
 
 @contextmanager
-def use_gates(
-    model: PeftModel, gates: torch.Tensor | Sequence, segments: torch.Tensor | None = None
-) -> Iterator[LoopState]:
+def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | None = None) -> Iterator[LoopState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
     They hold in every forward inside the block, and in the backward that follows inside it (with gradient checkpointing

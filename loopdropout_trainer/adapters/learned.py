@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
 from loopdropout_trainer.errors import UserError
@@ -47,19 +47,19 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         return adapter in getattr(model.base_model, _NAME, ())
 
     @classmethod
-    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        return next((shape[0] for name, shape in shapes.items() if cls.is_own(name)), None)
+    def saved_num_loops(cls, weights: Mapping[str, Tensor]) -> int | None:
+        return next((len(gates) for name, gates in weights.items() if cls.is_own(name)), None)
 
     @classmethod
     def is_own(cls, name: str) -> bool:
         return _NAME in name.split(".")
 
-    def _gates(self) -> torch.Tensor:
+    def _gates(self) -> Tensor:
         """Return the gates [K] that are there now."""
         parameters, adapter = self.shared
         return parameters[adapter]
 
-    def gate(self, x: torch.Tensor) -> torch.Tensor:
+    def gate(self, x: Tensor) -> Tensor:
         drawn = super().gate(x)
         loop = self.loop_state.loop
         gates = self._gates()
@@ -70,7 +70,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         learned = gates[loop].to(x.device)
         return learned if drawn is None else drawn * learned
 
-    def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
+    def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         gates = self._gates().detach()
         if (gates != gates[0]).any():
             rounded = [round(gate, 4) for gate in gates.tolist()]

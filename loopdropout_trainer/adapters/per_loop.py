@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
@@ -23,11 +23,11 @@ from loopdropout_trainer.errors import UserError
 class LoopFactors(nn.Module):
     """The A or the B of every loop: `weight` [K, out, in]."""
 
-    def __init__(self, factors: Sequence[torch.Tensor], requires_grad: bool) -> None:
+    def __init__(self, factors: Sequence[Tensor], requires_grad: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.stack(factors), requires_grad)
 
-    def forward(self, x: torch.Tensor, loop: int | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, loop: int | None = None) -> Tensor:
         """Apply loop `loop`'s factor to `x` [..., in], in its dtype."""
         if loop is None:
             raise UserError("Factors for each loop run in a gated model only: load the adapter with `load_adapter`.")
@@ -50,8 +50,8 @@ class PerLoopLora(GatedLora, kind="per_loop"):
         return any(isinstance(factor, LoopFactors) for factor in factors)
 
     @classmethod
-    def saved_num_loops(cls, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        return next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
+    def saved_num_loops(cls, weights: Mapping[str, Tensor]) -> int | None:
+        return next((len(factors) for factors in weights.values() if factors.dim() == 3), None)
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> None:
@@ -75,13 +75,13 @@ class PerLoopLora(GatedLora, kind="per_loop"):
                 for factor, loops in zip(factors, zip(*drawn, strict=True), strict=True):
                     factor[adapter] = LoopFactors(loops, factor[adapter].weight.requires_grad)
 
-    def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
+    def down(self, module: LoraLayer, adapter: str, x: Tensor) -> Tensor:
         return module.lora_A[adapter](x, self.loop_state.loop)
 
-    def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
+    def up(self, module: LoraLayer, adapter: str, low_rank: Tensor) -> Tensor:
         return module.lora_B[adapter](low_rank, self.loop_state.loop)
 
-    def merged_update(self, module: LoraLayer, adapter: str) -> torch.Tensor:
+    def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         raise UserError(
             "Independent adapters cannot be merged: each loop has an update of its own, and one weight serves all loops. "
             "Keep the adapter, or train a shared one."

@@ -154,10 +154,8 @@ def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
     variant = layer.lora_variant.get(layer.active_adapters[0])
     if variant is None:
         return unit  # PEFT's own forward, which knows no gates
-    is_of_these_gates = (
-        getattr(variant, "loop_state", None) is state
-    )  # a `GatedLora` is, a variant of PEFT's own is not
-    return is_of_these_gates and variant.is_plain()
+    # A `GatedLora` of these gates; variants of PEFT's own know none.
+    return getattr(variant, "loop_state", None) is state and variant.is_plain()
 
 
 def linear_maps(layer: nn.Module) -> list[nn.Linear] | None:

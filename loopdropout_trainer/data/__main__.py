@@ -10,14 +10,13 @@ from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
-from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.errors import UserError, run_command, user_supplied
-from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
+from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments, setting
 from loopdropout_trainer.settings.recipe import parse_recipe
 
 
@@ -25,8 +24,8 @@ from loopdropout_trainer.settings.recipe import parse_recipe
 class ShowArguments:
     """Which example to show."""
 
-    index: int = HfArg(default=0, help="Number of the example, from 0.")
-    held_out: bool = HfArg(default=False, help="Show a held-out example instead.")
+    index: int = setting(0, "Number of the example, from 0.")
+    held_out: bool = setting(False, "Show a held-out example instead.")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,9 +17,8 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.checks import Range, check_choice, check_list, check_numbers, shown
+from loopdropout_trainer.checks import check_choice, check_list, check_numbers, shown
 from loopdropout_trainer.data.arithmetic import MOST_TRAINED_STEPS
 from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.preparations import (
@@ -30,6 +29,7 @@ from loopdropout_trainer.data.preparations import (
 )
 from loopdropout_trainer.data.rows import BadRow, DataError, DataReport, Row, present, read_files
 from loopdropout_trainer.errors import UserError, user_supplied, writing
+from loopdropout_trainer.settings.arguments import setting
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
@@ -47,41 +47,41 @@ class DataArguments:
         ValueError: if no source of rows is named, or two settings exclude each other.
     """
 
-    preparation: str | None = HfArg(
-        default=None,
-        help="Named preparation of the rows. Default: rows in TRL's formats, or a `prompt_template` over their columns.",
-        metadata={"choices": list(PREPARATIONS)},
+    preparation: str | None = setting(
+        None,
+        "Named preparation of the rows. Default: rows in TRL's formats, or a `prompt_template` over their columns.",
+        choices=list(PREPARATIONS),
     )
-    dataset_name: str | None = HfArg(default=None, help="Name of a dataset on the Hub, or its folder.")
-    dataset_config: str | None = HfArg(default=None, help="Configuration of the Hub dataset.")
-    dataset_revision: str | None = HfArg(default=None, help="Branch, tag or commit of the Hub dataset.")
-    dataset_split: str = HfArg(default="train", help="Split of the Hub dataset.")
-    train_files: list[str] | None = HfArg(default=None, help="Local JSONL, JSON, CSV (also .gz), Parquet files.")
-    eval_files: list[str] | None = HfArg(default=None, help="Local files to evaluate on, instead of held-out rows.")
-    column_mapping: dict[str, str] | None = HfArg(default=None, help="{expected name: name in rows} (JSON if typed).")
-    num_train_examples: int | None = HfArg(default=None, help="Rows to train on. Default: all that are left.")
-    num_eval_examples: int | None = HfArg(
-        default=None, help="Number of rows to hold out, the same in every run. Default: the preparation's own, else 0."
+    dataset_name: str | None = setting(None, "Name of a dataset on the Hub, or its folder.")
+    dataset_config: str | None = setting(None, "Configuration of the Hub dataset.")
+    dataset_revision: str | None = setting(None, "Branch, tag or commit of the Hub dataset.")
+    dataset_split: str = setting("train", "Split of the Hub dataset.")
+    train_files: list[str] | None = setting(None, "Local JSONL, JSON, CSV (also .gz), Parquet files.")
+    eval_files: list[str] | None = setting(None, "Local files to evaluate on, instead of held-out rows.")
+    column_mapping: dict[str, str] | None = setting(None, "{expected name: name in rows} (JSON if typed).")
+    num_train_examples: int | None = setting(None, "Rows to train on. Default: all that are left.")
+    num_eval_examples: int | None = setting(
+        None, "Number of rows to hold out, the same in every run. Default: the preparation's own, else 0."
     )
-    split_seed: int = HfArg(default=0, help="Seed of the choice of rows (held out, drawn); not the seed of training.")
-    prompt_template: str | None = HfArg(default=None, help="`alpaca`, `question`, or a text with {column} fields.")
-    prompt_end: str = HfArg(default="", help="Text between the prompt template and the target; part of the prompt.")
-    target_prefix: str = HfArg(
-        default="",
-        help="Text before the target that is trained on. Prompt, prefix and target are then tokenised as one text; a token "
+    split_seed: int = setting(0, "Seed of the choice of rows (held out, drawn); not the seed of training.")
+    prompt_template: str | None = setting(None, "`alpaca`, `question`, or a text with {column} fields.")
+    prompt_end: str = setting("", "Text between the prompt template and the target; part of the prompt.")
+    target_prefix: str = setting(
+        "",
+        "Text before the target that is trained on. Prompt, prefix and target are then tokenised as one text; a token "
         "that spans prompt and target belongs to the target.",
     )
-    example_token_limit: int | None = HfArg(
-        default=512,
-        help="Of `preparation: metamath_gsm`: rows of so many tokens or more are left out, counted in the prompt, "
+    example_token_limit: int | None = setting(
+        512,
+        "Of `preparation: metamath_gsm`: rows of so many tokens or more are left out, counted in the prompt, "
         "`target_prefix`, a space, and the response. null: none are.",
     )
-    arithmetic_steps: list[int] | None = HfArg(
-        default=None,
-        help="Fewest and most steps of a problem of `preparation: arithmetic` or `arithmetic_pairs`. Default: 3 5.",
-        metadata={"nargs": 2},
+    arithmetic_steps: list[int] | None = setting(
+        None,
+        "Fewest and most steps of a problem of `preparation: arithmetic` or `arithmetic_pairs`. Default: 3 5.",
+        nargs=2,
     )
-    bad_rows: Literal["error", "skip"] = HfArg(default="error", help="Stop at a row that cannot be used, or count it.")
+    bad_rows: Literal["error", "skip"] = setting("error", "Stop at a row that cannot be used, or count it.")
 
     def __post_init__(self):
         check_list("train_files", self.train_files)
@@ -96,8 +96,7 @@ class DataArguments:
         self._check_source()
         if self.eval_files and self.num_eval_examples:
             raise UserError("`eval_files` and `num_eval_examples` exclude each other: give one of them.")
-        seeds = Range(-(2**63), 2**63 - 1)
-        check_numbers(self, num_train_examples=Range(1), example_token_limit=Range(1), split_seed=seeds)
+        check_numbers(self)
         if self.preparation != "metamath_gsm" and self.example_token_limit != type(self).example_token_limit:
             raise UserError(
                 "`example_token_limit` belongs to `preparation: metamath_gsm`; `max_length` drops the long examples of others."
@@ -136,11 +135,11 @@ class DataArguments:
 class LossArguments:
     """The trainer's settings that decide what is trained on, for what shows or scores examples as training sees them."""
 
-    max_length: int | None = HfArg(default=1024, help="As in training: longer examples are dropped.")
-    completion_only_loss: bool | None = HfArg(default=None, help="As in training: whether only completions count.")
-    assistant_only_loss: bool = HfArg(default=False, help="As in training: whether only the assistant's turns count.")
-    chat_template_path: str | None = HfArg(default=None, help="As in training: another name for `chat_template`.")
-    eos_token: str | None = HfArg(default=None, help="As in training: the token that ends answers.")
+    max_length: int | None = setting(1024, "As in training: longer examples are dropped.")
+    completion_only_loss: bool | None = setting(None, "As in training: whether only completions count.")
+    assistant_only_loss: bool = setting(False, "As in training: whether only the assistant's turns count.")
+    chat_template_path: str | None = setting(None, "As in training: another name for `chat_template`.")
+    eos_token: str | None = setting(None, "As in training: the token that ends answers.")
 
 
 @dataclass

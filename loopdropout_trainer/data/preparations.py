@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from datasets import Dataset
@@ -20,7 +20,7 @@ from trl.chat_template_utils import has_generation_markers
 from loopdropout_trainer.checks import check_choice, shown
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.boundary import token_lengths
-from loopdropout_trainer.data.rows import BadRow, DataError, DataReport, Row, fields_of, present, text
+from loopdropout_trainer.data.rows import BadRow, Columns, DataError, DataReport, Row, fields_of, present, text
 from loopdropout_trainer.errors import UserError
 
 
@@ -94,18 +94,18 @@ class Preparation:
         """Return generated rows, for a preparation that reads none."""
         return None
 
-    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def example(self, row: Columns) -> Columns:
         """Return the example that a row gives; BadRow if it gives none, Unwanted if it is left out on purpose."""
         return standard_example(row) if self.template is None else self.prompted(row, target(row, "completion"))
 
-    def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:
+    def prompted(self, columns: Columns, completion: str) -> Columns:
         """Return the example whose prompt is the template filled from these columns; see `tokenise` for `is_one_text`."""
         prefix = self.args.target_prefix
         prompt = filled(self.template, columns) + self.args.prompt_end
         example = {"prompt": prompt, "completion": prefix + completion}
         return {**example, "is_one_text": True} if prefix else example
 
-    def identity(self, row: Mapping[str, Any]) -> str:
+    def identity(self, row: Columns) -> str:
         """Return a string that two rows share exactly if they are duplicates."""
         return json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
 
@@ -130,7 +130,7 @@ class Preparation:
         return rows[~is_repeated]
 
 
-def filled(template: str, row: Mapping[str, Any]) -> str:
+def filled(template: str, row: Columns) -> str:
     """Return a template with its {column} fields filled from a row; BadRow if one is not there, or neither text nor number."""
     for name in _FIELD.findall(template):
         value = present(row, name)
@@ -148,7 +148,7 @@ def random_order(identity: str, seed: int) -> int:
 # Columns of a row, checked; each raises BadRow.
 
 
-def target(row: Mapping[str, Any], column: str) -> str:
+def target(row: Columns, column: str) -> str:
     """Return a text column that will be trained on; it must not be empty."""
     value = text(row, column)
     if not value.strip():
@@ -156,7 +156,7 @@ def target(row: Mapping[str, Any], column: str) -> str:
     return value
 
 
-def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
+def messages(row: Columns, column: str) -> list[dict[str, str]]:
     """Return a column of messages, each with `role` and `content` (or ShareGPT's `from` and `value`)."""
     turns = present(row, column)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
@@ -164,7 +164,7 @@ def messages(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
     return [_message(turn, f"{column}[{index}]") for index, turn in enumerate(turns)]
 
 
-def _message(turn: Mapping[str, Any], place: str) -> dict[str, str]:
+def _message(turn: Columns, place: str) -> dict[str, str]:
     if turn.get("tool_calls"):
         raise BadRow("tool calls are not supported", f" (in {place})")
     if "from" in turn and "role" not in turn:
@@ -185,7 +185,7 @@ def has_target(turns: list[dict[str, str]]) -> bool:
     return any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns)
 
 
-def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
+def conversation(row: Columns, column: str) -> list[dict[str, str]]:
     """Return a column of messages of which at least one assistant message can be trained on."""
     turns = messages(row, column)
     if not has_target(turns):
@@ -193,7 +193,7 @@ def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, str]]:
     return turns
 
 
-def standard_example(row: Mapping[str, Any]) -> dict[str, Any]:
+def standard_example(row: Columns) -> Columns:
     """Return the columns of a row in one of TRL's formats, as texts or as messages."""
     is_chat = any(isinstance(row.get(name), list) for name in ("prompt", "completion", "chosen", "rejected"))
     prompt_of, target_of = (messages, conversation) if is_chat else (text, target)
@@ -228,13 +228,13 @@ class GSM8K(Preparation):
     num_eval_examples = 500
     prompt_template = "question"
 
-    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def example(self, row: Columns) -> Columns:
         question = text(row, "question")
         answer = without_calculator(target(row, "answer"))
         example = self.prompted({"question": question}, f" {answer}")
         return {**example, "question": question, "answer": answer}
 
-    def identity(self, row: Mapping[str, Any]) -> str:
+    def identity(self, row: Columns) -> str:
         return text(row, "question")
 
 
@@ -273,7 +273,7 @@ class ArithmeticPairs(Arithmetic):
 
     title = "arithmetic pairs"
 
-    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def example(self, row: Columns) -> Columns:
         example = super().example(row)
         wrong = with_a_mistake(row["answer"], random_order(row["question"], self.args.split_seed))
         return {
@@ -296,14 +296,14 @@ class MetaMathGSM(Preparation):
     prompt_template = "alpaca"
     num_training_rows = 100_000
 
-    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def example(self, row: Columns) -> Columns:
         if "GSM" not in text(row, "type"):
             raise Unwanted("type without GSM")
         question = text(row, "query")
         answer = target(row, "response")
         return {**self.prompted({"instruction": question}, answer), "question": question, "answer": answer}
 
-    def identity(self, row: Mapping[str, Any]) -> str:
+    def identity(self, row: Columns) -> str:
         return f"{row['query']}\n{row['response']}"
 
     def split(self, examples, orders):
@@ -342,14 +342,14 @@ class Tulu2(Preparation):
     title = "Tulu 2"
     columns = ("messages", "conversations")
 
-    def example(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def example(self, row: Columns) -> Columns:
         is_sharegpt = "messages" not in row and "conversations" in row
         turns = messages(row, "conversations" if is_sharegpt else "messages")
         if not has_target(turns):
             raise Unwanted("no assistant message with content")
         return {"messages": turns}
 
-    def identity(self, row: Mapping[str, Any]) -> str:
+    def identity(self, row: Columns) -> str:
         turns = self.example(row)["messages"]
         return json.dumps([list(turn.values()) for turn in turns], ensure_ascii=False)
 

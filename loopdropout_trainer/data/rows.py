@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import fsspec
-import pyarrow
 import pyarrow.parquet
 
+
+Columns = Mapping[str, Any]
+"""A row's values, by column."""
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -39,7 +40,7 @@ class Row(NamedTuple):
     """A raw row (`value`) and its place, such as `train.jsonl, row 17`; a row that cannot be read is a `BadRow`."""
 
     place: str
-    value: dict[str, Any] | BadRow
+    value: Columns | BadRow
 
 
 @dataclass
@@ -85,14 +86,14 @@ class DataReport:
         return "\n".join([f"Rows of {self.source}", *lines, *(f"    {bad}" for bad in self.bad_rows)])
 
 
-def present(row: Mapping[str, Any], column: str) -> Any:
+def present(row: Columns, column: str) -> Any:
     """Return a column of a row that must be there, and not null."""
     if row.get(column) is None:
         raise BadRow(f"missing field `{column}`", fields_of(row))
     return row[column]
 
 
-def text(row: Mapping[str, Any], column: str) -> str:
+def text(row: Columns, column: str) -> str:
     """Return a text column of a row."""
     value = present(row, column)
     if not isinstance(value, str):
@@ -104,7 +105,7 @@ def text(row: Mapping[str, Any], column: str) -> str:
     return value
 
 
-def fields_of(row: Mapping[str, Any]) -> str:
+def fields_of(row: Columns) -> str:
     return f" (it has {', '.join(f'`{key}`' for key in row) or 'none'}; `column_mapping` may help)"
 
 
@@ -116,20 +117,19 @@ def read_files(paths: Sequence[str | Path]) -> Iterator[Row]:
     Raises:
         DataError: if a file is missing, has no known ending, or cannot be read to its end.
     """
-    errors = (OSError, ValueError, RecursionError, EOFError, zlib.error, csv.Error, pyarrow.ArrowException)
     for path in map(Path, paths):
         number = 0
         try:
             for number, value in enumerate(_read(path), start=1):
                 if value is not None:
                     yield Row(f"{path.name}, row {number}", value)
-        except errors as error:
+        except Exception as error:  # whatever the reader of a format raises
             place = f" after row {number}" if number else ""
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"The data file {path} cannot be read{place}: {reason}.") from error
 
 
-def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
+def _read(path: Path) -> Iterator[Columns | BadRow | None]:
     """Yield each row of a file, or what is wrong with it; None for an empty line."""
     ending = Path(path.name.removesuffix(".gz")).suffix
     if ending not in _ENDINGS:
@@ -149,7 +149,7 @@ def _read(path: Path) -> Iterator[dict[str, Any] | BadRow | None]:
             yield from map(_line, file)
 
 
-def _csv_rows(file: TextIO) -> Iterator[dict[str, Any] | BadRow]:
+def _csv_rows(file: TextIO) -> Iterator[Columns | BadRow]:
     csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
     reader = csv.DictReader(file)
     _unique([(name, None) for name in reader.fieldnames or ()])
@@ -160,14 +160,14 @@ def _csv_rows(file: TextIO) -> Iterator[dict[str, Any] | BadRow]:
             yield {name: cell for name, cell in cells.items() if cell is not None}
 
 
-def _line(line: str) -> dict[str, Any] | BadRow | None:
+def _line(line: str) -> Columns | BadRow | None:
     try:
         return _object(json.loads(line, object_pairs_hook=_unique)) if line.strip() else None
     except (ValueError, RecursionError) as error:
         return BadRow("broken JSON", f" ({error})")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Columns:
     """Return a row; of a name that stands twice Python's readers would keep the last value."""
     row = {}
     for name, value in pairs:
@@ -177,5 +177,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _object(value: Any) -> dict[str, Any] | BadRow:
+def _object(value: Any) -> Columns | BadRow:
     return value if isinstance(value, dict) else BadRow("not an object", f" (a {type(value).__name__})")

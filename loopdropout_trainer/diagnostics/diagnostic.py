@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from loopdropout_trainer.adapters import ADAPTER_KINDS
+from loopdropout_trainer.adapters import kind_of
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.scores import Batch, Scores, score
@@ -88,10 +88,9 @@ class Diagnostic:
 
     def skip_reason(self, context: Context) -> str | None:
         """Return why this model cannot be measured, or None if it can."""
-        if self.needs_adapter and context.kind != "adapter":
-            return "it has no update that could be gated apart from the weights"
-        shapes = {name: tuple(p.shape) for name, p in context.model.named_parameters() if "lora_" in name}
-        if self.runs_at_depths and any(kind.saved_num_loops(shapes) is not None for kind in ADAPTER_KINDS.values()):
+        if context.kind != "adapter":
+            return "it has no update that could be gated apart from the weights" if self.needs_adapter else None
+        if self.runs_at_depths and kind_of(context.model, context.model.active_adapters[0]).one_depth:
             return "each of its loops has parameters of its own, for one depth only"
         return None
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.checks import check_integer
+from loopdropout_trainer.checks import check_numbers
 from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.data.preparations import without_calculator
 from loopdropout_trainer.evaluation.benchmarks import load_benchmark
 from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.settings.arguments import setting
 from loopdropout_trainer.training.scores import Batch
 
 
@@ -27,24 +27,22 @@ HELD_OUT = "held_out"
 class RowArguments(LossArguments, DataArguments):
     """Which rows losses are measured on. The recipe's data settings are needed for held-out rows only."""
 
-    rows: str = HfArg(
-        default=HELD_OUT,
-        help="`held_out` for the recipe's held-out rows, or a benchmark for its prompts with reference solutions.",
+    rows: str = setting(
+        HELD_OUT, "`held_out` for the recipe's held-out rows, or a benchmark for its prompts with reference solutions."
     )
-    benchmark_files: dict[str, str] | None = HfArg(
-        default=None, help="Local files of benchmarks, as a mapping name: path (JSON on the command line)."
+    benchmark_files: dict[str, str] | None = setting(
+        None, "Local files of benchmarks, as a mapping name: path (JSON on the command line)."
     )
-    benchmark_revisions: dict[str, str] | None = HfArg(
-        default=None, help="{benchmark: branch, tag or commit of its dataset on the Hub} (JSON on the command line)."
+    benchmark_revisions: dict[str, str] | None = setting(
+        None, "{benchmark: branch, tag or commit of its dataset on the Hub} (JSON on the command line)."
     )
-    num_rows: int = HfArg(default=500, help="At most so many rows, from the first on.")
-    rows_batch_size: int = HfArg(default=8, help="Rows that one process computes at a time.")
+    num_rows: int = setting(500, "At most so many rows, from the first on.")
+    rows_batch_size: int = setting(8, "Rows that one process computes at a time.")
 
     def __post_init__(self):
         if self.rows == HELD_OUT:
             super().__post_init__()
-        check_integer("num_rows", self.num_rows)
-        check_integer("rows_batch_size", self.rows_batch_size)
+        check_numbers(self)
 
 
 def labelled_batches(

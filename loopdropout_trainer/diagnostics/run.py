@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.checks import check_choice, check_folder, check_list
+from loopdropout_trainer.checks import check_choice, check_distinct, check_folder, check_list, check_numbers
 from loopdropout_trainer.data import DataArguments, load_tokenizer
 from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
@@ -30,7 +29,7 @@ from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differenc
 from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, read_measurements, write_measurements
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
 from loopdropout_trainer.saving.files import folder_lock_for_all, sha256_of_weights
-from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
+from loopdropout_trainer.settings.arguments import ModelArguments, setting
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.scores import Batch
 
@@ -57,20 +56,20 @@ _DEFAULTS = {f.name: f.default for kind in (ModelArguments, DataArguments, LossA
 class DiagnosticArguments:
     """What is diagnosed, how, and where the results go."""
 
-    adapters: list[str] = HfArg(
-        default_factory=list,
+    adapters: list[str] = setting(
         help="Adapters as name=folder or name=Hub name; a name that comes again is another seed of that method.",
+        default_factory=list,
     )
-    models: list[str] = HfArg(default_factory=list, help="Merged models, likewise as name=folder.")
-    diagnostics: list[str] | None = HfArg(default=None, help="Names of the diagnostics to run. Default: all.")
-    imports: list[str] = HfArg(
+    models: list[str] = setting(help="Merged models, likewise as name=folder.", default_factory=list)
+    diagnostics: list[str] | None = setting(None, "Names of the diagnostics to run. Default: all.")
+    imports: list[str] = setting(
+        help="Files (or module names) with diagnostics of your own; from the command line only.",
         default_factory=list,
         aliases=["--import"],
-        help="Files (or module names) with diagnostics of your own; from the command line only.",
     )
-    depths: list[int] | None = HfArg(default=None, help="Depths to run at. Default: 1 to twice the model's own.")
-    use_cpu: bool = HfArg(default=False, help="Measure on the CPU, also where there is an accelerator.")
-    output_dir: str = HfArg(default="outputs", help="Results go to its subfolder `diagnostics`.")
+    depths: list[int] | None = setting(None, "Depths to run at. Default: 1 to twice the model's own.")
+    use_cpu: bool = setting(False, "Measure on the CPU, also where there is an accelerator.")
+    output_dir: str = setting("outputs", "Results go to its subfolder `diagnostics`.")
 
     def __post_init__(self):
         check_folder("output_dir", self.output_dir)
@@ -78,7 +77,8 @@ class DiagnosticArguments:
             check_list(name, getattr(self, name))
         if not self.adapters and not self.models:
             raise UserError("`adapters` must name one or more as name=path, or `models` a merged model.")
-        check_depths("depths", self.depths)
+        check_numbers(self)
+        check_distinct("depths", self.depths or [])
 
 
 @dataclass
@@ -187,7 +187,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
             tokenizer = load_tokenizer(model, chat_template_path=rows.chat_template_path, eos_token=rows.eos_token)
             batches, row_facts = load_rows_to_score(rows, tokenizer)
     with folder_lock_for_all(folder):
-        before = from_main_process(lambda: _measured_before(folder))
+        before = from_main_process(_measured_before, folder)
         written = set()
         for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
             context, of_model = _load(compared, model, arguments, batches)

@@ -208,7 +208,7 @@ def evaluate_subject(
     log = AnswerLog(log_dir, all_processes().process_index)
     if log_dir is not None:
         if model is None:
-            model = from_main_process(lambda: model_identity(subject.model, subject.tokenizer))
+            model = from_main_process(model_identity, subject.model, subject.tokenizer)
         log.answers = from_main_process(lambda: log.read(benchmark.identity(subject, model)))
     result = benchmark.run(subject, log, progress)
     if log_dir is not None and all_processes().is_main_process:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 
 from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.errors import UserError, user_supplied
@@ -28,7 +27,7 @@ from loopdropout_trainer.record.measurement import (
     write_measurements,
 )
 from loopdropout_trainer.saving.files import folder_lock_for_all
-from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
+from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, setting
 
 
 logger = logging.getLogger(__name__)
@@ -45,27 +44,27 @@ SINGLE_LOOP = "single_loop"
 class EvaluationArguments(BenchmarkArguments):
     """Which adapters to evaluate, at which depths and gates, on what, and where the results go."""
 
-    adapter: list[str] | None = HfArg(
-        default=None,
-        help="Adapters, each a row of the results: PATH or NAME=PATH, a folder or Hub name; `none`: the model alone (base or "
+    adapter: list[str] | None = setting(
+        None,
+        "Adapters, each a row of the results: PATH or NAME=PATH, a folder or Hub name; `none`: the model alone (base or "
         "merged), which is the default.",
     )
-    at_depths: list[int] | None = HfArg(
-        default=None, help="Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own."
+    at_depths: list[int] | None = setting(
+        None, "Recurrence depths, each a row of its own. Default: `num_loops`, or the model's own."
     )
-    gates: list[str] | None = HfArg(
-        default=None,
-        help="Gate of the adapter in each loop, such as 1-0-0-0; several are several rows. `single_loop`: a row for each "
+    gates: list[str] | None = setting(
+        None,
+        "Gate of the adapter in each loop, such as 1-0-0-0; several are several rows. `single_loop`: a row for each "
         "loop, with the adapter in this loop alone. Default: ones.",
     )
-    use_cpu: bool = HfArg(default=False, help="Evaluate on the CPU, also where there is an accelerator.")
-    readout: int | None = HfArg(default=None, help="Loop, from 1, whose readout gives the logits. Default: the last.")
-    averages: dict[str, list[str]] | str | None = HfArg(
-        default=None, help="Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."
+    use_cpu: bool = setting(False, "Evaluate on the CPU, also where there is an accelerator.")
+    readout: int | None = setting(None, "Loop, from 1, whose readout gives the logits. Default: the last.")
+    averages: dict[str, list[str]] | str | None = setting(
+        None, "Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."
     )
-    output_dir: str = HfArg(
-        default="outputs/evaluation",
-        help=f"Folder of {MEASUREMENTS_FILE}, and of the answers that an interrupted evaluation continues from.",
+    output_dir: str = setting(
+        "outputs/evaluation",
+        f"Folder of {MEASUREMENTS_FILE}, and of the answers that an interrupted evaluation continues from.",
     )
 
     def __post_init__(self):
@@ -80,7 +79,7 @@ class EvaluationArguments(BenchmarkArguments):
         averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
         for name, metrics in averages.items():
             _check_average(name, metrics)
-        check_depths("at_depths", self.at_depths)
+        check_distinct("at_depths", self.at_depths or [])
         self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
             raise UserError(
@@ -221,12 +220,12 @@ class _Evaluation:
                     parts = ONE_RUN if writer == _writer(row, benchmark) else ONE_MODEL
                     check_same(measured, identity, f"{self.folder}, row `{row.name}`,", parts)
             log = AnswerLog(answers_folder(self.folder, row.name, benchmark.name))
-            from_main_process(lambda log=log, identity=identity: log.check(identity))
+            from_main_process(log.check, identity)
 
     def evaluate(self, row: Row) -> list[BenchmarkResult]:
         """Evaluate one row on every benchmark, and write what was measured as soon as it is there."""
         subject, is_main = self.subject(row), all_processes().is_main_process
-        training = from_main_process(lambda: training_of(row.adapter))
+        training = from_main_process(training_of, row.adapter)
         if is_main:
             for difference in differences(training.identity, self.identity, ("base",)):
                 logger.warning("The adapter %s was trained on another base: %s.", row.adapter, difference)

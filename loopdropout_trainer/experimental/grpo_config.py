@@ -6,11 +6,11 @@ import copy
 from dataclasses import dataclass
 
 from transformers import GenerationConfig, TrainingArguments
-from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
 from loopdropout_trainer.checks import check_choice
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.settings.arguments import setting
 from loopdropout_trainer.training.config import LoopDropoutArguments, LoopLossArguments, check_choices
 from loopdropout_trainer.training.depth import LOOP_LOSSES
 
@@ -37,33 +37,33 @@ class LoopDropoutGRPOConfig(LoopLossArguments, LoopDropoutArguments, GRPOConfig)
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rule_args", "loop_loss_args"]
 
-    gates_per: str = HfArg(
-        default="prompt",
-        help="Who shares gates: all completions of a `prompt`, so that they are compared under one thinned model, or none, "
+    gates_per: str = setting(
+        "prompt",
+        "Who shares gates: all completions of a `prompt`, so that they are compared under one thinned model, or none, "
         "each `completion` having its own.",
-        metadata={"choices": _CHOICES["gates_per"]},
+        choices=_CHOICES["gates_per"],
     )
-    old_gates: str = HfArg(
-        default="same",
-        help="Gates of the old log-probabilities: the `same` as the current policy's (the importance ratio begins at 1), or "
+    old_gates: str = setting(
+        "same",
+        "Gates of the old log-probabilities: the `same` as the current policy's (the importance ratio begins at 1), or "
         "`unit`, with which the completions were sampled (the ratio corrects for the gates).",
-        metadata={"choices": _CHOICES["old_gates"]},
+        choices=_CHOICES["old_gates"],
     )
-    reference_gates: str = HfArg(
-        default="unit",
-        help="Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: `unit`, or "
+    reference_gates: str = setting(
+        "unit",
+        "Gates of the reference's log-probabilities (with `beta`) if it is the copy of a pretrained adapter: `unit`, or "
         "the `same` as the current policy's. A new adapter's reference is the base model, which has none.",
-        metadata={"choices": _CHOICES["reference_gates"]},
+        choices=_CHOICES["reference_gates"],
     )
-    completion_decoding: str = HfArg(
-        default="eager",
-        help="How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with compiled "
+    completion_decoding: str = setting(
+        "eager",
+        "How completions are decoded without vLLM: `eager` (continuous batching), `compiled` (the same with compiled "
         "steps), or `generate` (transformers' own, as TRL does).",
-        metadata={"choices": _CHOICES["completion_decoding"]},
+        choices=_CHOICES["completion_decoding"],
     )
-    completion_slots: int | None = HfArg(
-        default=None,
-        help="Completions that a process decodes at a time. Default: all that it generates at once. No completion depends on "
+    completion_slots: int | None = setting(
+        None,
+        "Completions that a process decodes at a time. Default: all that it generates at once. No completion depends on "
         "it.",
     )
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from loopdropout_trainer.checks import MOST_LOOPS
 from loopdropout_trainer.errors import UserError
 
 
@@ -351,10 +352,6 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
             "`register_looped` described its class."
         )
     return looped
-
-
-MOST_LOOPS = 1024
-"""A depth above this is taken for a mistake, or for a damaged configuration."""
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:

@@ -234,9 +234,9 @@ class Run:
         checkpoint = self.checkpoint_for(config)
         from_main_process(lambda: check_expected(folder, trainer.run_identity))
         if self.merges(config):  # before hours of training
-            from_main_process(lambda: check_merge_target(Path(folder, "merged"), trainer.model))
+            from_main_process(check_merge_target, Path(folder, "merged"), trainer.model)
         with trainer.only_run_in_output_dir(checkpoint):
-            from_main_process(lambda: read_measurements(folder))  # beside what is damaged no row could be written
+            from_main_process(read_measurements, folder)  # beside what is damaged no row could be written
             if checkpoint:
                 read = lambda: finished_result(self.settings, folder, trainer.run_identity)
                 finished = from_main_process(read)
@@ -339,7 +339,7 @@ class Run:
             SingleLoop.name: single_loop_rows(diagnostics.single_loop_activation(trainer.model, batches)),
             Readouts.name: readout_rows(score_readouts(trainer.model, batches)),
         }
-        model = from_main_process(lambda: self.identity_of_model(trainer))
+        model = from_main_process(self.identity_of_model, trainer)
         data = {"source": HELD_OUT, **facts_of_batches(batches)}
         identity = {**model, "data": data, "loops": {"num_loops": trainer.num_loops}}
         facts = {**self.facts(trainer), "benchmark": HELD_OUT, "identity": identity_key(identity)}
@@ -350,13 +350,8 @@ class Run:
         """Write the cards, the merged model if it is wanted, and what was measured."""
         config = trainer.args
         data = self.data.description
-        card = ModelCardFields(
-            rule=config.rule,
-            p=config.p,
-            recipe=settings_yaml(self.settings),
-            data=data,
-            results=result.card_scores(),
-        )
+        recipe = settings_yaml(self.settings)
+        card = ModelCardFields(recipe=recipe, data=data, results=result.card_scores())
         save_card(trainer.model, config.output_dir, config.hub_model_id, card)
         result.saved = {"adapter": config.output_dir}
         if self.merges(config):
@@ -408,7 +403,7 @@ class Run:
         subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
         untrained = moment == "before"
         progress = moment in ("before", "after")
-        model = from_main_process(lambda: self.identity_of_model(trainer, untrained))
+        model = from_main_process(self.identity_of_model, trainer, untrained)
         try:
             answers = evaluate_subject(subject, benchmark, folder, model, progress)
         except SettingsChangedError:  # of a run that this one takes the place of

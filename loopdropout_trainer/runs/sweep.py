@@ -38,23 +38,22 @@ class PartArguments:
 
     learning_rates: list[float] = setting(help="Candidates of every method.")
     methods: dict[str, str | dict[str, Any]] | list[str] | str = setting(
-        default_factory=lambda: ["lora", "loop_dropout"],
         help="Rules and recipes (.yaml), or name: rule, recipe, or fields on top of `recipe`; in a part, names.",
+        default_factory=lambda: ["lora", "loop_dropout"],
     )
     seeds: list[int] = setting(
-        default_factory=lambda: [101, 102, 103], help="The first ones choose the learning rate."
+        help="The first ones choose the learning rate.", default_factory=lambda: [101, 102, 103]
     )
-    full_grid: bool = setting(default=False, help="Train every seed at every rate; so it is with one rate.")
+    full_grid: bool = setting(False, "Train every seed at every rate; so it is with one rate.")
     extend_grid: bool = setting(
-        default=False,
-        help="While a method's best rate is the smallest or largest of its grid, add the next one there.",
+        False, "While a method's best rate is the smallest or largest of its grid, add the next one there."
     )
-    max_extensions: int = setting(default=4, help="How many rates `extend_grid` adds to a method's grid at most.")
+    max_extensions: int = setting(4, "How many rates `extend_grid` adds to a method's grid at most.")
     settings: dict[str, Any] | None = setting(
-        default=None, help="Fields of every recipe (JSON). A part's own make methods METHOD@PART."
+        None, "Fields of every recipe (JSON). A part's own make methods METHOD@PART."
     )
     measure: dict[str, Any] | None = setting(
-        default=None, help="Fields of a recipe on what is measured of final runs: `benchmarks`, `depths`, ..."
+        None, "Fields of a recipe on what is measured of final runs: `benchmarks`, `depths`, ..."
     )
 
     def __post_init__(self):
@@ -83,24 +82,22 @@ class SweepArguments(PartArguments):
     """A sweep, and what to do of it."""
 
     recipe: str = setting(help="Training recipe that all methods start from.")
-    script: str = setting(default="sft", help="Script of the recipe.", metadata={"choices": ["sft", "dpo", "grpo"]})
+    script: str = setting("sft", "Script of the recipe.", choices=["sft", "dpo", "grpo"])
     parts: dict[str, dict[str, Any] | None] | None = setting(
-        default=None,
-        help="Name: {methods, learning_rates, seeds, full_grid, extend_grid, settings, measure}, in order of priority. A run "
+        None,
+        "Name: {methods, learning_rates, seeds, full_grid, extend_grid, settings, measure}, in order of priority. A run "
         "that two parts share is trained once, and measured as the first one says. Default: one part, `all`.",
     )
-    only: list[str] | None = setting(default=None, help="Parts to do. Default: all.")
-    rate_factors: dict[str, float] | None = setting(default=None, help="Factors on learning rates by method (JSON).")
-    select_on: str = setting(default="development", help="Benchmark that chooses the rate. Default: held-out rows.")
-    selection_seeds: int = setting(default=1, help="How many of a part's first seeds choose the rate.")
-    output_dir: str = setting(default="outputs/sweep", help="Folder of all runs.")
-    storage: str | None = setting(
-        default=None, help="URL of a database that machines share. Default: a file, sweep.db."
-    )
-    launcher: str = setting(default="", help="What starts a training, e.g. `accelerate launch`. Default: a fork.")
-    workers: int = setting(default=1, help="Runs at a time on this machine, each on a GPU of its own.")
-    print_commands: bool = setting(default=False, help="Print the commands that a scheduler can start now, and stop.")
-    dry_run: bool = setting(default=False, help="Print how many trainings each part takes, and stop.")
+    only: list[str] | None = setting(None, "Parts to do. Default: all.")
+    rate_factors: dict[str, float] | None = setting(None, "Factors on learning rates by method (JSON).")
+    select_on: str = setting("development", "Benchmark that chooses the rate. Default: held-out rows.")
+    selection_seeds: int = setting(1, "How many of a part's first seeds choose the rate.")
+    output_dir: str = setting("outputs/sweep", "Folder of all runs.")
+    storage: str | None = setting(None, "URL of a database that machines share. Default: a file, sweep.db.")
+    launcher: str = setting("", "What starts a training, e.g. `accelerate launch`. Default: a fork.")
+    workers: int = setting(1, "Runs at a time on this machine, each on a GPU of its own.")
+    print_commands: bool = setting(False, "Print the commands that a scheduler can start now, and stop.")
+    dry_run: bool = setting(False, "Print how many trainings each part takes, and stop.")
 
     def __post_init__(self):
         super().__post_init__()

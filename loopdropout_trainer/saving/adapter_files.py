@@ -12,6 +12,7 @@ from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
@@ -121,18 +122,15 @@ def load_adapter(
     metadata = adapter_metadata(folder)
     if not another_base:
         _check_base(model, config, metadata, folder)
-    looped.trained_with = {key: metadata[key] for key in ("rule", "p", "depths", "loop_loss") if key in metadata}
+    looped.trained_with = metadata
     add_end_tokens(looped, metadata.get("eos_token_id") or ())
     num_loops = looped.config.num_loops
     low, high = metadata.get("depths") or [metadata.get("num_loops", num_loops)] * 2
     if not low <= num_loops <= high:
         depths = f"depth {low}" if low == high else f"depths {low} to {high}"
         logger.warning(f"The adapter in {folder} was trained at {depths}; the model runs {num_loops} loops.")
-    with (
-        user_supplied(f"The adapter in {folder} cannot be put on this model"),
-        authors_format.in_peft_format(folder) as files,
-    ):
-        return attach_adapter(model, folder, is_trainable, config, files)
+    with user_supplied(f"The adapter in {folder} cannot be put on this model"):
+        return attach_adapter(model, folder, is_trainable, config, _read_weights(folder))
 
 
 def export_adapter(adapter: str | Path, folder: str | Path) -> Path:
@@ -152,11 +150,17 @@ def export_adapter(adapter: str | Path, folder: str | Path) -> Path:
         raise UserError(f"{folder} holds an adapter in PEFT's format: choose another folder.")
     config = read_adapter_config(source)
     facts = adapter_metadata(source)
-    with user_supplied(f"The adapter in {source} cannot be read"), authors_format.in_peft_format(source) as files:
-        weights = load_file(files / WEIGHTS_FILE)
+    with user_supplied(f"The adapter in {source} cannot be read"):
+        weights = _read_weights(source)
     with staged_files(folder, "The exported adapter") as partial:
         authors_format.write(partial, config, facts, weights)
     return folder
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return a saved adapter's tensors by PEFT's names."""
+    is_pefts = authors_format.read_fields(folder) is None
+    return load_file(folder / WEIGHTS_FILE) if is_pefts else authors_format.read_weights(folder)
 
 
 def _check_base(model: PreTrainedModel, config: LoraConfig, metadata: dict, folder: Path) -> None:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from huggingface_hub.dataclasses import type_validator
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from loopdropout_trainer.checks import MOST_LOOPS
 from loopdropout_trainer.errors import UserError, user_supplied
-from loopdropout_trainer.looped.model import MOST_LOOPS
 from loopdropout_trainer.models.layers import PROJECTIONS
 
 
@@ -84,21 +82,14 @@ def training_facts(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"rule": "loop_dropout" if p else "lora", "p": p, "num_loops": fields["num_loops"]}
 
 
-@contextmanager
-def in_peft_format(folder: Path) -> Iterator[Path]:
-    """Give a folder that holds an adapter's tensors under PEFT's names: the adapter's own, or a temporary one."""
-    if read_fields(folder) is None:
-        yield folder
-        return
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return an adapter's tensors under PEFT's names."""
     with user_supplied(f"{folder / WEIGHTS} cannot be read"):
-        tensors = load_file(folder / WEIGHTS)
-    with TemporaryDirectory() as temporary:
-        renamed = {f"{_PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
-        save_file(renamed, Path(temporary, WEIGHTS), metadata={"format": "pt"})
-        yield Path(temporary)
+        weights = load_file(folder / WEIGHTS)
+    return {f"{_PREFIX}{name}.weight": tensor for name, tensor in weights.items()}
 
 
-def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Write an adapter in the authors' format.
 
     Args:
@@ -123,7 +114,7 @@ def write(folder: Path, config: LoraConfig, facts: Mapping[str, Any], weights: M
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _expected_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
+def _expected_names(weights: Mapping[str, Tensor]) -> list[str]:
     """Return the format's names of all tensors, for as many layers as there are in PEFT's names."""
     layers = set(re.findall(rf"^{_PREFIX}layers\.(\d+)\.", "\n".join(weights), re.MULTILINE))
     modules = [f"layers.{layer}.{name}" for layer in range(len(layers)) for name in PROJECTIONS]
@@ -131,7 +122,7 @@ def _expected_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _why_not(
-    config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, torch.Tensor], names: Mapping[str, str]
+    config: LoraConfig, facts: Mapping[str, Any], weights: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> str | None:
     """Return why the format cannot hold an adapter; None if it can."""
     base = config.base_model_name_or_path

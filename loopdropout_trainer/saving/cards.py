@@ -10,8 +10,7 @@ import functools
 import html
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from jinja2 import Environment
 from peft import PeftModel
 from transformers import CONFIG_MAPPING
 
-from loopdropout_trainer.adapters import ADAPTER_KINDS
+from loopdropout_trainer.adapters import kind_of
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -42,34 +41,22 @@ class CardScore(NamedTuple):
 
 @dataclass
 class ModelCardFields:
-    """What a model card states about the run behind a model; unknown facts are left out of the card."""
+    """What a model card states of a run that the model does not tell by itself, or otherwise; None: what the model tells."""
 
     base_model: str | None = None  # hub name or path of the model that was fine-tuned
     rule: str | None = None
     p: float | list[float] | None = None
-    rank: int | None = None
-    alpha: int | None = None
-    num_loops: int | None = None  # recurrence depth K
-    depths: Sequence[int] | None = None  # least and greatest depth of a training step
-    loop_loss: str | None = None  # which loops the training loss scored
     recipe: str | None = None  # YAML text of the run's settings
     data: str | None = None  # name of the training data
     results: dict[str, CardScore] = field(default_factory=dict)  # by benchmark
 
 
-def card_fields(model: PeftModel, given: ModelCardFields | None = None) -> ModelCardFields:
-    """Return `given` with what `model` itself tells filled in: base, depth, adapter, and the rule that trained it."""
-    adapter = model.active_adapters[0]
-    lora = model.peft_config[adapter]
-    looped = find_looped_model(model)
-    facts = ModelCardFields(
-        base_model=lora.base_model_name_or_path or looped.config.name_or_path or None,
-        rank=lora.r,
-        alpha=lora.lora_alpha,
-        num_loops=looped.config.num_loops,
-        **{key: looped.trained_with.get(key) for key in ("rule", "p", "depths", "loop_loss")},
-    )
-    return replace(facts, **{key: value for key, value in vars(given or facts).items() if value is not None})
+def base_of(model: PeftModel, given: ModelCardFields | None = None) -> str | None:
+    """Return the Hub name or path of the model that an adapter was trained on, if it is known."""
+    if given is not None and given.base_model:
+        return given.base_model
+    config = model.peft_config[model.active_adapters[0]]
+    return config.base_model_name_or_path or find_looped_model(model).config.name_or_path or None
 
 
 @functools.cache
@@ -101,10 +88,13 @@ def save_card(
         title: where there is no `repo_id`; default: the folder's name.
         merged: whether it is of a merged model.
     """
-    fields = card_fields(model, given)
+    fields = given or ModelCardFields()
     folder = Path(folder)
-    base = fields.base_model
-    license_fields = _license_of(fields.base_model)
+    adapter, looped = model.active_adapters[0], find_looped_model(model)
+    lora, num_loops = model.peft_config[adapter], looped.config.num_loops
+    trained = looped.trained_with
+    base, rule = base_of(model, given), fields.rule or trained.get("rule")
+    license_fields = _license_of(base)
     on_hub = is_hub_name(base)
     metadata = ModelCardData(
         library_name="transformers" if merged else "peft",
@@ -113,20 +103,19 @@ def save_card(
         **license_fields,
         tags=["looped-language-model", "lora", "loop-dropout"],
     )
-    depths = list(map(str, dict.fromkeys(fields.depths or [fields.num_loops])))
+    depths = list(map(str, dict.fromkeys(trained.get("depths") or [num_loops])))
     facts = {
         "Base model": base if base is None or on_hub else Path(base).name,
         "License of the base": license_fields.get("license"),
-        "Training rule": "Loop Dropout" if fields.rule == "loop_dropout" else fields.rule,
-        "Drop probability p": fields.p,
-        "LoRA rank / alpha": None if fields.rank is None else f"{fields.rank} / {fields.alpha}",
-        "Recurrence depth K": fields.num_loops,
-        "Trained at depths": None if depths == [str(fields.num_loops)] else " to ".join(depths),
-        "Loops in the loss": None if fields.loop_loss == "final" else fields.loop_loss,
+        "Training rule": "Loop Dropout" if rule == "loop_dropout" else rule,
+        "Drop probability p": trained.get("p") if fields.p is None else fields.p,
+        "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
+        "Recurrence depth K": num_loops,
+        "Trained at depths": None if depths == [str(num_loops)] else " to ".join(depths),
+        "Loops in the loss": None if trained.get("loop_loss") == "final" else trained.get("loop_loss"),
         "Training data": _without_folders(fields.data),
     }
-    adapter = model.active_adapters[0]
-    shared = not any(kind.one_depth and kind.is_on(model, adapter) for kind in ADAPTER_KINDS.values())
+    shared = not kind_of(model, adapter).one_depth
     text = _render(
         "card",
         metadata=metadata.to_yaml(),
@@ -136,20 +125,21 @@ def save_card(
         recipe=_without_folders(fields.recipe),
         merged=merged,
         shared=shared,
-        loading=merged_loading(folder, repo_id) if merged else _adapter_loading(fields, repo_id, shared),
+        loading=merged_loading(folder, repo_id) if merged else _adapter_loading(base, num_loops, repo_id, shared),
     )
     ModelCard(text, ignore_metadata_errors=True).save(folder / "README.md")
 
 
-def _adapter_loading(fields: ModelCardFields, repo_id: str | None, shared: bool) -> str:
-    base = fields.base_model
-    on_hub = is_hub_name(fields.base_model)
+def _adapter_loading(base: str | None, num_loops: int, repo_id: str | None, shared: bool) -> str:
     name = _name_to_load(repo_id)
+    on_hub = is_hub_name(base)
     base_line = json.dumps(base) if on_hub else None
     if base is not None and Path(base).is_absolute():
         # Its path stands in PEFT's file beside the weights; on the page it would help nobody.
         base_line = f"PeftConfig.from_pretrained({json.dumps(name)}).base_model_name_or_path"
-    return _render("adapter_loading", name=name, base_line=base_line, on_hub=on_hub, fields=fields, shared=shared)
+    return _render(
+        "adapter_loading", name=name, base_line=base_line, on_hub=on_hub, num_loops=num_loops, shared=shared
+    )
 
 
 def merged_loading(folder: Path, repo_id: str | None) -> str:

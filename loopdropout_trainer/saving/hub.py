@@ -15,6 +15,7 @@ from huggingface_hub import HfApi
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -23,7 +24,7 @@ from loopdropout_trainer.checks import shown_parts
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
-from loopdropout_trainer.saving.cards import ModelCardFields, card_fields, card_on_hub, is_hub_name, save_card
+from loopdropout_trainer.saving.cards import ModelCardFields, base_of, card_on_hub, is_hub_name, save_card
 from loopdropout_trainer.saving.files import staged_files
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
@@ -41,7 +42,7 @@ class PushError(RuntimeError):
 
 
 @torch.no_grad()
-def merged_state_dict(model: PeftModel, folder: Path | None = None) -> dict[str, torch.Tensor]:
+def merged_state_dict(model: PeftModel, folder: Path | None = None) -> dict[str, Tensor]:
     """Return the base model's state dict with the adapter added at unit gates; the model is left as it is.
 
     W + Delta is summed in float32 and rounded once to the base's dtype.
@@ -82,7 +83,7 @@ def merging_memory(model: PeftModel) -> dict[str, int]:
     }
 
 
-def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tensor) -> torch.Tensor:
+def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: Tensor) -> Tensor:
     if type(layer) is not LoraLinear or not weight.is_floating_point():
         kind = f"a {type(layer).__name__} over {weight.dtype} weights"
         raise UserError(
@@ -98,7 +99,7 @@ def _merged_weight(name: str, layer: LoraLayer, adapter: str, weight: torch.Tens
     return merged
 
 
-def _in_file(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+def _in_file(tensor: Tensor, path: Path) -> Tensor:
     """Return a copy of a tensor that maps a file, so that the system may drop it from memory and read it again."""
     path.write_bytes(tensor.contiguous().cpu().view(torch.uint8).numpy())
     return torch.from_file(str(path), size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
@@ -132,12 +133,11 @@ def merge_and_save(
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
     base = model.get_base_model()
-    fields = card_fields(model, facts)
     logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
-        code = _bring_code(base.config, base.config.name_or_path or fields.base_model, partial)
+        code = _bring_code(base.config, base.config.name_or_path or base_of(model, facts), partial)
         config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
         config.pop("auto_map", None)
         if code:
@@ -148,7 +148,7 @@ def merge_and_save(
         if tokenizer is not None:
             as_in_its_file(tokenizer).save_pretrained(partial)
         (partial / MERGED).write_text(_merged_into(model), encoding="utf-8")
-        save_card(model, partial, repo_id, fields, title=output_dir.resolve().name, merged=True)
+        save_card(model, partial, repo_id, facts, title=output_dir.resolve().name, merged=True)
     return output_dir
 
 

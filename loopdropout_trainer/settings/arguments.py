@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from loopdropout_trainer.checks import Range, check_distinct, check_integer, check_list, check_numbers
+from loopdropout_trainer.checks import check_distinct, check_integer, check_list, check_numbers
 from loopdropout_trainer.errors import UserError
 
 
@@ -15,9 +14,15 @@ TINY_OURO_PATH = Path(__file__).parent.parent / "tiny_ouro"
 """A small pretrained Ouro with its tokenizer, for trying things out without a network (`recipes/make_tiny_base.py`)."""
 
 
-def setting(help: str, metadata: dict[str, Any] | None = None, **default: Any) -> Any:
-    """Return a field of a dataclass as transformers' `HfArg` does, without importing transformers for it."""
-    return dataclasses.field(metadata={"help": help, **(metadata or {})}, **default)
+def setting(default: Any = MISSING, help: str = "", default_factory: Any = MISSING, **metadata: Any) -> Any:
+    """Return a field of a dataclass that recipes and command lines set.
+
+    Args:
+        default, default_factory: as for a dataclass's field; without either the setting is required.
+        help: what `--help` says of it.
+        metadata: what else transformers' parser reads: `choices`, `nargs`, `aliases`, ...
+    """
+    return field(default=default, default_factory=default_factory, metadata={"help": help, **metadata})
 
 
 @dataclass
@@ -25,21 +30,17 @@ class ModelArguments:
     """Which looped model, and on how many threads."""
 
     model_name_or_path: str = setting(help="Hub name or folder of a looped model; `tiny-ouro` is in this package.")
-    model_revision: str = setting(default="main", help="Branch, tag or commit on the Hub.")
-    num_loops: int | None = setting(default=None, help="Recurrence depth K to train at. Default: the model's own.")
-    dtype: Literal["bfloat16", "float16", "float32"] = setting(default="bfloat16", help="Of the frozen weights.")
-    attn_implementation: str = setting(default="sdpa", help="sdpa, eager, flex_attention, flash_attention_2, ...")
-    chat_template: str | None = setting(
-        default=None, help="Name (tulu2, ouro ...) or Jinja file; else the tokenizer's."
-    )
-    num_threads: int | None = setting(default=None, help="CPU threads of each process. Default: torch's own choice.")
+    model_revision: str = setting("main", "Branch, tag or commit on the Hub.")
+    num_loops: int | None = setting(None, "Recurrence depth K to train at. Default: the model's own.")
+    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "Of the frozen weights.")
+    attn_implementation: str = setting("sdpa", "sdpa, eager, flex_attention, flash_attention_2, ...")
+    chat_template: str | None = setting(None, "Name (tulu2, ouro ...) or Jinja file; else the tokenizer's.")
+    num_threads: int | None = setting(None, "CPU threads of each process. Default: torch's own choice.")
 
     def __post_init__(self):
-        from loopdropout_trainer.looped.model import MOST_LOOPS
-
         if not str(self.model_name_or_path).strip():
             raise UserError("`model_name_or_path` must be a Hub name or a folder; got ''.")
-        check_numbers(self, num_loops=Range(1, MOST_LOOPS), num_threads=Range(1, 1024))
+        check_numbers(self)
         if self.model_name_or_path == "tiny-ouro":
             self.model_name_or_path = str(TINY_OURO_PATH)
         if self.model_revision != "main" and Path(self.model_name_or_path).is_dir():
@@ -65,24 +66,15 @@ class ModelArguments:
         return keywords if self.num_loops is None else {**keywords, "num_loops": self.num_loops}
 
 
-def check_depths(name: str, depths: list[int] | None) -> None:
-    """Raise ValueError unless recurrence depths, if there are any, are different integers from 1 to MOST_LOOPS."""
-    from loopdropout_trainer.looped.model import MOST_LOOPS
-
-    for depth in depths or ():
-        check_integer(name, depth, 1, MOST_LOOPS)
-    check_distinct(name, depths or [])
-
-
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
 
-    lora_r: int = setting(default=16, help="Rank r of the shared update.")
-    lora_alpha: int = setting(default=32, help="alpha; the update is (alpha / r) B A.")
-    lora_dropout: float = setting(default=0.0, help="PEFT's dropout on the adapter's input.")
-    lora_target_modules: list[str] | None = setting(default=None, help="Default: all layers of the recurrent block.")
-    use_rslora: bool = setting(default=False, help="Scale the update by alpha / sqrt(r).")
+    lora_r: int = setting(16, "Rank r of the shared update.")
+    lora_alpha: int = setting(32, "alpha; the update is (alpha / r) B A.")
+    lora_dropout: float = setting(0.0, "PEFT's dropout on the adapter's input.")
+    lora_target_modules: list[str] | None = setting(None, "Default: all layers of the recurrent block.")
+    use_rslora: bool = setting(False, "Scale the update by alpha / sqrt(r).")
 
     def __post_init__(self):
         check_integer("lora_r", self.lora_r, 1, 65_536)
@@ -101,48 +93,40 @@ class AdapterArguments:
 class BenchmarkArguments:
     """Which benchmarks to evaluate on, by greedy generation, and how."""
 
-    benchmarks: list[str] | None = setting(
-        default=None, help="Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's."
-    )
-    benchmark_files: dict[str, str] | None = setting(default=None, help="{benchmark: local file} (JSON when typed).")
+    benchmarks: list[str] | None = setting(None, "Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's.")
+    benchmark_files: dict[str, str] | None = setting(None, "{benchmark: local file} (JSON when typed).")
     benchmark_revisions: dict[str, str] | None = setting(
-        default=None, help="{benchmark: branch, tag or commit of its dataset on the Hub} (JSON when typed)."
+        None, "{benchmark: branch, tag or commit of its dataset on the Hub} (JSON when typed)."
     )
-    benchmark_limit: int | None = setting(default=None, help="Number of problems of each benchmark. Default: all.")
-    benchmark_batch_size: int = setting(default=16, help="Problems that one process decodes at a time.")
+    benchmark_limit: int | None = setting(None, "Number of problems of each benchmark. Default: all.")
+    benchmark_batch_size: int = setting(16, "Problems that one process decodes at a time.")
     decoding: Literal["eager", "compiled", "generate"] = setting(
-        default="eager", help="`eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own)."
+        "eager", "`eager`, `compiled` (the same, with compiled steps) or `generate` (transformers' own)."
     )
-    apply_chat_template: bool | None = setting(
-        default=None, help="Pose problems as chat turns. Default: per benchmark."
-    )
-    system_instruction: str | None = setting(default=None, help="System turn, with `apply_chat_template: true`.")
-    max_new_tokens: int | None = setting(
-        default=None, help="At most N tokens in a completion. Default: per benchmark."
-    )
-    confirm_run_unsafe_code: bool = setting(default=False, help="Run programs without bubblewrap. Command line only.")
+    apply_chat_template: bool | None = setting(None, "Pose problems as chat turns. Default: per benchmark.")
+    system_instruction: str | None = setting(None, "System turn, with `apply_chat_template: true`.")
+    max_new_tokens: int | None = setting(None, "At most N tokens in a completion. Default: per benchmark.")
+    confirm_run_unsafe_code: bool = setting(False, "Run programs without bubblewrap. Command line only.")
 
     def __post_init__(self):
         check_list("benchmarks", self.benchmarks)
-        check_numbers(self, benchmark_batch_size=Range(1), benchmark_limit=Range(1), max_new_tokens=Range(1))
+        check_numbers(self)
 
 
 @dataclass
 class RunArguments(BenchmarkArguments):
     """What happens around the training; the benchmarks are evaluated before and after it."""
 
-    compare_with: list[str] | None = setting(default=None, help="Other rules to train from the same adapter and seed.")
-    evaluate_base: bool = setting(
-        default=True, help="Evaluate on the benchmarks before training, too: the base model."
-    )
-    single_loop_batches: int = setting(default=0, help="Evaluation batches with the adapter in one loop at a time.")
-    single_loop_accuracy: bool = setting(default=False, help="Evaluate with the adapter in one loop only, too.")
-    depths: list[int] | None = setting(default=None, help="Other depths to evaluate the first benchmark at.")
-    merge: bool = setting(default=False, help="Save the merged model in `output_dir`/merged.")
-    push_merged_to_hub: bool = setting(default=False, help="Merge, and push the merged model to `hub_model_id`.")
-    dry_run: bool = setting(default=False, help="Check everything, say what would be done, and stop.")
+    compare_with: list[str] | None = setting(None, "Other rules to train from the same adapter and seed.")
+    evaluate_base: bool = setting(True, "Evaluate on the benchmarks before training, too: the base model.")
+    single_loop_batches: int = setting(0, "Evaluation batches with the adapter in one loop at a time.")
+    single_loop_accuracy: bool = setting(False, "Evaluate with the adapter in one loop only, too.")
+    depths: list[int] | None = setting(None, "Other depths to evaluate the first benchmark at.")
+    merge: bool = setting(False, "Save the merged model in `output_dir`/merged.")
+    push_merged_to_hub: bool = setting(False, "Merge, and push the merged model to `hub_model_id`.")
+    dry_run: bool = setting(False, "Check everything, say what would be done, and stop.")
 
     def __post_init__(self):
         super().__post_init__()
         check_list("compare_with", self.compare_with)
-        check_depths("depths", self.depths)
+        check_distinct("depths", self.depths or [])

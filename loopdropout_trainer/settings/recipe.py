@@ -25,6 +25,9 @@ from loopdropout_trainer.errors import one_line, public_settings
 
 PACKAGE = Path(__file__).parents[1]
 
+Settings = Mapping[str, Any]
+"""What a recipe or a command line sets, by field."""
+
 SAFE_VALUES = {
     "trust_remote_code": False,  # modules of a model's or tokenizer's repository
     "custom_generate": None,  # the same, for decoding
@@ -111,7 +114,7 @@ def recipe_path(name: str) -> str:
     return str(shipped) if is_name and not Path(name).exists() and shipped.is_file() else name
 
 
-def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> Settings:
     """Read a recipe and those that it extends; the extending file's keys win. `extending`: the recipes that led to this one.
 
     A path `recipes/...` that does not exist means a recipe that ships with the package, as in the sweeps' files.
@@ -162,7 +165,7 @@ _INSTEAD_OF = {
 }
 
 
-def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def laid_over(base: Settings, own: Settings) -> Settings:
     """Return a recipe's settings with those that go before them, which also take away what they exclude, or replace.
 
     A revision belongs to the model or data set that it was given with.
@@ -175,7 +178,7 @@ def laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return {**settings, **own}
 
 
-def _check_texts(settings: Mapping[str, Any]) -> None:
+def _check_texts(settings: Settings) -> None:
     """Raise RecipeError for text that no file can hold."""
     for field, value in nested(settings):
         if re.search("[\0\ud800-\udfff]", field + (value if isinstance(value, str) else "")):
@@ -187,7 +190,7 @@ def parse_recipe(
     argv: Sequence[str] | None = None,
     description: str | None = None,
     unread_types: Sequence[type] = (),
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Any], Settings]:
     """Build a script's dataclasses from `[RECIPE.yaml] [--field value ...]`; the command line wins.
 
     If `--rule` is not the recipe's, the recipe's `p` and `rule_args` count only as far as the new rule has them too. From here
@@ -226,7 +229,7 @@ def parse_recipe(
     return arguments, settings
 
 
-def build(cls: type, settings: Mapping[str, Any]) -> Any:
+def build(cls: type, settings: Settings) -> Any:
     """Return an instance of the dataclass `cls` from those of the settings that are its fields."""
     fields = [f for f in dataclasses.fields(cls) if f.init]
     for f in fields:
@@ -239,7 +242,7 @@ def build(cls: type, settings: Mapping[str, Any]) -> Any:
         raise RecipeError(one_line(error)) from error
 
 
-def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
+def for_another_rule(settings: Settings, rule: str) -> Settings:
     """Return a run's settings without those of `p` and `rule_args` that another rule does not have.
 
     A `p` of 0 is left out, too: it makes plain LoRA of nearly every rule, which would then go by the rule's name.
@@ -259,7 +262,7 @@ def for_another_rule(settings: Mapping[str, Any], rule: str) -> dict[str, Any]:
     return settings
 
 
-def settings_yaml(settings: Mapping[str, Any]) -> str:
+def settings_yaml(settings: Settings) -> str:
     """Return the settings of a run as a recipe that repeats it, without anything secret; `load_recipe` reads them back."""
     return yaml.dump(public_settings(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -276,7 +279,7 @@ _TITLES = {  # of rules whose title is not just the name capitalised, as in "Dos
 }
 
 
-def method_title(fields: Mapping[str, Any]) -> str:
+def method_title(fields: Settings) -> str:
     """Return the title of the method of a run with these settings; a custom rule's is its name."""
     rule = fields.get("rule")
     if rule == "lora":

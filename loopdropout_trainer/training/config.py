@@ -14,13 +14,20 @@ import pyarrow
 import torch
 from datasets import Dataset
 from transformers import TrainingArguments
-from transformers.hf_argparser import HfArg
 from trl import DPOConfig, SFTConfig, pack_dataset
 
 from loopdropout_trainer.checks import Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule, make_rule
-from loopdropout_trainer.training.depth import DEPTH_SAMPLERS, LOOP_LOSSES, DepthSampler, LoopLoss, make_choice
+from loopdropout_trainer.settings.arguments import setting
+from loopdropout_trainer.training.depth import (
+    DEPTH_SAMPLERS,
+    LOOP_LOSSES,
+    DepthLimits,
+    DepthSampler,
+    LoopLoss,
+    make_choice,
+)
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS
 
 
@@ -43,61 +50,61 @@ class LoopDropoutArguments:
         ValueError: for an unknown rule, a field that it does not take, or a value that it refuses.
     """
 
-    rule: str = HfArg(
-        default="loop_dropout",
-        help="How gates are drawn in training; `python -m loopdropout_trainer.gates` lists the rules with their fields.",
+    rule: str = setting(
+        "loop_dropout",
+        "How gates are drawn in training; `python -m loopdropout_trainer.gates` lists the rules with their fields.",
     )
-    p: list[float] | None = HfArg(
-        default=None,
-        help="Drop probability of an adapter application: one number in [0, 1), or one for each loop. Default: the rule's "
+    p: list[float] | None = setting(
+        None,
+        "Drop probability of an adapter application: one number in [0, 1), or one for each loop. Default: the rule's "
         "own (0.5 for `loop_dropout`).",
-        metadata={"nargs": "+"},
+        nargs="+",
     )
-    rule_args: dict[str, Any] | None = HfArg(
-        default=None, help="Further fields of the rule, as a mapping (JSON on the command line)."
+    rule_args: dict[str, Any] | None = setting(
+        None, "Further fields of the rule, as a mapping (JSON on the command line)."
     )
-    gate_seed: int | None = HfArg(
-        default=None, help="Seed of the gate draws, which never touch the global random stream. Default: `seed`."
+    gate_seed: int | None = setting(
+        None, "Seed of the gate draws, which never touch the global random stream. Default: `seed`."
     )
-    remove_padding: bool = HfArg(
-        default=True,
-        help="In training, run the examples of a micro-batch packed in one row, without padding, each attending to itself.",
+    remove_padding: bool = setting(
+        True,
+        "In training, run the examples of a micro-batch packed in one row, without padding, each attending to itself.",
     )
-    skip_frozen_loops: bool = HfArg(
-        default=True,
-        help="Run an example's loops before its first active gate without gradient and adapter. Needs `remove_padding`; off "
+    skip_frozen_loops: bool = setting(
+        True,
+        "Run an example's loops before its first active gate without gradient and adapter. Needs `remove_padding`; off "
         "by itself under ZeRO and FSDP, and where more than the adapter is trained.",
     )
-    fused_lora: bool = HfArg(
-        default=True,
-        help="Compute adapted projections of one input in one function that keeps little. Off by itself under ZeRO and FSDP.",
+    fused_lora: bool = setting(
+        True,
+        "Compute adapted projections of one input in one function that keeps little. Off by itself under ZeRO and FSDP.",
     )
-    gradient_checkpointing: bool | None = HfArg(
-        default=None,
-        help="Whether to compute layers again in the backward pass: less memory, about 1.4 of the time. Default: only if a "
+    gradient_checkpointing: bool | None = setting(
+        None,
+        "Whether to compute layers again in the backward pass: less memory, about 1.4 of the time. Default: only if a "
         "step would not fit the device, by an estimate; under DeepSpeed, FSDP and `torch_compile`: yes.",
-        metadata={"nargs": "?", "const": True},
+        nargs="?",
+        const=True,
     )
-    compile_layers: bool = HfArg(
-        default=False,
-        help="In training, compile the repeated layer, once for all layers, loops and lengths. For GPUs; needs "
+    compile_layers: bool = setting(
+        False,
+        "In training, compile the repeated layer, once for all layers, loops and lengths. For GPUs; needs "
         "`remove_padding` and a single process or DDP.",
     )
-    warmup_from_first_step: bool = HfArg(
-        default=False,
-        help="Warm up at the rates 1/w, 2/w, ..., 1 of the peak, w steps rounded down but at least one. By default they are "
+    warmup_from_first_step: bool = setting(
+        False,
+        "Warm up at the rates 1/w, 2/w, ..., 1 of the peak, w steps rounded down but at least one. By default they are "
         "0, 1/w, ..., rounded up, so that the first step changes nothing.",
     )
-    stop_on_nan: bool = HfArg(
-        default=True, help="Stop, before the step is taken, when the loss or a gradient is NaN or infinite."
+    stop_on_nan: bool = setting(
+        True, "Stop, before the step is taken, when the loss or a gradient is NaN or infinite."
     )
-    resume_with_changed_settings: bool = HfArg(
-        default=False,
-        help="Go on from a checkpoint of other settings, data or weights, or in its folder, which is refused otherwise.",
+    resume_with_changed_settings: bool = setting(
+        False,
+        "Go on from a checkpoint of other settings, data or weights, or in its folder, which is refused otherwise.",
     )
-    loraplus_lr_ratio: float | None = HfArg(
-        default=None,
-        help="LoRA+: learning rate of B as a multiple of A's, which is `learning_rate`. The paper uses 4.",
+    loraplus_lr_ratio: float | None = setting(
+        None, "LoRA+: learning rate of B as a multiple of A's, which is `learning_rate`. The paper uses 4."
     )
 
     def __post_init__(self):
@@ -169,7 +176,7 @@ class LoopDropoutArguments:
         steps_per_epoch = math.ceil(batches / self.gradient_accumulation_steps)
         return steps_per_epoch, max(self.max_steps, 0) or math.ceil(self.num_train_epochs * steps_per_epoch)
 
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+    def depth_limits(self, num_loops: int) -> DepthLimits:
         """Return the least and the greatest depth of a training step, for a model whose own depth is `num_loops`."""
         return num_loops, num_loops
 
@@ -209,13 +216,13 @@ def _without_token(fields: dict[str, Any]) -> dict[str, Any]:
 class LoopLossArguments:
     """Which loops are trained on: fields of every trainer that may score more than the final loop."""
 
-    loop_loss: str = HfArg(
-        default="final",
-        help=f"Which loops' readouts the training loss scores, one of {', '.join(LOOP_LOSSES)} (docs/depth.md); the paper "
+    loop_loss: str = setting(
+        "final",
+        f"Which loops' readouts the training loss scores, one of {', '.join(LOOP_LOSSES)} (docs/depth.md); the paper "
         "scores the final loop, as evaluation does.",
     )
-    loop_loss_args: dict[str, Any] | None = HfArg(
-        default=None, help="Fields of the loop loss, as a mapping (JSON on the command line)."
+    loop_loss_args: dict[str, Any] | None = setting(
+        None, "Fields of the loop loss, as a mapping (JSON on the command line)."
     )
 
     def make_loop_loss(self) -> LoopLoss:
@@ -229,23 +236,23 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args", "loop_loss_args"]
 
-    loss_average: str = HfArg(
-        default="tokens",
-        help="What the loss of a step is a mean over: its `tokens`, or its `micro_batches`, each of which counts as its mean "
+    loss_average: str = setting(
+        "tokens",
+        "What the loss of a step is a mean over: its `tokens`, or its `micro_batches`, each of which counts as its mean "
         "over its own tokens.",
-        metadata={"choices": ["tokens", "micro_batches"]},
+        choices=["tokens", "micro_batches"],
     )
-    depth_sampling: str = HfArg(
-        default="fixed",
-        help=f"How many loops a training step runs, one of {', '.join(DEPTH_SAMPLERS)} (docs/depth.md): the model's own depth "
+    depth_sampling: str = setting(
+        "fixed",
+        f"How many loops a training step runs, one of {', '.join(DEPTH_SAMPLERS)} (docs/depth.md): the model's own depth "
         "K, as in the paper, or a depth that is drawn for each optimizer step.",
     )
-    depth_sampling_args: dict[str, Any] | None = HfArg(
-        default=None, help="Fields of the depth sampling, as a mapping (JSON on the command line)."
+    depth_sampling_args: dict[str, Any] | None = setting(
+        None, "Fields of the depth sampling, as a mapping (JSON on the command line)."
     )
 
-    live_diagnostics_steps: int = HfArg(default=0, help="Log diagnostics every N steps and at the end; 0: never.")
-    live_diagnostics_rows: int = HfArg(default=16, help="Evaluation rows that the live diagnostics measure on.")
+    live_diagnostics_steps: int = setting(0, "Log diagnostics every N steps and at the end; 0: never.")
+    live_diagnostics_rows: int = setting(16, "Evaluation rows that the live diagnostics measure on.")
 
     def __post_init__(self):
         self.make_depth_sampler()
@@ -271,7 +278,7 @@ class LoopDropoutConfig(LoopLossArguments, LoopDropoutArguments, SFTConfig):
         """Build the depth sampler that these arguments describe."""
         return make_choice("depth_sampling", DEPTH_SAMPLERS, self.depth_sampling, self.depth_sampling_args)
 
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+    def depth_limits(self, num_loops: int) -> DepthLimits:
         limits = self.make_depth_sampler().limits(num_loops)
         self.make_loop_loss().check(limits)
         return limits

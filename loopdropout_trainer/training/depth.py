@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 
 from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
-from loopdropout_trainer.checks import check_integer, check_number
+from loopdropout_trainer.checks import MOST_LOOPS, Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import field_names
 from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.looped.model import MOST_LOOPS
 
 
 def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapping[str, Any] | None) -> Any:
@@ -48,8 +47,7 @@ def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapp
     Raises:
         ValueError: for an unknown name, a field that the choice does not take, or a value that it refuses.
     """
-    if name not in choices:
-        raise UserError(f"`{field}` must be one of {', '.join(sorted(choices))}; got {name!r}.")
+    check_choice(field, name, sorted(choices))
     fields, valid = fields or {}, field_names(choices[name])
     for key in fields:
         if key not in valid:
@@ -73,7 +71,11 @@ def relative_weights(weights: Sequence[float] | None, name: str) -> list[float]:
 
 def step_uniforms(seed: int, purpose: str, step: int) -> list[float]:
     """Return two uniforms that are the same on every process and in every micro-batch of an optimizer step."""
-    return Streams(seed, step, [(0, 0)]).uniforms(purpose, 2)[0].tolist()
+    return Streams(seed, step, ()).step_uniforms(purpose, 2).tolist()
+
+
+DepthLimits = tuple[int, int]
+"""The least and the greatest depth of a training step."""
 
 
 # How many loops run.
@@ -85,7 +87,7 @@ class DepthSampler:
 
     name: ClassVar[str] = "fixed"
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         """Return the least and the greatest depth of a model whose own depth is K = `num_loops`.
 
         Raises:
@@ -107,11 +109,10 @@ class UniformDepth(DepthSampler):
     high: int | None = None
 
     def __post_init__(self):
-        check_integer("low", self.low, 1, MOST_LOOPS)
-        if self.high is not None:
-            check_integer("high", self.high, self.low, MOST_LOOPS)
+        depths = Range(1, MOST_LOOPS)
+        check_numbers(self, low=depths, high=depths)
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         high = self.high or num_loops
         if self.low > high:
             raise UserError(f"`low` of `depth_sampling: uniform` is {self.low}, above the greatest depth {high}.")
@@ -138,12 +139,9 @@ class LogNormalPoisson(DepthSampler):
     most: int = MOST_LOOPS
 
     def __post_init__(self):
-        if self.rate is not None:
-            check_number("rate", self.rate, 0.01, MOST_LOOPS)
-        check_number("sigma", self.sigma, 0, 3)
-        check_integer("most", self.most, 1, MOST_LOOPS)
+        check_numbers(self, rate=Range(0.01, MOST_LOOPS), sigma=Range(most=3), most=Range(1, MOST_LOOPS))
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         return 1, self.most
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
@@ -168,15 +166,14 @@ class WeightedDepth(DepthSampler):
         depths = self.depths
         if not isinstance(depths, (list, tuple)) or not depths or len({*depths}) != len(depths):
             raise UserError(f"`depths` must be a list of different numbers of loops; got {depths!r}.")
-        for depth in depths:
-            check_integer("depths", depth, 1, MOST_LOOPS)
+        check_numbers(self)
         weights = relative_weights([1] * len(depths) if self.weights is None else self.weights, "weights")
         if len(weights) != len(depths):
             raise UserError(f"`weights` has {len(weights)} values for {len(depths)} `depths`: give one for each.")
         self.depths = [depth for depth, weight in zip(depths, weights, strict=True) if weight]
         self.weights = [weight for weight in weights if weight]
 
-    def limits(self, num_loops: int) -> tuple[int, int]:
+    def limits(self, num_loops: int) -> DepthLimits:
         return min(self.depths), max(self.depths)
 
     def sample(self, u: Sequence[float], num_loops: int) -> int:
@@ -187,7 +184,7 @@ class WeightedDepth(DepthSampler):
 DEPTH_SAMPLERS = {cls.name: cls for cls in (DepthSampler, UniformDepth, LogNormalPoisson, WeightedDepth)}
 
 
-def check_rule_at_depths(rule: GateRule, limits: tuple[int, int], num_loops: int) -> None:
+def check_rule_at_depths(rule: GateRule, limits: DepthLimits, num_loops: int) -> None:
     """Raise ValueError for depths (`limits`: the least and the greatest) at which a rule or its adapter has no meaning."""
     for depth in limits:
         rule.check(depth)
@@ -219,7 +216,7 @@ class LoopLoss:
     name: ClassVar[str] = "final"
     scores_all: ClassVar[bool] = False
 
-    def check(self, limits: tuple[int, int]) -> None:
+    def check(self, limits: DepthLimits) -> None:
         """Raise ValueError if the loss does not fit steps of the least to the greatest depth in `limits`."""
 
     def check_model(self, model: LoopedModelMixin) -> None:
@@ -253,7 +250,7 @@ class Progressive(LoopLoss):
     power: float = 1.0
 
     def __post_init__(self):
-        check_number("power", self.power, 0, 16)
+        check_numbers(self, power=Range(most=16))
 
     def weights(self, model: LoopedModelMixin, readouts: Readouts) -> Tensor:
         weights = torch.arange(1, len(readouts) + 1, dtype=torch.float64) ** self.power
@@ -279,7 +276,7 @@ class WeightedLoss(LoopLoss):
     def __post_init__(self):
         self.loop_weights = relative_weights(self.loop_weights, "loop_weights")
 
-    def check(self, limits: tuple[int, int]) -> None:
+    def check(self, limits: DepthLimits) -> None:
         if {*limits} != {len(self.loop_weights)}:
             depths = " to ".join(map(str, sorted({*limits})))
             raise UserError(

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -143,11 +144,8 @@ class EveryExampleOnceMixin(EvaluationLossMixin):
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
-        shard = getattr(loader, "batch_sampler", None)
         counts_labels = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
-        if counts_labels and is_filled(shard):
-            shard.__class__ = _EveryExampleOnce  # the loader lets nobody replace its sampler
-        self._train_batches = shard
+        self._train_batches = deal_by(_EveryExampleOnce, loader) if counts_labels else None
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device):
@@ -192,9 +190,12 @@ def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> 
     return {**inputs, "labels": labels.masked_fill(repeated[of_tokens].to(labels.device), IGNORED)}
 
 
-def is_filled(batches: Any) -> bool:
-    """Return whether accelerate fills up these batches, so that some rows of an epoch come twice."""
-    return isinstance(batches, BatchSamplerShard) and batches.num_processes > 1 and not batches.drop_last
+def deal_by(sampler_class: type[BatchSamplerShard], loader: DataLoader) -> Any:
+    """Let batches that accelerate would fill with rows that come twice be dealt by a class below; return their sampler."""
+    shard = getattr(loader, "batch_sampler", None)
+    if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.drop_last:
+        shard.__class__ = sampler_class  # the loader lets nobody replace its sampler
+    return shard
 
 
 class _EveryExampleOnce(BatchSamplerShard):
@@ -270,19 +271,10 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, T
     return {**state_dict, **{name: tensor.cpu() for name, tensor in full.items() if tensor is not None}}
 
 
-def check_packed_batch(inputs: dict[str, Tensor], example_ids: Tensor | None) -> None:
-    """Raise ValueError for a micro-batch with several examples in a row that would see one another; None: not packed."""
-    positions = inputs.get("position_ids")
+def check_rows(inputs: dict[str, Tensor]) -> None:
+    """Raise ValueError for a micro-batch with several examples in a row, by its positions, which nobody has named."""
     mask = inputs.get("attention_mask")
-    if example_ids is not None:
-        if positions is None or mask is not None:
-            raise UserError(
-                "A packed micro-batch needs `position_ids` and no `attention_mask`: attention would run across its examples."
-            )
-        return
-    if positions is None:
-        return
-    starts = example_starts(positions)[:, 1:]  # [B, S - 1], whether an example begins right after another token
+    starts = example_starts(inputs["position_ids"])[:, 1:]  # [B, S - 1], whether one begins right after another token
     if mask is not None and mask.dim() == 2:
         starts = starts & mask[:, 1:].bool() & mask[:, :-1].bool()  # padding is no token
     if bool(starts.any()):

@@ -12,7 +12,7 @@ from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
-from loopdropout_trainer.training.distributed import EqualShares, EvaluationLossMixin, is_filled
+from loopdropout_trainer.training.distributed import EqualShares, EvaluationLossMixin, deal_by
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 
 
@@ -48,9 +48,7 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
 
     def get_eval_dataloader(self, eval_dataset=None):
         loader = super().get_eval_dataloader(eval_dataset)
-        shard = getattr(loader, "batch_sampler", None)
-        if is_filled(shard):
-            shard.__class__ = EqualShares  # the loader lets nobody replace its sampler
+        deal_by(EqualShares, loader)
         return loader
 
     def evaluation_loop(self, dataloader, *args, **kwargs):

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
@@ -136,7 +137,7 @@ class GateSamplingMixin:
         """Return sets of columns; a training dataset must have all columns of one of them."""
         raise NotImplementedError
 
-    def example_ids_of(self, inputs: dict[str, torch.Tensor]) -> list[ExampleId]:
+    def example_ids_of(self, inputs: dict[str, Tensor]) -> list[ExampleId]:
         """Return (row, segment) of each example of a micro-batch; rows are counted from the micro-batch's first.
 
         Examples with the same id get the same gates.
@@ -148,8 +149,8 @@ class GateSamplingMixin:
         inputs = dict(self.looped.complete_batch(inputs))
         packed_ids = inputs.pop("example_ids", None)
         if self.model.training:
-            if packed_ids is not None or "position_ids" in inputs:
-                distributed.check_packed_batch(inputs, packed_ids)
+            if packed_ids is None and "position_ids" in inputs:
+                distributed.check_rows(inputs)
             if getattr(self.looped, "is_loaded_in_4bit", False):
                 distributed.check_quantised_base(self.model, self.accelerator)
             self._draw_gates(inputs, packed_ids)
@@ -169,7 +170,7 @@ class GateSamplingMixin:
         self.step_callback.losses.append(loss)
         return loss
 
-    def _run_pass(self, *args) -> torch.Tensor:
+    def _run_pass(self, *args) -> Tensor:
         # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
         # not outlive the step, not even when it is interrupted.
         try:
@@ -225,7 +226,7 @@ class GateSamplingMixin:
             self.lr_scheduler = scheduler = LambdaLR(scheduler.optimizer, lambdas)
         return scheduler
 
-    def _draw_gates(self, inputs: dict[str, torch.Tensor], packed_ids: torch.Tensor | None) -> None:
+    def _draw_gates(self, inputs: dict[str, Tensor], packed_ids: Tensor | None) -> None:
         if packed_ids is None:
             ids, segments = self.example_ids_of(inputs), None
         else:
@@ -307,7 +308,7 @@ class GateSamplingMixin:
         # every layout: here it is counted in rows.
         return (micro_batch * world + self.accelerator.process_index) * rows
 
-    def _log_gates(self, gates: torch.Tensor) -> None:
+    def _log_gates(self, gates: Tensor) -> None:
         active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
         means = torch.stack([gates.mean(), *active]).to(self.accelerator.device)
         names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(means)))]
@@ -327,12 +328,12 @@ class StepCallback(TrainerCallback):
 
     micro_batch = 0
     train_seconds = 0.0
-    sensitivity: torch.Tensor | float = 0.0
+    sensitivity: Tensor | float = 0.0
     _step_began = 0.0
 
     def __init__(self, trainer: GateSamplingMixin) -> None:
         self.trainer = trainer
-        self.losses: list[torch.Tensor] = []
+        self.losses: list[Tensor] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.micro_batch, self.losses = 0, []

@@ -205,7 +205,6 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
             "block several times, such as `model_type: ouro`."
         )
     if num_loops is not None:
-        check_num_loops(num_loops)
         config.num_loops = num_loops
     check_num_loops(config.num_loops)
     return config

@@ -164,20 +164,16 @@ class LiveDiagnosticsCallback(TrainerCallback):
         with random_states_kept():
             self.batches = evaluation_batches(trainer, trainer.args.live_diagnostics_rows)
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._last_step = -1
-
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % args.live_diagnostics_steps == 0:
-            self._measure(state.global_step)
+            self._measure()
 
     def on_train_end(self, args, state, control, **kwargs):
-        if state.global_step != self._last_step:
-            self._measure(state.global_step)
+        if state.global_step % args.live_diagnostics_steps:
+            self._measure()
 
-    def _measure(self, step: int) -> None:
+    def _measure(self) -> None:
         began = time.perf_counter()
-        self._last_step = step
         with random_states_kept(), self.trainer.accelerator.autocast():
             logs = self._losses()
         # Past TRL's `log`, which would add and clear the metrics that the trainer has gathered since it logged last; and

@@ -52,9 +52,8 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
             self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
         args, looped = self.args, self.looped
         self.depth_sampler, self.loop_loss = args.make_depth_sampler(), args.make_loop_loss()
-        self._is_usual = (args.depth_sampling, args.loop_loss) == ("fixed", "final")
         self._draws_depth = args.depth_sampling != "fixed" or args.loop_loss == "random"
-        if looped.trains_at_one_depth and not self._is_usual:
+        if looped.trains_at_one_depth and (self._draws_depth or self.loop_loss.scores_all):
             raise UserError(
                 f"{type(looped).__name__} trains at the depth that it was built for and on its final loop: leave "
                 "`depth_sampling` at 'fixed' and `loop_loss` at 'final'."
@@ -88,13 +87,12 @@ class LoopDropoutSFTTrainer(CheckpointsMixin, EveryExampleOnceMixin, GateSamplin
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
     def draw_depth(self, seed: int) -> tuple[int, int]:
-        if self._is_usual:
+        if not self._draws_depth:
             return super().draw_depth(seed)
         step = self.state.global_step
         num_loops = self.depth_sampler.sample(step_uniforms(seed, "depth", step), self.num_loops)
         loops_to_run = self.loop_loss.loops_to_run(step_uniforms(seed, "loop loss", step), num_loops)
-        if self._draws_depth:
-            self._metrics["train"]["depth"].append(float(loops_to_run))
+        self._metrics["train"]["depth"].append(float(loops_to_run))
         return num_loops, loops_to_run
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):

@@ -15,7 +15,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from loopdropout_trainer.errors import user_supplied
@@ -24,7 +23,7 @@ from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchma
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
 from loopdropout_trainer.evaluation.sandbox import check_allowed, check_program, run_scorer
 from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.processes import all_processes
+from loopdropout_trainer.processes import from_main_process
 
 
 MAX_NEW_TOKENS = 1024
@@ -87,13 +86,11 @@ class CodeBenchmark(GeneratedBenchmark):
         return {**super().settings(subject), "evalplus": metadata.version("evalplus")}
 
     def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
-        is_main = all_processes().is_main_process
-        (verdicts,) = broadcast_object_list([self.verdicts(completions, log, progress) if is_main else None])
-        with_added = [verdict == "pass" for verdict in verdicts]
-        own = [
-            verdict == "pass" or verdict.startswith("plus") for verdict in verdicts
-        ]  # passed the problem's own tests
-        passed = {self.name: with_added, self.metric: own}
+        verdicts = from_main_process(self.verdicts, completions, log, progress)
+        passed = {
+            self.name: [verdict == "pass" for verdict in verdicts],
+            self.metric: [verdict.startswith(("pass", "plus")) for verdict in verdicts],  # the problem's own tests
+        }
         predictions = []
         for index, verdict in enumerate(verdicts):
             values = {metric: float(of_metric[index]) for metric, of_metric in passed.items()}

@@ -96,7 +96,7 @@ class CheckpointsMixin:
         with self.only_run_in_output_dir(wanted):
             if wanted is True and from_main_process(self._is_complete):
                 return self._load_complete_training()
-            checkpoint, self._goes_on_changed = from_main_process(lambda: self._choose_checkpoint(wanted))
+            checkpoint, self._goes_on_changed = from_main_process(self._choose_checkpoint, wanted)
             with StopSignals() as self._signals:
                 output = super().train(checkpoint, *args, **kwargs)
                 self._run_state.totals = self.progress()
@@ -122,7 +122,7 @@ class CheckpointsMixin:
             LockedError, CheckpointError: if another run is at work there, or has left what this one would spoil.
         """
         with folder_lock_for_all(self.args.output_dir):
-            from_main_process(lambda: self._check_output_dir(wanted))
+            from_main_process(self._check_output_dir, wanted)
             yield
 
     def _check_output_dir(self, wanted: str | bool | None) -> None:
@@ -132,11 +132,10 @@ class CheckpointsMixin:
         weights = [file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
         if weights and not isinstance(wanted, str) and not any((folder / name).exists() for name in sealing.OURS):
             raise CheckpointError(f"{weights[0]} is of no run of this package: choose another `output_dir`.")
-        others = [run for run in runs if differences(run, self.run_identity, WHOLE_RUN)]
+        unlike = [changed for run in runs if (changed := differences(run, self.run_identity, WHOLE_RUN))]
         self._is_anothers = bool(runs) and not any(continues(run, self.run_identity) for run in runs)
-        if self._is_anothers or others and not wanted:
-            changed = differences(others[-1], self.run_identity, WHOLE_RUN)
-            self._refuse_unless_asked(f"`output_dir` {folder} holds", changed)
+        if self._is_anothers or unlike and not wanted:
+            self._refuse_unless_asked(f"`output_dir` {folder} holds", unlike[-1])
 
     def _what_is_safe(self) -> str:
         """Return a sentence that names the newest complete checkpoint; of any run if `run_identity` is not computed yet."""

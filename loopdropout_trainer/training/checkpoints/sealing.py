@@ -117,15 +117,12 @@ def fault_of(folder: str | Path, sealed: bool = True) -> str | None:
 
 def fault_of_checkpoint(folder: str | Path, sealed: bool = True) -> str | None:
     """Return why a run cannot be resumed from a folder, as the end of a sentence, or None if it can."""
-    fault = fault_of(folder, sealed)
-    has_state = any(Path(folder).glob("optimizer*")) or any(
-        Path(folder).glob("global_step*")
-    )  # the second of DeepSpeed
-    if fault is None and not has_state:
+    folder = Path(folder)
+    if fault := fault_of(folder, sealed):
+        return fault
+    if not [*folder.glob("optimizer*"), *folder.glob("global_step*")]:  # the second is DeepSpeed's
         return "it holds no optimizer state, as `save_only_model` asks for, and a run cannot go on without"
-    if fault is None and not (Path(folder) / "trainer_state.json").is_file():
-        return "trainer_state.json is missing"
-    return fault
+    return None if (folder / "trainer_state.json").is_file() else "trainer_state.json is missing"
 
 
 def newest_complete_checkpoint(output_dir: str | Path, run: Identity | None = None) -> Path | None:
