@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from torch import Tensor
+from transformers.utils import logging
 from trl import DPOTrainer
 
 from loopdropout_trainer.gates.streams import ExampleId
@@ -14,6 +16,9 @@ from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.distributed import EqualShares, EvaluationLossMixin, is_filled
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+
+
+logger = logging.get_logger(__name__)
 
 
 class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossMixin, DPOTrainer):
@@ -38,6 +43,12 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
 
     def compute_ref_log_probs(self, model, inputs):
         return super().compute_ref_log_probs(model, self.looped.complete_batch(inputs))
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if isinstance(rows, Dataset) and args.max_length is not None:
+            _warn_of_cut_pairs(dataset, rows, dataset_name, args)
+        return rows
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not isinstance(self._precompute_model_hash, tuple):
@@ -70,3 +81,18 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
         """Return the ids of N chosen and then N rejected completions: those of their pairs."""
         pairs = len(inputs["input_ids"]) // 2
         return [(pair, 0) for pair in range(pairs)] * 2
+
+
+def _warn_of_cut_pairs(before: Dataset, rows: Dataset, name: str, args: LoopDropoutDPOConfig) -> None:
+    """Say how many pairs TRL will cut at `max_length`, and how many it has left out of the dataset that it was given."""
+    parts = ("prompt_ids", "chosen_ids", "rejected_ids")
+    lengths = [[len(ids) for ids in rows[part]] for part in parts]
+    triples = zip(*lengths, strict=True)
+    cut = sum(prompt + max(chosen, rejected) > args.max_length for prompt, chosen, rejected in triples)
+    lost = "the end of a completion" if args.truncation_mode == "keep_start" else "the beginning of their prompt"
+    gone = len(before) - len(rows)
+    if cut or gone:
+        logger.warning(
+            f"Of {len(before):,} pairs of `{name}_dataset`, {cut:,} are cut at `max_length`, {args.max_length:,}, and lose "
+            f"{lost}; {gone:,} are left out, as their prompt alone fills it."
+        )
