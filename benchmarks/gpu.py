@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from loopdropout_trainer.generation import decoding
 from loopdropout_trainer.models import layers
-from loopdropout_trainer.models.operations import rms_norm
+from loopdropout_trainer.models.layers import rms_norm
 from loopdropout_trainer.models.speed import packed_attention
 
 

@@ -1,4 +1,4 @@
-"""User errors, and the one place of every script that turns them into one sentence and exit code 2.
+"""User errors, and the one place of every script that turns them into one sentence and exit code 2, without secrets.
 
 Faults of this package keep their traceback.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-from loopdropout_trainer.secrets import hide_secrets
+from typing import Any
 
 
 _PACKAGE = "loopdropout_trainer"
@@ -37,6 +37,7 @@ _EXTRAS = {
     "sweeps": ("optuna", "psutil"),
     "deepspeed": ("deepspeed",),
 }  # what setup.cfg installs with each
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
 _typed: list[str] = []  # names of the commands that run, the outermost first
 
 
@@ -179,3 +180,31 @@ def _say_once(text: str) -> None:
         time.sleep(30)  # still here, on however busy a machine: the error was this process's alone
     sys.stdout.flush()  # else what is still in its buffer would come after the error
     print(text, file=sys.stderr, flush=True)
+
+
+# What no message, file or card may show.
+
+
+def is_secret(field: str) -> bool:
+    """Say whether a field may hold a secret, by its name: `hub_token` or a misspelt `hub_tokn`, not `eos_token`."""
+    name = str(field).lower()
+    is_text = re.search(r"(eos|pad|bos|unk|sep|cls|mask)_token$", name)
+    return not is_text and bool(re.search(r"to?ke?n$|secret|passw|api_?key", name))
+
+
+def public_settings(settings: Any) -> Any:
+    """Return settings without secret fields, and without Hub tokens inside of other values."""
+    if isinstance(settings, Mapping):
+        return {key: public_settings(value) for key, value in settings.items() if not is_secret(key)}
+    if isinstance(settings, (list, tuple)):
+        return [public_settings(item) for item in settings]
+    return _HUB_TOKEN.sub("***", settings) if isinstance(settings, str) else settings
+
+
+def hide_secrets(text: str) -> str:
+    """Return a message without Hub tokens, and without what this process was given as a secret."""
+    options = re.findall(r"--(\S+?)[= ](?!--)(\S+)", " ".join(sys.argv))
+    secrets = [os.environ.get("HF_TOKEN", ""), *(value for option, value in options if is_secret(option))]
+    for secret in secrets:
+        text = text.replace(secret, "***") if len(secret) > 3 else text
+    return _HUB_TOKEN.sub("***", text)

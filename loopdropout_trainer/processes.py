@@ -1,7 +1,10 @@
-"""The launched processes of one run: what all do, what only the first does, each one's random states, being asked to stop."""
+"""The launched processes of one run: what all do, what only the first does, each one's log and random states, being asked to
+stop."""
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 import signal
 import sys
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from tqdm.auto import tqdm
 
 
 LIBRARY_BYTES = 4e8
@@ -54,6 +58,27 @@ def random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+class _LogAboveBars(logging.StreamHandler):
+    """Writes log records above the bars; a message that every evaluation of a run repeats is written once."""
+
+    _said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if line not in self._said or record.levelno > logging.WARNING:
+            tqdm.write(line, file=sys.stderr)
+        self._said.add(line)
+
+
+def show_log() -> None:
+    """Write this package's log to standard error: from INFO on in the first process, from WARNING on in the others."""
+    log = logging.getLogger("loopdropout_trainer")
+    if not log.handlers:
+        log.addHandler(_LogAboveBars())
+        log.handlers[0].setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
 # Stopping a training between two steps when it is asked to stop in the middle of one.

@@ -17,7 +17,7 @@ from loopdropout_trainer.diagnostics.rows import RowArguments
 from loopdropout_trainer.diagnostics.run import FOLDER, DiagnosticArguments, run_diagnostics
 from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.evaluation.run import EvaluationArguments
-from loopdropout_trainer.runs.printing import show_log
+from loopdropout_trainer.processes import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe
 

@@ -19,8 +19,8 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_command
 from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, results_table
 from loopdropout_trainer.evaluation.run import EvaluationArguments, run_evaluation
+from loopdropout_trainer.processes import show_log
 from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, read_measurements
-from loopdropout_trainer.runs.printing import show_log
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe
 

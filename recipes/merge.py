@@ -17,13 +17,12 @@ from huggingface_hub.utils import validate_repo_id
 from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.checks import check_folder
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.errors import run_command, user_supplied
+from loopdropout_trainer.errors import hide_secrets, run_command, user_supplied
 from loopdropout_trainer.evaluation.subject import load_model
+from loopdropout_trainer.processes import show_log
 from loopdropout_trainer.record.measurement import RecordError
-from loopdropout_trainer.runs.printing import show_log
 from loopdropout_trainer.runs.result import FORMER_FILE, Result, is_of_former_version, training_result
 from loopdropout_trainer.saving.cards import ModelCardFields
-from loopdropout_trainer.secrets import hide_secrets
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe
 

@@ -20,9 +20,9 @@ from loopdropout_trainer import (
     merge_and_save,
 )
 from loopdropout_trainer.data import load_tokenizer, set_chat_template
-from loopdropout_trainer.data.templates import CHAT_TOKENS, apply_chat_template, check_turn_end
 from loopdropout_trainer.errors import SetupError
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, ModelArguments
+from loopdropout_trainer.settings.tokenizer import CHAT_TOKENS, apply_chat_template, check_turn_end
 
 
 # First tokens of the published vocabularies; then one token a byte.

@@ -15,10 +15,10 @@ import pytest
 from conftest import GOLDEN
 from processes import Program, python
 
-from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.evaluation import load_benchmark, sandbox
 from loopdropout_trainer.evaluation.benchmark import AnswerLog
 from loopdropout_trainer.evaluation.benchmarks import programs
+from loopdropout_trainer.settings.tokenizer import chat_template
 
 
 pytest.importorskip("evalplus")

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
 from loopdropout_trainer.adapters import add_gates
 from loopdropout_trainer.data.boundary import token_lengths
-from loopdropout_trainer.data.templates import chat_template
 from loopdropout_trainer.diagnostics import (
     DIAGNOSTICS,
     Context,
@@ -29,6 +28,7 @@ from loopdropout_trainer.diagnostics.rows import batched
 from loopdropout_trainer.diagnostics.states import linear_cka
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.settings.tokenizer import chat_template
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, HrmTextForCausalLM
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.models.strict_loading import WrongWeightsError
+from loopdropout_trainer.models.looped_modeling import WrongWeightsError
 
 
 def sharp_hrm(**config):

@@ -190,7 +190,8 @@ def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, toke
     assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
 
 
-def test_an_adapter_is_merged_whatever_became_of_what_was_measured_of_it(tmp_path, base, trained, log):
+def test_an_adapter_is_merged_whatever_became_of_what_was_measured_of_it(tmp_path, base, trained, tokenizer, log):
+    tokenizer.save_pretrained(base)
     folder = shutil.copytree(trained, tmp_path / "adapter")
     (folder / "identities.json").write_text("5")
     words = ["--model_name_or_path", str(base), "--adapter", str(folder), "--dtype", "float32"]

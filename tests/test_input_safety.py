@@ -11,8 +11,8 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from loopdropout_trainer import load_adapter
+from loopdropout_trainer.errors import hide_secrets, public_settings
 from loopdropout_trainer.evaluation.benchmarks.gsm8k import gsm8k_strict, normalize
-from loopdropout_trainer.secrets import hide_secrets, public_settings
 from loopdropout_trainer.settings.recipe import settings_yaml
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from loopdropout_trainer.models.operations import rms_norm, rotate_halves, swiglu
+from loopdropout_trainer.models.layers import rms_norm, rotate_halves, swiglu
 
 
 TRAINED = {"norm": 2, "swiglu": 2, "rotation": 1}  # how many of the inputs get gradients

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from loopdropout_trainer import default_peft_config
 from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM
-from loopdropout_trainer.models.strict_loading import WrongWeightsError
+from loopdropout_trainer.models.looped_modeling import WrongWeightsError
 from loopdropout_trainer.saving.adapter_files import load_adapter
 
 

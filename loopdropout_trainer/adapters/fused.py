@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from loopdropout_trainer.adapters.prepared import linear_maps, stacked_bias
 from loopdropout_trainer.looped import LoopState, RunningLoop, launches_pay
 
 
@@ -73,14 +74,6 @@ class Projections(NamedTuple):
         factors = [torch.cat(down) if len(down) > 1 else down[0], *up]
         cast_down, *cast_up = (factor.detach().to(x.dtype) for factor in factors)
         return cls(weights, biases, factors, cast_down, cast_up, scaling, widths)
-
-
-def stacked_bias(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the bias [sum of out_i] of maps as one, with zeros where a map has none; None if none has."""
-    if all(bias is None for bias in biases):
-        return None
-    pairs = zip(weights, biases, strict=True)
-    return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs])
 
 
 def _first(x: torch.Tensor, number: int) -> torch.Tensor:
@@ -230,38 +223,6 @@ class FusedProjection:
         base = maps[0]
         is_trained = any(parameter.requires_grad for parameter in base.parameters())
         return base.weight.dtype == dtype and not is_trained and layer.project_together is self
-
-
-def linear_maps(layer: nn.Module) -> list[nn.Linear] | None:
-    """Return [W], or [W, A, B] with a LoRA adapter in use, of a layer whose forward is these products alone; else None.
-
-    None, then, for a layer with hooks, dropout, several adapters at once, quantised weights or a bias in B.
-    """
-    maps = [layer]
-    if isinstance(layer, LoraLayer):
-        maps = [layer.get_base_layer()]
-        if not (layer.disable_adapters or layer.merged):
-            maps += _factors_in_use(layer)
-    if any(type(linear) is not nn.Linear for linear in maps):
-        return None
-    for part in (layer, *maps):
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
-            return None
-    return maps
-
-
-def _factors_in_use(layer: LoraLayer) -> list[nn.Module | None]:
-    """Return A and B of the one active adapter, [None] if they are not all that it does."""
-    if len(layer.active_adapters) != 1 or layer.fan_in_fan_out:
-        return [None]
-    (adapter,) = layer.active_adapters
-    if adapter not in layer.lora_A:
-        return [None]
-    up = layer.lora_B[adapter]
-    dropout = layer.lora_dropout[adapter]
-    is_dropped = layer.training and getattr(dropout, "p", 0.0) > 0
-    has_bias = getattr(up, "bias", None) is not None
-    return [None] if is_dropped or has_bias else [layer.lora_A[adapter], up]
 
 
 def _stacking_pays(x: torch.Tensor, weights: list[torch.Tensor], down: list[torch.Tensor]) -> bool:

@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.fused import linear_maps, stacked_bias
-from loopdropout_trainer.adapters.gated import GatedLora
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState
 
 
@@ -155,4 +154,47 @@ def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
     variant = layer.lora_variant.get(layer.active_adapters[0])
     if variant is None:
         return unit  # PEFT's own forward, which knows no gates
-    return isinstance(variant, GatedLora) and variant.is_plain() and variant.loop_state is state
+    is_of_these_gates = (
+        getattr(variant, "loop_state", None) is state
+    )  # a `GatedLora` is, a variant of PEFT's own is not
+    return is_of_these_gates and variant.is_plain()
+
+
+def linear_maps(layer: nn.Module) -> list[nn.Linear] | None:
+    """Return [W], or [W, A, B] with a LoRA adapter in use, of a layer whose forward is these products alone; else None.
+
+    None, then, for a layer with hooks, dropout, several adapters at once, quantised weights or a bias in B.
+    """
+    maps = [layer]
+    if isinstance(layer, LoraLayer):
+        maps = [layer.get_base_layer()]
+        if not (layer.disable_adapters or layer.merged):
+            maps += _factors_in_use(layer)
+    if any(type(linear) is not nn.Linear for linear in maps):
+        return None
+    for part in (layer, *maps):
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
+            return None
+    return maps
+
+
+def _factors_in_use(layer: LoraLayer) -> list[nn.Module | None]:
+    """Return A and B of the one active adapter, [None] if they are not all that it does."""
+    if len(layer.active_adapters) != 1 or layer.fan_in_fan_out:
+        return [None]
+    (adapter,) = layer.active_adapters
+    if adapter not in layer.lora_A:
+        return [None]
+    up = layer.lora_B[adapter]
+    dropout = layer.lora_dropout[adapter]
+    is_dropped = layer.training and getattr(dropout, "p", 0.0) > 0
+    has_bias = getattr(up, "bias", None) is not None
+    return [None] if is_dropped or has_bias else [layer.lora_A[adapter], up]
+
+
+def stacked_bias(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the bias [sum of out_i] of maps as one, with zeros where a map has none; None if none has."""
+    if all(bias is None for bias in biases):
+        return None
+    pairs = zip(weights, biases, strict=True)
+    return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs])

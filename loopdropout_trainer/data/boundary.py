@@ -19,8 +19,7 @@ from trl import get_training_chat_template
 from trl.chat_template_utils import has_generation_markers
 
 from loopdropout_trainer.data.rows import DataError
-from loopdropout_trainer.data.templates import apply_chat_template
-from loopdropout_trainer.settings.tokenizer import as_in_its_file
+from loopdropout_trainer.settings.tokenizer import apply_chat_template, as_in_its_file
 
 
 def tokenise(

@@ -21,12 +21,25 @@ from loopdropout_trainer.checks import check_choice, shown
 from loopdropout_trainer.data.arithmetic import arithmetic_problems, with_a_mistake
 from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.data.rows import BadRow, DataError, DataReport, Row, fields_of, present, text
-from loopdropout_trainer.data.templates import PROMPT_TEMPLATES, prompt_fields, render_prompt
 from loopdropout_trainer.errors import UserError
 
 
 if TYPE_CHECKING:
     from loopdropout_trainer.data.load import DataArguments
+
+
+PROMPT_TEMPLATES = {
+    # Taori et al. 2023, the variant without an input field.
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n{instruction}\n\n### Response:"
+    ),
+    # As in lm-eval's `gsm8k` task.
+    "question": "Question: {question}\nAnswer:",
+}
+"""Prompts by name; {column} stands for a column of a row."""
+
+_FIELD = re.compile(r"\{(\w+)\}")  # braces around anything but a plain name are text
 
 
 class Unwanted(Exception):
@@ -64,15 +77,16 @@ class Preparation:
         self.num_held_out = self.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
         if args.eval_files:
             self.num_held_out = 0
-        self.template = self.prompt_template if args.prompt_template is None else args.prompt_template
-        if self.template is not None and not prompt_fields(self.template):  # the same prompt for every row
+        template = self.prompt_template if args.prompt_template is None else args.prompt_template
+        self.template = PROMPT_TEMPLATES.get(template, template)
+        if self.template is not None and not _FIELD.search(self.template):  # the same prompt for every row
             valid = f"{', '.join(PROMPT_TEMPLATES)}, or a text with fields such as {{column}}"
             raise UserError(f"`prompt_template` must be {valid}; got {shown(self.template)}.")
         for name in ("prompt_end", "target_prefix"):
             if getattr(args, name) and self.template is None:
                 raise UserError(f"`{name}` follows a `prompt_template`: give one, or leave it out.")
         if type(self) is Preparation and self.template is not None:
-            self.columns = (*prompt_fields(self.template), "completion")
+            self.columns = (*_FIELD.findall(self.template), "completion")
         for name in args.column_mapping or ():
             check_choice("column_mapping", name, self.columns)
 
@@ -87,7 +101,7 @@ class Preparation:
     def prompted(self, columns: Mapping[str, Any], completion: str) -> dict[str, Any]:
         """Return the example whose prompt is the template filled from these columns; see `tokenise` for `is_one_text`."""
         prefix = self.args.target_prefix
-        prompt = render_prompt(self.template, columns) + self.args.prompt_end
+        prompt = filled(self.template, columns) + self.args.prompt_end
         example = {"prompt": prompt, "completion": prefix + completion}
         return {**example, "is_one_text": True} if prefix else example
 
@@ -114,6 +128,15 @@ class Preparation:
         is_repeated = np.isin(orders[rows], held_out)
         self.report.drop("repeats a held-out row", np.sum(is_repeated))
         return rows[~is_repeated]
+
+
+def filled(template: str, row: Mapping[str, Any]) -> str:
+    """Return a template with its {column} fields filled from a row; BadRow if one is not there, or neither text nor number."""
+    for name in _FIELD.findall(template):
+        value = present(row, name)
+        if not isinstance(value, (str, int, float)):
+            raise BadRow(f"field `{name}` is not text", f" (a {type(value).__name__})")
+    return _FIELD.sub(lambda match: str(row[match[1]]), template)
 
 
 def random_order(identity: str, seed: int) -> int:

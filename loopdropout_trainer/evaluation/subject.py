@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from loopdropout_trainer.adapters import add_gates, use_gates
 from loopdropout_trainer.checks import check_integer
-from loopdropout_trainer.data.templates import apply_chat_template, check_vocabulary, load_tokenizer
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
 from loopdropout_trainer.record.identity import Identity, identity_key
@@ -24,7 +23,12 @@ from loopdropout_trainer.saving import adapter_files
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
 from loopdropout_trainer.settings.recipe import method_title
-from loopdropout_trainer.settings.tokenizer import as_in_its_file
+from loopdropout_trainer.settings.tokenizer import (
+    apply_chat_template,
+    as_in_its_file,
+    check_vocabulary,
+    load_tokenizer,
+)
 from loopdropout_trainer.training.checkpoints.sealing import CheckpointError, is_sealed, run_of
 
 

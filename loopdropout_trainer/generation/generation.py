@@ -38,8 +38,7 @@ from loopdropout_trainer.generation.decoding import (
 )
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import LIBRARY_BYTES
-from loopdropout_trainer.saving.adapter_files import end_tokens
-from loopdropout_trainer.settings.tokenizer import as_in_its_file
+from loopdropout_trainer.settings.tokenizer import as_in_its_file, end_tokens
 
 
 logger = logging.get_logger(__name__)

@@ -6,18 +6,16 @@ The three never import one another: they meet here, in one small tensor.
 # ruff: noqa: F401  (handed on)
 from loopdropout_trainer.looped.costs import launch_flops, launches_pay
 from loopdropout_trainer.looped.model import (
-    LoopedModelMixin,
-    NotLoopedError,
-    check_num_loops,
-    find_looped_model,
-)
-from loopdropout_trainer.looped.state import (
     UNIT_GATES,
     GatedBatch,
+    LoopedModelMixin,
     LoopState,
+    NotLoopedError,
     Optimisations,
     RunningLoop,
     applied_gates,
     as_gate_matrix,
+    check_num_loops,
     example_starts,
+    find_looped_model,
 )

@@ -1,24 +1,274 @@
-"""What is known of a looped model: which modules recur, how deep it runs, how each loop is read out; and how to find it."""
+"""What gates, adapters and models share: what is known of a looped model, the gates in force in it, and its running loop.
+
+A looped model runs h_t = F(h_{t-1}; W) for t = 1..K with the same weights W (Eq. 1). The gates of a micro-batch, g[t, b] for K
+loops and N examples (Eq. 3), are a `GatedBatch`. While the model runs, it *announces* each loop on its `LoopState` as a
+`RunningLoop`: which tokens run, and by how much their update is multiplied. A gated adapter reads it there. Models, adapters
+and gate rules never import one another.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped.state import LoopState
 
 
 logger = logging.get_logger(__name__)
+
+
+class DrawKey(Protocol):
+    """What a training step's random draws are keyed by; `example_ids` are (row, segment) of its examples."""
+
+    seed: int
+    step: int
+    example_ids: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Optimisations:
+    """How a model may run the micro-batch of a training step; the result is the same, in less time and memory.
+
+    Attributes:
+        packs: whether the examples of a batch may run packed in one row, without their padding.
+        lora_parameters: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
+            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
+    """
+
+    packs: bool = False
+    lora_parameters: tuple[nn.Parameter, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RunningLoop:
+    """One loop of one forward pass, for some of its tokens or for all of them.
+
+    Attributes:
+        index: of the loop, 0-based.
+        tokens: [n] index of the example that each token belongs to, if examples are packed in one row [1, n]. None: the
+            batch, row by row.
+        gate: of each packed token [n, 1] or, for M adapted modules, [n, M]; without packing of each example, [N, 1] or
+            [N, M]. None: unit gates.
+        num_active: number of packed tokens, counted from the first, beyond which every gate is zero; None: not known.
+        frozen: whether the tokens have no active gate up to this loop and need no gradient: adapters are left out.
+        prepared: what is computed once for all loops of one forward pass, such as cast weights. It lives as long as the pass,
+            so that what changes between two passes (weights, merging, the active adapter) is never missed. None outside of
+            a pass.
+        skips_updates: whether no token has an active gate. (A flag of its own, since code that reads `num_active` is compiled
+            again for each of its values.)
+        scales: what adapters that run together multiply their updates by, made once for all layers.
+    """
+
+    index: int = 0
+    tokens: Tensor | None = None
+    gate: Tensor | None = None
+    num_active: int | None = None
+    frozen: bool = False
+    prepared: dict[Hashable, Any] | None = None
+    skips_updates: bool = field(init=False)
+    scales: dict[Hashable, Tensor] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skips_updates", self.frozen or self.num_active == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class GatedBatch:
+    """The gates of one micro-batch, or of a block of `use_gates`, and all that follows from them.
+
+    Attributes:
+        gates: [K, N] multipliers of the adapter's update for N examples (N = 1: the same for every example), or [K, N, M]
+            with one for each of the M adapted modules. None: unit gates, which is ordinary LoRA and what inference uses;
+            gates that are all exactly one are stored so, and cost nothing.
+        segments: [B, S] index of the example that each token belongs to, when several examples share one row (packing,
+            padding-free). None: row b is example b.
+        seeds: int64 seeds of random factors that an adapter expands itself, in the shape that it asks for, or None.
+        draw: in a training step, what its random draws are keyed by, for models that start from a random state; None
+            outside of one.
+        optimisations: by which the model may run the batch; none outside of a training step.
+        active: [K][N], whether an example has an active gate in a loop. None for unit gates, and where an update can have an
+            effect or a gradient although its gate is zero.
+        unused_modules: [M], True for modules that no loop and no example uses while others are in use: they need not be
+            computed. Empty unless gates are [K, N, M].
+    """
+
+    gates: Tensor | None = None
+    segments: Tensor | None = None
+    seeds: Tensor | None = None
+    draw: DrawKey | None = None
+    optimisations: Optimisations = Optimisations()
+    active: list[list[bool]] | None = field(init=False, default=None)
+    unused_modules: list[bool] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.gates is None or self.gates.requires_grad:
+            return
+        gates = self.gates.cpu()
+        if bool((gates == 1).all()):
+            object.__setattr__(self, "gates", None)
+            return
+        used = (gates != 0).reshape(*gates.shape[:2], -1)  # [K, N, 1 or M]
+        if self.seeds is None:
+            object.__setattr__(self, "active", used.any(dim=2).tolist())
+        if self.per_module and bool(used.any()):
+            object.__setattr__(self, "unused_modules", (~used.flatten(0, 1).any(dim=0)).tolist())
+
+    @property
+    def per_module(self) -> bool:
+        """Whether adapted modules have gates of their own."""
+        return self.gates is not None and self.gates.dim() == 3
+
+    def loop(
+        self, index: int, device: torch.device | None = None, tokens: Tensor | None = None, **attributes: Any
+    ) -> RunningLoop:
+        """Return the loop of this index, with its gates on `device`; the other arguments are attributes of `RunningLoop`.
+
+        Raises:
+            ValueError: if there are no gates for this loop.
+        """
+        if self.gates is None:
+            return RunningLoop(index, tokens, **attributes)
+        if index >= len(self.gates):
+            raise UserError(
+                f"Gates were set for {len(self.gates)} loops, but the model is running loop {index + 1}: "
+                "set the gates after the model's depth (`config.num_loops`)."
+            )
+        gate = self.gates[index].to(device, non_blocking=True)
+        gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
+        if tokens is not None:
+            gate = gate[tokens if len(gate) > 1 else torch.zeros_like(tokens)]  # [n, 1 or M]
+        return RunningLoop(index, tokens, gate, **attributes)
+
+
+UNIT_GATES = GatedBatch()
+"""Ordinary LoRA: what holds outside of training steps and of `use_gates`."""
+
+
+class LoopState:
+    """The gates in force in one looped model, and its running loop: two references to objects that never change.
+
+    They are plain attributes and not thread-locals, because CUDA's backward pass recomputes in autograd's own thread.
+
+    Attributes:
+        batch: the micro-batch. Written by who sets gates: the trainer for a training step, `use_gates` for its block.
+        running: the running loop. The model's recurrent layers write it *inside* their checkpointed `forward`: recomputation
+            in the backward pass then announces the right loop again, although loops run backwards there.
+    """
+
+    def __init__(self) -> None:
+        self.unit_gates()
+
+    @property
+    def loop(self) -> int:
+        """Index of the running loop, 0-based."""
+        return self.running.index
+
+    @property
+    def gates(self) -> Tensor | None:
+        """The gates in force, [K, N] or [K, N, M]; None for unit gates."""
+        return self.batch.gates
+
+    def apply(self, batch: GatedBatch) -> None:
+        """Apply the gates of `batch` from now on."""
+        self.batch = batch
+        self.running = batch.loop(0)
+
+    def unit_gates(self) -> None:
+        """Return to ordinary LoRA, outside of any training step: every gate is one."""
+        self.apply(UNIT_GATES)
+
+    def announce(self, loop: RunningLoop) -> None:
+        """Say which loop runs, and on which tokens."""
+        self.running = loop
+
+    def gate_for(self, hidden_states: Tensor, module: int = 0) -> Tensor | None:
+        """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
+
+        Args:
+            hidden_states: the [B, S, H] input of an adapted linear map; gives batch size and device.
+            module: index of that map among the adapted ones.
+        """
+        gate = self.running.gate
+        if gate is None:
+            return None
+        if gate.shape[1] > 1:
+            gate = gate[:, module : module + 1]
+        gate = gate.to(hidden_states.device)  # another one in a model that is spread over several devices
+        return gate.unsqueeze(0) if self.running.tokens is not None else self.per_token(gate, hidden_states)
+
+    def per_token(self, values: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return values of each example, [N] or [N, E], shaped to multiply [B, S, r] or [B, S, E] activations."""
+        values = values.reshape(len(values), -1)  # [N, E]
+        tokens = self.batch.segments if self.running.tokens is None else self.running.tokens.unsqueeze(0)
+        if tokens is not None and len(values) > 1:
+            return values[tokens.to(values.device)]  # [B, S, E], or [1, n, E] of packed tokens
+        if len(values) not in (1, len(hidden_states)):
+            raise UserError(
+                f"Gates were set for {len(values)} examples, but the batch has {len(hidden_states)}; "
+                "give one column for each example, or a single column for all of them."
+            )
+        return values.view(len(values), *[1] * (hidden_states.dim() - 2), -1)
+
+    def is_unused(self, module: int) -> bool:
+        """Return whether the update of an adapted module is zero for all running tokens, so that it need not be computed."""
+        unused = self.batch.unused_modules
+        return self.running.skips_updates or (bool(unused) and unused[module])
+
+
+@contextmanager
+def applied_gates(state: LoopState, gates: Tensor | None, segments: Tensor | None = None) -> Iterator[None]:
+    """Apply gates inside the block, and put back everything that was there before, also after an exception."""
+    before = state.batch, state.running
+    state.apply(GatedBatch(gates, segments))
+    try:
+        yield
+    finally:
+        state.batch, state.running = before
+
+
+def example_starts(position_ids: Tensor) -> Tensor:
+    """Return whether an example begins at each token, [B, S]: where its position is not the previous token's plus 1.
+
+    This is decided here alone, by the criterion of transformers' attention masks.
+    """
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids.diff(dim=1) != 1
+    return starts
+
+
+def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
+    """Return gates [K], [K, N] or [K, N, M] as a floating-point tensor, [K] as [K, 1], the others as they are.
+
+    Raises:
+        ValueError: for another shape, K other than `num_loops`, or a gate that is not finite.
+    """
+    gates = torch.as_tensor(gates)
+    if not gates.is_floating_point():
+        gates = gates.to(torch.float32)
+    if gates.dim() == 1:
+        gates = gates.unsqueeze(1)
+    if gates.dim() not in (2, 3) or len(gates) != num_loops or 0 in gates.shape:
+        raise UserError(
+            f"Gates must have shape [K], [K, 1], [K, B] or [K, B, M] with K = {num_loops} loops and M adapted modules; "
+            f"got {list(gates.shape)}."
+        )
+    if not bool(torch.isfinite(gates.detach()).all()):
+        raise UserError("Gates must be finite numbers.")
+    return gates
+
+
+# What is known of a looped model.
 
 
 class NotLoopedError(ValueError):
@@ -63,7 +313,7 @@ class LoopedModelMixin:
         pattern = rf"(.*\.)?({'|'.join(patterns)})"
         TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(self.config.model_type, pattern)
 
-    def loop_readouts(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    def loop_readouts(self, **inputs: Any) -> tuple[Tensor, ...]:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
 
@@ -88,7 +338,7 @@ class LoopedModelMixin:
         return False
 
 
-def _require_gradient(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+def _require_gradient(module: nn.Module, args: tuple, output: Tensor) -> None:
     output.requires_grad_(True)
 
 

@@ -15,7 +15,7 @@ from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped.described import LoopDescription, register_looped
-from loopdropout_trainer.models.strict_loading import load_strictly
+from loopdropout_trainer.models.looped_modeling import load_strictly
 
 
 class HrmTextLoops(LoopDescription):

@@ -27,17 +27,23 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.forward_pass import LoopInputs
+from loopdropout_trainer.models.backbone import LoopedBackbone, LoopInputs
 from loopdropout_trainer.models.huginn_config import HuginnConfig, drop_huginn_ids
-from loopdropout_trainer.models.layers import Attention, ExactRotaryEmbedding, RMSNorm, project
+from loopdropout_trainer.models.layers import (
+    Attention,
+    ExactRotaryEmbedding,
+    RecurrentLayer,
+    RMSNorm,
+    project,
+    rotate_halves,
+    swiglu,
+)
 from loopdropout_trainer.models.looped_modeling import (
-    LoopedBackbone,
+    DOWNLOAD_FIELDS,
     LoopedForCausalLM,
     LoopedPreTrainedModel,
-    RecurrentLayer,
+    checkpoint_names,
 )
-from loopdropout_trainer.models.operations import rotate_halves, swiglu
-from loopdropout_trainer.models.strict_loading import DOWNLOAD_FIELDS, checkpoint_names
 
 
 def rotary_angles(config: HuginnConfig, position_ids: Tensor) -> Tensor:

@@ -1,34 +1,36 @@
-"""What every looped model does the same way, whatever its layers look like: the driver of its K loops, and its head.
+"""What every looped model shares around its backbone: its configuration, strict loading and saving, and its head.
 
-    h_0 = run_prelude(embeddings);  h_t = recurrent_step(h_{t-1}), t = 1..K;  r_t = readout(h_t);  logits = head(r_K)
-
-A family supplies `run_prelude`, `recurrent_step` and `readout`; the driver is `LoopedBackbone.run_loops`.
+Loading is strict: a checkpoint that lacks a weight, or has one too many or in another shape, is an error that says so.
+transformers fills in what is missing with fresh weights, and logs it. Of a looped model that is never what was meant: a
+checkpoint of another architecture under the same `model_type` would train and answer, wrongly.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
+import json
+import re
 import types
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple
+from transformers.utils.loading_report import LoadStateDictInfo
+from transformers.utils.output_capturing import OutputRecorder
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
-from loopdropout_trainer.models.forward_pass import LoopCacheView, LoopInputs, PlainPass, fit_cache
-from loopdropout_trainer.models.layers import Attention
-from loopdropout_trainer.models.strict_loading import load_strictly
+from loopdropout_trainer.models.layers import Attention, RecurrentLayer
 
 
 @dataclass
@@ -111,25 +113,93 @@ class LoopedConfigMixin:
         return fields
 
 
-class RecurrentLayer(GradientCheckpointingLayer):
-    """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
+class DecoderConfigMixin(LoopedConfigMixin):
+    """Saves RoPE under the names that the published files have, and all readers know."""
 
-    Args of `forward`: the hidden states [B, S, H], what announces the running loop (None outside of the loops), and what
-    `layer_forward` takes.
+    def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        rope = dict(fields.pop("rope_parameters"))
+        theta = rope.pop("rope_theta")
+        return {**fields, "rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
+# Strict loading.
+
+
+DOWNLOAD_FIELDS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+class WrongWeightsError(ValueError):
+    """A checkpoint's weights are not those of the model that its configuration describes."""
+
+
+def check_weights(model: PreTrainedModel, report: LoadStateDictInfo, source: str, may_reshape: bool = False) -> None:
+    """Raise WrongWeightsError, naming weights, if a checkpoint holds others than the model by transformers' `report`, or NaN.
+
+    Tied and ignorable weights are taken out of the report; `may_reshape`: the caller gave `ignore_mismatched_sizes`.
     """
+    model._adjust_missing_and_unexpected_keys(report)
+    if model.base_model is model:  # a backbone, of whose checkpoint the head is a part
+        report.unexpected_keys -= {name for name in report.unexpected_keys if name.startswith("lm_head.")}
+    tied = getattr(model, "all_tied_weights_keys", {})
+    either = {**tied, **{source: target for target, source in tied.items()}}
+    wrong = []
+    if absent := {name for name in report.missing_keys if name not in either or either[name] in report.missing_keys}:
+        wrong.append(f"it lacks {_listed(absent)}")
+    if report.unexpected_keys:
+        wrong.append(f"it holds {_listed(report.unexpected_keys)}, which the model does not have")
+    if report.mismatched_keys and not may_reshape:
+        name, held, wanted = min(report.mismatched_keys)
+        wrong.append(f"its `{name}` is {list(held)} instead of {list(wanted)}")
+    if wrong:
+        raise WrongWeightsError(
+            f"The weights of {source} are not those of the {type(model).__name__} that its configuration describes: "
+            f"{'; '.join(wrong)}."
+        )
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.is_meta and not torch.isfinite(weight).all():
+            raise WrongWeightsError(f"{source} holds NaN or infinity in `{name}`.")
 
-    compiled_forward: Callable[..., Tensor] | None = None  # `layer_forward`, compiled, for training
 
-    def forward(self, hidden_states: Tensor, announce: Callable[[], None] | None = None, **kwargs) -> Tensor:
-        # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
-        if announce is not None:
-            announce()
-        if self.compiled_forward is not None and self.training:
-            return self.compiled_forward(self, hidden_states, **kwargs)
-        return self.layer_forward(hidden_states, **kwargs)
+def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Let a model class refuse, from now on, checkpoints that do not hold exactly its weights; return the class."""
+    finish = model_class._finalize_model_loading
 
-    def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
-        raise NotImplementedError
+    # Here, since the loading report of `from_pretrained` comes after fresh weights, and not for every way to load.
+    def checked(model, load_config, loading_info):
+        source = load_config.pretrained_model_name_or_path or "the state dict"
+        check_weights(model, loading_info, source, load_config.ignore_mismatched_sizes)
+        return finish(model, load_config, loading_info)
+
+    model_class._finalize_model_loading = staticmethod(checked)
+    return model_class
+
+
+def _listed(names: Collection[str]) -> str:
+    """Return names with their numbers as stars, and how many each stands for."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in sorted(names))
+    listed = [f"`{name}` ({count} times)" if count > 1 else f"`{name}`" for name, count in counts.items()]
+    more = f" and {len(listed) - 6} others" if len(listed) > 6 else ""
+    return ", ".join(listed[:6]) + more
+
+
+def checkpoint_names(name_or_path: str, **init_kwargs: Any) -> list[str] | None:
+    """Return the names of the tensors in a safetensors checkpoint, without loading them; None if there is none.
+
+    From the Hub the index is read, or the file itself if there is only one; by those keywords in `DOWNLOAD_FIELDS`.
+    """
+    download = {key: init_kwargs[key] for key in DOWNLOAD_FIELDS if key in init_kwargs}
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **optional, **download)
+    if index is not None:
+        return list(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
+    file = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **optional, **download)
+    if file is None:
+        return None
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+# The model and its head.
 
 
 _STATES = OutputRecorder(RecurrentLayer)
@@ -174,172 +244,6 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         return self.base_model(**inputs, use_cache=False, output_readouts=True).readouts
 
 
-class LoopedBackbone(LoopedPreTrainedModel):
-    """The looped model without its head: embeddings, what runs before the loop, K loops, what makes their readouts.
-
-    Class attributes:
-        readout_attends: whether `readout` runs attention layers, which hold keys of the final loop only.
-    """
-
-    readout_attends = False
-
-    def __init__(self, config) -> None:
-        super().__init__(config)
-        self.loop_state = LoopState()
-        self.gradient_checkpointing = False
-        # Numbers in the block's projections and in their adapter, once `PackedPass` has counted them.
-        self.block_sizes: tuple[int, int] | None = None
-
-    # What a family supplies.
-
-    def rotate(self, embeddings: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the positions, in the form that the family's attention takes."""
-        return self.rotary_emb(embeddings, position_ids)
-
-    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None, **layer_kwargs) -> LoopInputs:
-        """Return the first loop's inputs; those given hold the embeddings [B, S, H] as their state."""
-        return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
-
-    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
-        """Return the state [B, S, H] after a loop, from the state before it and what else `inputs` holds."""
-        raise NotImplementedError
-
-    def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
-        """Return the head-ready hidden state [B, S, H] of a loop's state; the state carried on is another matter."""
-        return inputs.state
-
-    # What all of them do.
-
-    def run_loops(
-        self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_all: bool
-    ) -> list[LoopInputs]:
-        """Run `config.num_loops` loops: the one place where any family's loops are run.
-
-        The loops before the last `config.backprop_depth` run without gradient; so do those of packed examples before their
-        first active gate, where the micro-batch's optimisations allow it.
-
-        Args:
-            one_pass: of this forward pass.
-            inputs: of the first loop.
-            cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
-            keep_all: whether to return what every loop gives.
-
-        Returns:
-            The inputs with the state after each loop, in order; with that after the last one alone unless `keep_all`.
-        """
-        num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
-        results = []
-        one_pass.start(inputs)
-        for loop in range(num_loops):
-            view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
-            recurrent_step = functools.partial(self.recurrent_step, past_key_values=view, use_cache=use_cache)
-            has_gradient = backprop_depth is None or loop >= num_loops - backprop_depth
-            with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
-                one_pass.loop(recurrent_step, loop)
-            if keep_all or loop == num_loops - 1:
-                results.append(one_pass.result())
-        return results
-
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        initial_state: Tensor | None = None,
-        output_readouts: bool = False,
-        **kwargs,
-    ) -> LoopedModelOutput:
-        """Run `config.num_loops` loops.
-
-        Args:
-            input_ids, inputs_embeds: exactly one of [B, S] token ids and [B, S, H] embeddings.
-            attention_mask: [B, cached + S], 0 on padding, on either side.
-            position_ids: [B, S]; default: counted from the first token that is not padding. Without an attention mask,
-                positions that do not count on by one mark packed examples, which then attend to themselves only.
-            past_key_values: cache with one cache layer for every (loop, layer); missing ones are added.
-            use_cache: default `config.use_cache`, and False in training or with `output_readouts`.
-            initial_state: [B, S, H] that the first loop starts from; default: the family's own.
-            output_readouts: also return the K readouts and the K states.
-
-        Raises:
-            ValueError: for inputs that exclude each other or do not fit.
-        """
-        embeddings = self._embed(input_ids, inputs_embeds, initial_state)
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not output_readouts
-        cache = self._fit_cache(past_key_values, use_cache, output_readouts)
-        one_pass = self._new_pass(embeddings, attention_mask, cache, kwargs)
-        if position_ids is None:
-            position_ids = _positions(embeddings, attention_mask, 0 if cache is None else cache.get_seq_length())
-        rotations = self.rotate(embeddings, position_ids)
-        inputs = LoopInputs(embeddings, None, position_ids, rotations, attention_kwargs=kwargs)
-        inputs = one_pass.arrange(inputs, attention_mask, cache)
-
-        outside = {"past_key_values": cache, "use_cache": use_cache}
-        inputs = self.run_prelude(inputs, None if initial_state is None else one_pass.pack(initial_state), **outside)
-        results = self.run_loops(one_pass, inputs, cache, use_cache, output_readouts)
-        readouts = tuple(one_pass.unpack(self.readout(result, **outside)) for result in results)
-        self.loop_state.announce(self.loop_state.batch.loop(0))  # what belongs to this pass ends with it
-        output = LoopedModelOutput(last_hidden_state=readouts[-1], past_key_values=cache)
-        if output_readouts:
-            output.readouts = readouts
-            output.loop_states = tuple(one_pass.unpack(result.state) for result in results)
-        return output
-
-    def _embed(self, input_ids, inputs_embeds, initial_state) -> Tensor:
-        """Return the embeddings [B, S, H] of checked inputs."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("Give exactly one of `input_ids` and `inputs_embeds`.")
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
-            if self.loop_state.batch.optimisations.lora_parameters is not None and inputs_embeds.is_leaf:
-                # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
-                inputs_embeds = inputs_embeds.detach()
-        if initial_state is not None and initial_state.shape != inputs_embeds.shape:
-            shape = f"[B, S, H] = {list(inputs_embeds.shape)} of this call's tokens"
-            raise UserError(f"`initial_state` must have the shape {shape}; got {list(initial_state.shape)}.")
-        return inputs_embeds
-
-    def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
-        """Return the cache to use, with all the layers that the model needs; None: none."""
-        if cache is None:
-            if not use_cache:
-                return None
-            cache = DynamicCache()
-        if output_readouts and self.readout_attends:
-            raise UserError(
-                f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "
-                "cache the final loop's keys only. Set `use_cache=False`, or `config.num_loops` to the loop wanted."
-            )
-        fit_cache(cache, self.config.num_layer_runs)
-        return cache
-
-    def _new_pass(self, embeddings: Tensor, attention_mask: Any, cache: Cache | None, options: dict) -> PlainPass:
-        """Return what runs this forward pass: plainly, unless an optimisation is switched on and applies."""
-        # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
-        records = ("output_hidden_states", "output_attentions")
-        shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-        allowed = cache is None and self.can_pack and self.loop_state.batch.optimisations.packs
-        packs = allowed and (attention_mask is None or shaped)
-        if not packs or any(options.get(name, getattr(self.config, name, False)) for name in records):
-            return PlainPass(self)
-        from loopdropout_trainer.models.speed.packed_pass import PackedPass  # which is made of this module's classes
-
-        return PackedPass(self)
-
-
-def _positions(embeddings: Tensor, attention_mask: Any, seen: int) -> Tensor:
-    """Return positions [B or 1, S]: of a token among its row's tokens, padding not counted."""
-    length = embeddings.shape[1]
-    if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 and attention_mask.shape[1] == seen + length:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-    return (torch.arange(length, device=embeddings.device) + seen).unsqueeze(0)
-
-
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     """A looped backbone with its head. Loss and logits are always the final loop's.
 
@@ -348,7 +252,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         float32_logits: whether logits are returned in float32 at least, whatever the model's dtype.
     """
 
-    backbone_class: type[LoopedBackbone]
+    backbone_class: type[LoopedPreTrainedModel]
     float32_logits = False
 
     def __init__(self, config) -> None:
@@ -415,3 +319,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return LoopedCausalLMOutput(loss=loss, logits=logits, **rest)
+
+
+class DecoderForCausalLM(LoopedForCausalLM):
+    """The decoder with its head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}

@@ -23,15 +23,9 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.decoder import DecoderLayer
-from loopdropout_trainer.models.forward_pass import LoopInputs
-from loopdropout_trainer.models.layers import ExactRotaryEmbedding, RMSNorm, StaysFloat32
-from loopdropout_trainer.models.looped_modeling import (
-    LoopedBackbone,
-    LoopedConfigMixin,
-    LoopedForCausalLM,
-    LoopedPreTrainedModel,
-)
+from loopdropout_trainer.models.backbone import LoopedBackbone, LoopInputs
+from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm, StaysFloat32
+from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin, LoopedForCausalLM, LoopedPreTrainedModel
 
 
 _COMMON_FIELDS = {field.name for field in fields(PreTrainedConfig)}

@@ -15,8 +15,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
-from loopdropout_trainer.models.forward_pass import LoopInputs
+from loopdropout_trainer.models.backbone import DecoderBackbone, LoopInputs
+from loopdropout_trainer.models.layers import DecoderLayer
+from loopdropout_trainer.models.looped_modeling import DecoderConfigMixin, DecoderForCausalLM
 
 
 # Switches of the published code for what is not implemented here. Every `enable_...` field is one of them too.

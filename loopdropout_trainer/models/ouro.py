@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from transformers import Qwen2Config
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.decoder import DecoderBackbone, DecoderConfigMixin, DecoderForCausalLM, DecoderLayer
-from loopdropout_trainer.models.forward_pass import LoopInputs
-from loopdropout_trainer.models.layers import RMSNorm
+from loopdropout_trainer.models.backbone import DecoderBackbone, LoopInputs
+from loopdropout_trainer.models.layers import DecoderLayer, RMSNorm
+from loopdropout_trainer.models.looped_modeling import DecoderConfigMixin, DecoderForCausalLM
 
 
 @strict

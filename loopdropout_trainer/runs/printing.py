@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -142,27 +140,6 @@ _OF_REWARDS = [
     "gate_mean",
 ]
 """What a line says of the log of DPO and GRPO beside the loss."""
-
-
-class _LogAboveBars(logging.StreamHandler):
-    """Writes log records above the bars; a message that every evaluation of a run repeats is written once."""
-
-    _said: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
-        if line not in self._said or record.levelno > logging.WARNING:
-            tqdm.write(line, file=sys.stderr)
-        self._said.add(line)
-
-
-def show_log() -> None:
-    """Write this package's log to standard error: from INFO on in the first process, from WARNING on in the others."""
-    log = logging.getLogger("loopdropout_trainer")
-    if not log.handlers:
-        log.addHandler(_LogAboveBars())
-        log.handlers[0].setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
 class TrainingProgress(ProgressCallback):

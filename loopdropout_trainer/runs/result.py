@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from loopdropout_trainer.errors import public_settings
 from loopdropout_trainer.record.identity import WHOLE_RUN, Identity, differences, identity_key
 from loopdropout_trainer.record.measurement import (
     BASE,
@@ -22,7 +23,6 @@ from loopdropout_trainer.record.measurement import (
     write_measurements,
 )
 from loopdropout_trainer.saving.files import sha256, staged_files
-from loopdropout_trainer.secrets import public_settings
 
 
 if TYPE_CHECKING:

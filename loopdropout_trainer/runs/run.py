@@ -26,13 +26,13 @@ from loopdropout_trainer.checks import shown
 from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout_rows, single_loop_rows
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
-from loopdropout_trainer.errors import one_line, user_supplied
+from loopdropout_trainer.errors import one_line, public_settings, user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.benchmark import SettingsChangedError
 from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, check_development, development_benchmark
 from loopdropout_trainer.evaluation.results import answers_folder
 from loopdropout_trainer.evaluation.subject import run_as
-from loopdropout_trainer.processes import from_main_process
+from loopdropout_trainer.processes import from_main_process, show_log
 from loopdropout_trainer.record.identity import (
     Identity,
     differences,
@@ -44,7 +44,7 @@ from loopdropout_trainer.record.identity import (
 )
 from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement, read_measurements
 from loopdropout_trainer.runs.plan import plan_run
-from loopdropout_trainer.runs.printing import TrainingProgress, print_results, show_log
+from loopdropout_trainer.runs.printing import TrainingProgress, print_results
 from loopdropout_trainer.runs.result import (
     DIVERGED_FILE,
     EXPECTED_FILE,
@@ -59,7 +59,6 @@ from loopdropout_trainer.runs.result import (
 from loopdropout_trainer.saving.cards import ModelCardFields, save_card
 from loopdropout_trainer.saving.files import write_atomically
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
-from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import (
     RecipeError,

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.checks import check_choice, check_folder, check_integer, check_number, shown
-from loopdropout_trainer.errors import RecipeError, UserError, user_supplied
+from loopdropout_trainer.errors import RecipeError, UserError, public_settings, user_supplied
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.secrets import public_settings
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments, setting
 from loopdropout_trainer.settings.recipe import build, for_another_rule, laid_over, load_recipe
 

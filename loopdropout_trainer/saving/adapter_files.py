@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from loopdropout_trainer.looped.model import check_num_loops
 from loopdropout_trainer.saving import authors_format
 from loopdropout_trainer.saving.cards import is_hub_name
 from loopdropout_trainer.saving.files import sha256_of_weights, staged_files
+from loopdropout_trainer.settings.tokenizer import add_end_tokens, end_tokens
 
 
 logger = logging.get_logger(__name__)
@@ -78,21 +78,6 @@ def adapter_metadata(folder: str | Path) -> dict:
         for depth in (metadata.get("num_loops", 1), *depths):
             check_num_loops(depth)
     return metadata
-
-
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the ids of the tokens at which a model's `generation_config` lets generation stop."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        return []
-    return ids if isinstance(ids, list) else [ids]
-
-
-def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
-    """Let generation stop at these tokens, too: those that the answers of a training end with."""
-    before = end_tokens(model)
-    if new := [token for token in ids if token not in (None, *before)]:
-        model.generation_config.eos_token_id = [*before, *new]
 
 
 def adapter_folder(adapter: str | Path) -> Path:

@@ -18,8 +18,7 @@ from huggingface_hub.dataclasses import type_validator
 from trl import TrlParser
 
 from loopdropout_trainer.checks import shown
-from loopdropout_trainer.errors import RecipeError, program_name
-from loopdropout_trainer.secrets import is_secret
+from loopdropout_trainer.errors import RecipeError, is_secret, program_name
 
 
 USUAL_FIELDS = """

@@ -20,8 +20,7 @@ from yaml.constructor import ConstructorError
 
 from loopdropout_trainer.checks import nested, shown
 from loopdropout_trainer.errors import RecipeError as RecipeError
-from loopdropout_trainer.errors import one_line
-from loopdropout_trainer.secrets import public_settings
+from loopdropout_trainer.errors import one_line, public_settings
 
 
 PACKAGE = Path(__file__).parents[1]

@@ -20,14 +20,19 @@ from transformers.utils import logging
 
 from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
 from loopdropout_trainer.adapters.reference import references_like_the_policy
-from loopdropout_trainer.data.templates import answer_end, check_template_source, check_vocabulary
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import GatedBatch, LoopedModelMixin, Optimisations, find_looped_model
-from loopdropout_trainer.saving.adapter_files import add_end_tokens
 from loopdropout_trainer.saving.cards import save_card
-from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
+from loopdropout_trainer.settings.tokenizer import (
+    add_end_tokens,
+    answer_end,
+    as_in_its_file,
+    check_template_source,
+    check_vocabulary,
+    read_tokenizer,
+)
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.config import LoopDropoutArguments
 from loopdropout_trainer.training.memory import choose_checkpointing, leaves_checkpointing_open

@@ -25,8 +25,7 @@ from loopdropout_trainer.checks import check_folder, shown
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import NotLoopedError, check_num_loops, find_looped_model
-from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin
-from loopdropout_trainer.models.strict_loading import checkpoint_names
+from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin, checkpoint_names
 from loopdropout_trainer.training.config import LoopDropoutArguments, check_choices
 from loopdropout_trainer.training.depth import check_rule_at_depths
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS, IGNORED, check_arguments

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate.utils import gather_object
-from datasets import load_dataset
+from datasets import Features, Value, load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, DataError, read_files
 from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, Task
-from loopdropout_trainer.evaluation.results import BenchmarkResult, Prediction
+from loopdropout_trainer.evaluation.results import SCORERS, BenchmarkResult, Prediction, Verdict
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.generation.generation import generate_greedy
 from loopdropout_trainer.processes import all_processes
@@ -89,9 +91,7 @@ class GeneratedBenchmark(Benchmark):
 
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
     """Judge one completion for each problem of `benchmark`."""
-    from loopdropout_trainer.evaluation.answer_metric import AnswerMetric  # which imports `evaluate`
-
-    metric = AnswerMetric(benchmark.metric, keep_in_memory=True)
+    metric = answer_metric()(benchmark.metric, keep_in_memory=True)
     verdicts = metric.compute(predictions=list(completions), references=list(benchmark.references))
     predictions = [
         Prediction(
@@ -107,6 +107,37 @@ def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str])
         for index, completion in enumerate(completions)
     ]
     return BenchmarkResult(benchmark.name, predictions)
+
+
+@cache
+def answer_metric() -> type:
+    """Return the metric of Hugging Face's `evaluate` that applies the scorer of its `config_name`.
+
+    The class is made when it is first asked for: settings are read without that library and its SciPy.
+    """
+    # The folder of a running script comes first on `sys.path`, and one script is called evaluate.py.
+    before = sys.path
+    sys.path = [folder for folder in before if not Path(folder, "evaluate.py").is_file()]
+    try:
+        import evaluate
+    finally:
+        sys.path = before
+
+    class AnswerMetric(evaluate.Metric):
+        """The verdicts of a scorer on predictions and references."""
+
+        def _info(self) -> evaluate.MetricInfo:
+            texts = Features({name: Value("string") for name in ("predictions", "references")})
+            about = {"description": self.__doc__, "inputs_description": "texts", "citation": ""}
+            return evaluate.MetricInfo(**about, features=texts)
+
+        def _compute(self, predictions: list[str | None], references: list[str | None]) -> dict[str, list[Any]]:
+            """Return the fields of all verdicts, each in the predictions' order."""
+            score = SCORERS[self.config_name]
+            verdicts = [score(*pair) for pair in zip(predictions, references, strict=True)]
+            return dict(zip(Verdict._fields, map(list, zip(*verdicts, strict=True)), strict=True))
+
+    return AnswerMetric
 
 
 def _groups(row: Row) -> dict[str, str] | None:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 
 from loopdropout_trainer.data.arithmetic import arithmetic_problems
+from loopdropout_trainer.data.preparations import PROMPT_TEMPLATES
 from loopdropout_trainer.data.rows import text
-from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, HubRows, Row
 from loopdropout_trainer.evaluation.results import Verdict, scorer
 

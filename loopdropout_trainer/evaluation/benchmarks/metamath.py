@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from loopdropout_trainer.data.preparations import PROMPT_TEMPLATES
 from loopdropout_trainer.data.rows import text
-from loopdropout_trainer.data.templates import PROMPT_TEMPLATES
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedTask, HubRows
 from loopdropout_trainer.evaluation.results import Verdict, scorer
 

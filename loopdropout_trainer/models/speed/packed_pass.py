@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from loopdropout_trainer.looped import RunningLoop, launch_flops
-from loopdropout_trainer.models.forward_pass import LoopInputs, PlainPass
+from loopdropout_trainer.models.backbone import LoopInputs, PlainPass
 from loopdropout_trainer.models.speed.packed_attention import Lengths, lengths_in_chunks
 from loopdropout_trainer.models.speed.packing import find_packing
 

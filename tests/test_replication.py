@@ -1,0 +1,58 @@
+"""docs/replication.md, when.md and README.md say what the file of all measured numbers says."""
+
+import sys
+
+import pandas as pd
+import pytest
+from conftest import ROOT
+
+
+FOLDER = ROOT / "docs/replication"
+
+
+@pytest.fixture(scope="module")
+def make():
+    sys.path.insert(0, str(FOLDER))  # as of a script that is started there
+    try:
+        import make
+
+        yield make
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in ("make", "claims", "runs"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def rows(make):
+    return pd.read_csv(make.RUNS)
+
+
+@pytest.fixture(scope="module")
+def texts(make, rows):
+    return make.texts(rows)
+
+
+def test_the_documents_are_written_from_the_file(make, texts):
+    for document in make.DOCUMENTS:
+        written = document.read_text(encoding="utf-8")
+        assert make.filled(written, *texts) == written, document
+
+
+def test_every_table_and_number_has_a_place(make, texts):
+    pages = "".join(document.read_text(encoding="utf-8") for document in make.DOCUMENTS)
+    tables, numbers = texts
+    assert [name for name in tables if f"<!-- {name}: begin -->" not in pages] == []
+    assert [name for name in numbers if f"<!--{name}-->" not in pages] == []
+
+
+def test_another_number_changes_them(make, rows):
+    """The best rate of one method is measured as worse: its rate, its claims and the page's head are others."""
+    worse = rows.copy()
+    chosen = (worse["study"] == "small") & (worse["method"] == "rslora") & (worse["metric"] == "development")
+    rate = worse.loc[worse.loc[chosen, "value"].idxmax(), "learning_rate"]
+    worse.loc[chosen & (worse["learning_rate"] == rate), "value"] = 0.0
+    tables, _ = make.texts(worse)
+    for document in make.DOCUMENTS[:1]:
+        written = document.read_text(encoding="utf-8")
+        assert make.filled(written, tables, {}) != written
