@@ -47,7 +47,7 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(rows, Dataset) and args.max_length is not None:
-            _warn_of_cut_pairs(dataset, rows, dataset_name, args)
+            _warn_of_cut_pairs(dataset, rows, dataset_name, args.max_length)
         return rows
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
@@ -83,16 +83,15 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
         return [(pair, 0) for pair in range(pairs)] * 2
 
 
-def _warn_of_cut_pairs(before: Dataset, rows: Dataset, name: str, args: LoopDropoutDPOConfig) -> None:
-    """Say how many pairs TRL will cut at `max_length`, and how many it has left out of the dataset that it was given."""
+def _warn_of_cut_pairs(before: Dataset, rows: Dataset, name: str, max_length: int) -> None:
+    """Say how many pairs TRL will cut at `max_length`, and how many it has left out of the dataset as it was `before`."""
     parts = ("prompt_ids", "chosen_ids", "rejected_ids")
     lengths = [[len(ids) for ids in rows[part]] for part in parts]
     triples = zip(*lengths, strict=True)
-    cut = sum(prompt + max(chosen, rejected) > args.max_length for prompt, chosen, rejected in triples)
-    lost = "the end of a completion" if args.truncation_mode == "keep_start" else "the beginning of their prompt"
+    cut = sum(prompt + max(chosen, rejected) > max_length for prompt, chosen, rejected in triples)
     gone = len(before) - len(rows)
     if cut or gone:
         logger.warning(
-            f"Of {len(before):,} pairs of `{name}_dataset`, {cut:,} are cut at `max_length`, {args.max_length:,}, and lose "
-            f"{lost}; {gone:,} are left out, as their prompt alone fills it."
+            f"Of {len(before):,} pairs of `{name}_dataset`, {cut:,} are longer than `max_length`, {max_length:,}, and are "
+            f"cut, so that a completion loses its end; {gone:,} are left out, as their prompt alone fills it."
         )
