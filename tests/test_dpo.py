@@ -103,6 +103,9 @@ def test_pairs_that_are_cut_are_counted(config, tokenizer, log):
     LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, eval_dataset=PAIRS, processing_class=tokenizer)
     assert "Of 4 pairs of `train_dataset`, 1 are longer than `max_length`, 20, and are cut" in log.text
     assert "1 are left out" in log.text and "eval_dataset" not in log.text
+    args.max_length = 3
+    with pytest.raises(ValueError, match="No pair of `train_dataset` is left: raise `max_length`, 3"):
+        LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, processing_class=tokenizer)
 
 
 def test_a_resumed_run_logs_what_the_run_logs(make):

@@ -272,6 +272,16 @@ def test_a_run_whose_folder_is_gone_is_trained_anew(lab):
     assert len([run for run in load_runs(lab.out) if run["final"]]) == 2
 
 
+def test_a_run_that_is_measured_again_is_compared_with_what_it_was(lab):
+    lab.tell(world=WORLD)
+    fields = {"learning_rates": [0.01], "seeds": [101]}
+    lab.run(**fields)
+    lab.tell(world={**WORLD, "data": {"sha256": "b"}})
+    words = "lora/lr_0.01/seed_101 cannot stand beside its own earlier results: the training data are others"
+    with pytest.raises(SweepError, match=words):
+        lab.run(**fields, measure={"benchmarks": ["arithmetic_hard"]})
+
+
 def test_a_run_whose_rows_were_changed_is_measured_again(lab):
     fields = {"learning_rates": [0.01, 0.02], "seeds": [101]}
     lab.run(**fields)

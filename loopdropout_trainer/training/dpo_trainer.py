@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import logging
 from trl import DPOTrainer
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
@@ -48,6 +49,10 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
         rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(rows, Dataset) and args.max_length is not None:
             _warn_of_cut_pairs(dataset, rows, dataset_name, args.max_length)
+            if not len(rows):
+                raise UserError(
+                    f"No pair of `{dataset_name}_dataset` is left: raise `max_length`, {args.max_length:,}."
+                )
         return rows
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
