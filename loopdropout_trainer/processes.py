@@ -1,5 +1,4 @@
-"""The launched processes of one run: what all do, what only the first does, each one's log and random states, being asked to
-stop."""
+"""The launched processes of one run: what only the first does, each one's log and random states, being asked to stop."""
 
 from __future__ import annotations
 

@@ -56,3 +56,14 @@ def test_another_number_changes_them(make, rows):
     for document in make.DOCUMENTS[:1]:
         written = document.read_text(encoding="utf-8")
         assert make.filled(written, tables, {}) != written
+
+
+def test_the_runs_of_a_study_begin_with_one_base(make, rows):
+    import runs
+
+    runs.check_bases(rows)
+    of_another = (rows["study"] == "huginn") & (rows["metric"] == "frozen_loss") & (rows["method"] == "lora")
+    assert of_another.any()
+    mixed = rows.assign(value=rows["value"].where(~of_another, 0.7))
+    with pytest.raises(ValueError, match="The runs of huginn at 8 loops have other bases"):
+        runs.check_bases(mixed)

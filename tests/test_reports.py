@@ -608,6 +608,12 @@ TABLE = "label: tab:x\ntitle: X\ncolumns: {A: {metric: a}, B: {metric: b}}\nrows
 
 
 def test_a_figure_draws_its_own_column(runs, tmp_path):
+    """At the depth of the training, unless it names another one: those that were measured beside it are not there."""
+    for seed in (1, 2):
+        settings = {**BASIC, "rule": "lora", "seed": seed}
+        write_results(runs / "lora" / str(seed), settings, [answers("b", 40, [1] * 40)], "depth 2", depth=2)
+    (tmp_path / "f.yaml").write_text(LINE.replace("x: {seed: s}", "x: {depth: K}"))
+    assert paper_figure(load_spec(tmp_path / "f.yaml"), load_table([runs])).data["x"].tolist() == [4, 2]
     for column, change in (("", ""), ("zzz", "total"), ("rule", "total"), ("rule", "seed"), ("zzz", "seed")):
         (tmp_path / "f.yaml").write_text(LINE.replace(change, column))
         with pytest.raises(ReportError, match=f"`{column}") if column else nullcontext():

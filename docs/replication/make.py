@@ -323,7 +323,7 @@ def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
 
 def numbers_in_sentences(studies: dict[str, Study], claims: pd.DataFrame) -> dict[str, str]:
     """Return the numbers that stand in sentences, by name."""
-    small, language = studies["small"], studies["small_lm"]
+    small, language, before = studies["small"], studies["small_lm"], studies["two_layers_before"]
     means = {row.claim.words: row.gain.mean for row in claims.itertuples()}
     accuracy = lambda method, depth: small.select(method, "accuracy", depth=depth)["value"].mean()
     kept = {}
@@ -332,7 +332,11 @@ def numbers_in_sentences(studies: dict[str, Study], claims: pd.DataFrame) -> dic
             accuracy(method, depth) - accuracy("lora", depth) for method in ("annealed", "loop_dropout")
         )
         kept[f"kept_at_{depth}"] = f"{100 * of_annealed / of_constant:.0f}%"
-    at_depths = {f"{method}_{depth}": f"{small.mean(method, depth=depth)}%" for method in METHODS for depth in (4, 8)}
+    at_depths = {}
+    for method in METHODS:
+        for depth in (4, 8):
+            at_depths[f"{method}_{depth}"] = f"{small.mean(method, depth=depth)}%"
+            at_depths[f"before_{method}_{depth}"] = f"{before.mean(method, depth=depth)}%"
     return {
         **at_depths,
         **kept,

@@ -130,11 +130,23 @@ def collect(folders: Iterable[str]) -> pd.DataFrame:
             rows += rows_of(run, folder)
     new = pd.DataFrame(rows)
     new = new.reindex(columns=new.columns.union(_KEY, sort=False)).drop_duplicates(_KEY)
-    if not RUNS.exists():
-        return new
-    old = pd.read_csv(RUNS)
-    is_measured_again = _keys(old).isin(_keys(new))
-    return pd.concat([old[~is_measured_again], new])
+    if RUNS.exists():
+        old = pd.read_csv(RUNS)
+        is_measured_again = _keys(old).isin(_keys(new))
+        new = pd.concat([old[~is_measured_again], new])
+    check_bases(new)
+    return new
+
+
+def check_bases(rows: pd.DataFrame) -> None:
+    """Raise ValueError if the runs of a study do not begin with one base: its loss before training is theirs, too."""
+    frozen = rows[rows["metric"] == "frozen_loss"]
+    for (study, num_loops), losses in frozen.groupby(["study", "num_loops"])["value"]:
+        if losses.max() - losses.min() > 1e-6:
+            raise ValueError(
+                f"The runs of {study} at {num_loops:.0f} loops have other bases: their losses before training lie between "
+                f"{losses.min():.6f} and {losses.max():.6f}."
+            )
 
 
 def _keys(rows: pd.DataFrame) -> pd.MultiIndex:

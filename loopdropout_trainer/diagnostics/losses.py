@@ -71,15 +71,16 @@ class Patterns(Diagnostic):
         sets = dict.fromkeys(prefixes + suffixes)
         if num_loops <= 6:
             sets = [loops for length in range(num_loops + 1) for loops in combinations(every, length)]
-        rows, frozen = [], context.scores([0.0] * num_loops).loss
+        frozen = context.scores([0.0] * num_loops).loss
+        rows = []
         for loops in sets:
             gates = [float(loop in loops) for loop in every]
             loss = context.scores(gates).loss if loops else frozen
-            rows += _loss_and_reduction(frozen, loss, "pattern_loss", gates=gates_text(gates))
+            of_pattern = _loss_and_reduction(frozen, loss, "pattern_loss", gates=gates_text(gates))
+            rows += of_pattern
             for kind, ends in (("prefix", prefixes), ("suffix", suffixes)):
                 if loops in ends:
-                    place = {"gates": gates_text(gates), "loop": len(loops)}
-                    rows.append(_loss_and_reduction(frozen, loss, f"{kind}_loss", **place)[1])
+                    rows.append({**of_pattern[1], "metric": f"{kind}_loss_reduction", "loop": len(loops)})
         return rows
 
 

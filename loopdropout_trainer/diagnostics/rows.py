@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
@@ -64,7 +65,7 @@ def batched(columns: Mapping[str, list], batch_size: int, pad_token_id: int | No
     """Return columns `input_ids` and `labels` as batches in their order, padded on the right."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    rows = Dataset.from_dict(columns).to_list()
     collate = DataCollatorForLanguageModeling(pad_token_id or 0)
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
 
@@ -91,7 +92,9 @@ def load_rows_to_score(
             )
         rows = rows[: arguments.num_rows]
     else:
-        name, files, revisions = arguments.rows, arguments.benchmark_files or {}, arguments.benchmark_revisions or {}
+        name = arguments.rows
+        files = arguments.benchmark_files or {}
+        revisions = arguments.benchmark_revisions or {}
         benchmark = load_benchmark(name, files.get(name), arguments.num_rows, revision=revisions.get(name))
         published = getattr(benchmark, "rows", [])
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]

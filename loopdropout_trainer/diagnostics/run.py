@@ -9,7 +9,6 @@ import logging
 import runpy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,19 @@ import torch
 from tqdm.auto import tqdm
 from transformers.hf_argparser import HfArg
 
-from loopdropout_trainer.checks import check_folder, check_list
+from loopdropout_trainer.checks import check_choice, check_folder, check_list
 from loopdropout_trainer.data import DataArguments, load_tokenizer
 from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.diagnostics.diagnostic import DIAGNOSTICS, Context, Diagnostic
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, RowArguments, load_rows_to_score
 from loopdropout_trainer.errors import UserError, one_line, user_supplied
-from loopdropout_trainer.evaluation.subject import Training, load_model, training_of
+from loopdropout_trainer.evaluation.subject import Training, load_in_all_processes, training_of
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import all_processes, from_main_process
-from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key, model_identity
+from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key
 from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, read_measurements, write_measurements
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
-from loopdropout_trainer.saving.files import folder_lock, sha256_of_weights
+from loopdropout_trainer.saving.files import folder_lock_for_all, sha256_of_weights
 from loopdropout_trainer.settings.arguments import ModelArguments, check_depths
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.scores import Batch
@@ -129,9 +128,11 @@ def find_models(arguments: DiagnosticArguments, base: ModelArguments, rows: RowA
 
 def _find_model(model: ComparedModel) -> ComparedModel:
     """Fill in what the folder of an adapter or of a merged model tells."""
-    folder, pattern = Path(model.path), "*.safetensors"
+    folder = Path(model.path)
+    pattern = "*.safetensors"
     if model.kind == "adapter":
-        folder, pattern = adapter_folder(model.path), WEIGHTS_FILE
+        folder = adapter_folder(model.path)
+        pattern = WEIGHTS_FILE
         model.training = training_of(model.path)
     run = folder / "run.json"
     if run.is_file():
@@ -178,15 +179,16 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
         LockedError: if another run of diagnostics is at work in the folder.
     """
     processes = all_processes(arguments.use_cpu)
-    folder, diagnostics = Path(arguments.output_dir) / FOLDER, choose(arguments)
+    folder = Path(arguments.output_dir) / FOLDER
+    diagnostics = choose(arguments)
     with processes.main_process_first():
         models = find_models(arguments, model, rows)
         with user_supplied("The rows cannot be loaded"):
             tokenizer = load_tokenizer(model, chat_template_path=rows.chat_template_path, eos_token=rows.eos_token)
             batches, row_facts = load_rows_to_score(rows, tokenizer)
-    with ExitStack() as lock:
-        from_main_process(lambda: lock.enter_context(folder_lock(folder)))
-        before, written = from_main_process(lambda: _measured_before(folder)), set()
+    with folder_lock_for_all(folder):
+        before = from_main_process(lambda: _measured_before(folder))
+        written = set()
         for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
             context, of_model = _load(compared, model, arguments, batches)
             for diagnostic in diagnostics:
@@ -226,7 +228,8 @@ def _measure(
     before: Mapping[str, list[Measurement]],
 ) -> list[Measurement]:
     """Return what a diagnostic measures of a model, or has measured; none of what it cannot, with the reason in the log."""
-    key, who = identity_key(identity), f"{diagnostic.name} of {compared.method}"
+    key = identity_key(identity)
+    who = f"{diagnostic.name} of {compared.method}"
     if reason := diagnostic.skip_reason(context):
         logger.info("Left out: %s: %s.", who, reason)
         return []
@@ -255,8 +258,7 @@ def choose(arguments: DiagnosticArguments) -> list[Diagnostic]:
         with user_supplied(f"`import` names {given}, which cannot be imported"):
             runpy.run_path(given) if given.endswith(".py") else importlib.import_module(given)
     for name in arguments.diagnostics or ():
-        if name not in DIAGNOSTICS:
-            raise RecipeError(f"`diagnostics` must be among {', '.join(DIAGNOSTICS)}; got {name!r}.")
+        check_choice("diagnostics", name, list(DIAGNOSTICS))
     return [DIAGNOSTICS[name]() for name in arguments.diagnostics or DIAGNOSTICS]
 
 
@@ -264,11 +266,9 @@ def _load(
     compared: ComparedModel, base: ModelArguments, arguments: DiagnosticArguments, batches: list[Batch]
 ) -> tuple[Context, Identity]:
     """Return a model with what it is measured on, and those parts of the identity that are the model's."""
-    state, adapter = all_processes(), compared.path if compared.kind == "adapter" else None
+    adapter = compared.path if compared.kind == "adapter" else None
     of_model = replace(base, model_name_or_path=compared.path) if compared.kind == "merged" else base
-    with state.main_process_first():
-        model, tokenizer = load_model(of_model, adapter)
+    model, _, identity = load_in_all_processes(of_model, adapter)
     num_loops = find_looped_model(model).config.num_loops
-    identity = from_main_process(lambda: model_identity(model, tokenizer)) | {"loops": {"num_loops": num_loops}}
     depths = arguments.depths or list(range(1, 2 * num_loops + 1))
-    return Context(model.to(state.device), compared.kind, batches, depths), identity
+    return Context(model, compared.kind, batches, depths), identity | {"loops": {"num_loops": num_loops}}

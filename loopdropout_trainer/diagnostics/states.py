@@ -86,7 +86,8 @@ def linear_cka(states: np.ndarray) -> np.ndarray:
     n = kernels.shape[1]
     kernels[:, np.arange(n), np.arange(n)] = 0
     products = np.einsum("sij,tij->st", kernels, kernels)
-    sums, columns = kernels.sum(axis=(1, 2)), kernels.sum(axis=2)  # [K], [K, n]
+    sums = kernels.sum(axis=(1, 2))  # [K]
+    columns = kernels.sum(axis=2)  # [K, n]
     hsic = products + np.outer(sums, sums) / ((n - 1) * (n - 2)) - 2 / (n - 2) * columns @ columns.T
     sizes = np.sqrt(np.diag(hsic))
     return hsic / np.outer(sizes, sizes)
@@ -100,7 +101,8 @@ class Similarity(_OfStates):
     def of_batch(self, context: Context, batch: Batch) -> tuple[np.ndarray]:
         """Return the states [n, K, H] of at most a batch's share of target tokens, evenly spaced."""
         states, _ = states_and_readouts(context.model, batch)
-        n, most = states.shape[1], max(1, MOST_TOKENS // len(context.batches))
+        n = states.shape[1]
+        most = max(1, MOST_TOKENS // len(context.batches))
         chosen = torch.linspace(0, n - 1, min(most, n)).round().long()
         return (states[:, chosen].transpose(0, 1).float().cpu().numpy(),)
 
@@ -154,7 +156,8 @@ class Agreement(_OfStates):
         _, readouts = states_and_readouts(context.model, batch)
         head = find_looped_model(context.model).get_output_embeddings()
         last = head(readouts[-1]).float().softmax(dim=-1)  # [n, V]
-        same, overlaps = [], []
+        same = []
+        overlaps = []
         for readout in readouts:  # one loop's probabilities at a time
             own = head(readout).float().softmax(dim=-1)
             same.append(own.argmax(dim=-1) == last.argmax(dim=-1))

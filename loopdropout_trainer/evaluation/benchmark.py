@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
 from loopdropout_trainer.errors import UserError, user_supplied, writing
@@ -98,6 +99,11 @@ class AnswerLog:
             path = self.folder / f"{self.process:05d}.jsonl"
             with writing(path), path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
+
+    def exchange(self, keys: Iterable[Any]) -> None:
+        """Give all processes what each has answered under keys of its own, which they have shared out."""
+        for part in gather_object([{key: self.answers[key] for key in keys}]):
+            self.answers.update(part)
 
 
 def check_same(before: Identity, now: Identity, where: Any, parts: Iterable[str] = ONE_RUN) -> None:

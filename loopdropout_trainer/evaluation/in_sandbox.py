@@ -47,7 +47,8 @@ def prepare(folder):
         parts = {"base": {}, "plus": {}}
         not_none = dataset == "mbpp" and entry_point in MBPP_OUTPUT_NOT_NONE_TASKS
         for part in parts:
-            canonical, inputs = problem["prompt"] + problem["canonical_solution"], problem[f"{part}_input"]
+            canonical = problem["prompt"] + problem["canonical_solution"]
+            inputs = problem[f"{part}_input"]
             expected, seconds = trusted_exec(canonical, inputs, entry_point, True, not_none)
             parts[part] = {"inputs": inputs, "expected": expected, "ref_time": seconds, "atol": problem["atol"], **job}
         with open(f"{folder}/{number}.pickle", "wb") as file:

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -75,14 +75,17 @@ class LoopedLM(HFLM):
             with self.state.main_process_first():
                 arguments = ModelArguments(pretrained, model_revision=kwargs.pop("revision", "main"), **fields)
                 pretrained, tokenizer = load_model(arguments, adapter)
-            asked, own = torch.device(device or "cpu"), self.state.device  # lm-eval asks for a GPU where there is none
+            own = self.state.device
+            asked = torch.device(device or "cpu")  # lm-eval asks for a GPU where there is none
             usable = device is not None and self.state.num_processes == 1 and asked.type in ("cpu", own.type)
             pretrained.to(asked if usable else own)
         if not isinstance(pretrained, Subject):
             pretrained = Subject(pretrained, tokenizer, decoding=decoding, gates=gates, readout=readout)
-        self.subject, options = pretrained, {"softmax_dtype": "float32", **kwargs}
+        self.subject = pretrained
+        options = {"softmax_dtype": "float32", **kwargs}
         super().__init__(self.subject.model, tokenizer=self.subject.tokenizer, **options)
-        self._rank, self._world_size = self.state.process_index, self.state.num_processes
+        self._rank = self.state.process_index
+        self._world_size = self.state.num_processes
         self.in_turns = False  # once the chat template is in use
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,8 +106,10 @@ class LoopedLM(HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         # In groups that ask for the same.
-        as_given, options_of = lambda request: 0, lambda request: request.args[1]
-        groups, answers = Collator(requests, as_given, options_of, group_by="gen_kwargs"), []
+        as_given = lambda request: 0
+        options_of = lambda request: request.args[1]
+        groups = Collator(requests, as_given, options_of, group_by="gen_kwargs")
+        answers = []
         for group in groups.get_batched(n=len(requests)):
             options = normalize_gen_kwargs(group[0].args[1], self.max_gen_toks)
             by_generate = options["do_sample"] or set(options) - GREEDY_FIELDS or self.think_end_token is not None
@@ -153,7 +158,8 @@ class LoggedLM(LoopedLM):
         super().__init__(subject, batch_size=subject.batch_size, add_bos_token=False if in_turns else None)
         self.log = log
         self.progress = progress and self.state.is_main_process
-        self._rank, self._world_size = 0, 1
+        self._rank = 0
+        self._world_size = 1
         self.cache_hook = self  # lm-eval's models tell it every answer as soon as it is there
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -171,7 +177,8 @@ class LoggedLM(LoopedLM):
     def _answers(self, kind: str, requests: list[Instance]) -> list[Any]:
         """Return the answer to each request; those in the log are not computed again."""
         # Equal requests have answers of their own, since they may be sampled: the key of each ends with its number.
-        asked, keys = Counter(), []
+        asked = Counter()
+        keys = []
         for request in requests:
             hashed = sha256_of_json([kind, *request.args])
             keys.append(f"{hashed} {asked[hashed]}")
@@ -184,8 +191,7 @@ class LoggedLM(LoopedLM):
         share = {key: request for key, request in missing.items() if request.args[0] in mine}
         if share:
             getattr(super(), kind)(list(share.values()), disable_tqdm=not self.progress)  # it calls `add_partial`
-        for part in gather_object([{key: self.log.answers[key] for key in share}]):
-            self.log.answers.update(part)
+        self.log.exchange(share)
         return [self.log.answers[key] for key in keys]
 
     def add_partial(self, kind: str, arguments: Iterable[Any], answer: Any) -> None:

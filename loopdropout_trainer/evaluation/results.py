@@ -105,7 +105,8 @@ class Metric:
         total = sum(values)
         if not math.isfinite(total):
             raise UserError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
-        return cls(100 * float(total) / len(values), [int(value) if value in (0, 1) else value for value in values])
+        verdicts = [int(value) if value in (0, 1) else value for value in values]
+        return cls(100 * float(total) / len(values), verdicts)
 
     @property
     def correct(self) -> int | None:
@@ -178,15 +179,16 @@ class BenchmarkResult:
             counts = {"value": metric.score, "total": self.total, "verdicts": metric.verdicts, "answered": answered}
             rows.append(Measurement(family=family, metric=name, unit=unit, **counts, **facts))
         for (column, group), values in self._values_by_group().items():
-            rows.append(_share(values, family="groups", metric=f"by_{column}", group=group, **facts))
-        missing = [prediction.extracted is None for prediction in self.predictions]
-        errors = [prediction.error is not None for prediction in self.predictions]
-        rows.append(_share(missing, family="missing", metric="missing", **facts))
-        rows.append(_share(errors, family="missing", metric="errors", **facts))
+            place = {"metric": f"by_{column}", "group": group}
+            rows.append(_share(sum(values), len(values), family="groups", **place, **facts))
+        rows.append(_share(self.missing, self.total, family="missing", metric="missing", **facts))
+        rows.append(_share(self.errors, self.total, family="missing", metric="errors", **facts))
         if all("####" in prediction.reference for prediction in self.predictions):
-            pairs = [(prediction.completion, prediction.reference) for prediction in self.predictions]
-            values = [int(same_last_number(*pair)) for pair in pairs]
-            rows.append(_share(values, family=LAST_NUMBER, metric=LAST_NUMBER, verdicts=values, **facts))
+            same = [
+                int(same_last_number(prediction.completion, prediction.reference)) for prediction in self.predictions
+            ]
+            of_numbers = {"family": LAST_NUMBER, "metric": LAST_NUMBER, "verdicts": same}
+            rows.append(_share(sum(same), self.total, **of_numbers, **facts))
         return rows
 
     def _values_by_group(self) -> dict[tuple[str, str], list[float]]:
@@ -198,9 +200,9 @@ class BenchmarkResult:
         return groups
 
 
-def _share(values: Sequence[float], **facts: Any) -> Measurement:
-    """Return the row of what problems count, each from 0 to 1, in percent of all of these."""
-    return Measurement(value=100 * sum(values) / len(values), total=len(values), unit="%", **facts)
+def _share(count: float, total: int, **facts: Any) -> Measurement:
+    """Return the row of a count of problems, in percent of all of these."""
+    return Measurement(value=100 * count / total, total=total, unit="%", **facts)
 
 
 def same_last_number(completion: str, reference: str) -> bool:
@@ -241,8 +243,10 @@ def results_table(rows: Sequence[Measurement], names: Sequence[str], averages: M
             columns[name[0]][row.metric] = row
     metrics = dict.fromkeys(metric for column in columns.values() for metric in column)
     lines = [["Metric", *names], ["---", *["---:"] * len(names)]]
-    lines += [[metric, *(_counted(column.get(metric)) for column in columns.values())] for metric in metrics]
-    lines += [[name, *(_average(column, parts) for column in columns.values())] for name, parts in averages.items()]
+    for metric in metrics:
+        lines.append([metric, *(_counted(column.get(metric)) for column in columns.values())])
+    for name, parts in averages.items():
+        lines.append([name, *(_average(column, parts) for column in columns.values())])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

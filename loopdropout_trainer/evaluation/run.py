@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +18,16 @@ from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, check_same, evaluate_subject
 from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
 from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, BenchmarkResult, answers_folder
-from loopdropout_trainer.evaluation.subject import Subject, load_model, training_of
+from loopdropout_trainer.evaluation.subject import Subject, load_in_all_processes, training_of
 from loopdropout_trainer.processes import all_processes, from_main_process
-from loopdropout_trainer.record.identity import ONE_MODEL, ONE_RUN, Identity, differences, identity_key, model_identity
+from loopdropout_trainer.record.identity import ONE_MODEL, ONE_RUN, Identity, differences, identity_key
 from loopdropout_trainer.record.measurement import (
     BASE,
     MEASUREMENTS_FILE,
     read_measurements,
     write_measurements,
 )
-from loopdropout_trainer.saving.files import folder_lock
+from loopdropout_trainer.saving.files import folder_lock_for_all
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments, check_depths
 
 
@@ -169,8 +168,7 @@ def run_evaluation(model: ModelArguments, arguments: EvaluationArguments) -> dic
         )
     if (old := folder / "evaluation.json").exists():
         raise UserError(f"{old} is of an earlier version of this package: move it away, or give another `output_dir`.")
-    with ExitStack() as lock:
-        from_main_process(lambda: lock.enter_context(folder_lock(folder / ANSWERS_FOLDER)))
+    with folder_lock_for_all(folder / ANSWERS_FOLDER):
         evaluation = _Evaluation(model, arguments)
         return {row.name: evaluation.evaluate(row) for row in evaluation.checked_rows()}
 
@@ -190,12 +188,9 @@ class _Evaluation:
     def subject(self, row: Row) -> Subject:
         """Return the model of a row, which is loaded unless it is there."""
         if self._loaded != (row.adapter, row.depth):
-            self.model, state = None, all_processes()  # before the next one takes its place in memory
+            self.model = None  # before the next one takes its place in memory
             model = self.base if row.depth is None else replace(self.base, num_loops=row.depth)
-            with state.main_process_first():
-                self.model, self.tokenizer = load_model(model, row.adapter)
-            self.model.to(state.device)
-            self.identity = from_main_process(lambda: model_identity(self.model, self.tokenizer))
+            self.model, self.tokenizer, self.identity = load_in_all_processes(model, row.adapter)
             self._loaded = (row.adapter, row.depth)
         options = {"gates": row.gates, "readout": self.arguments.readout}
         return Subject.of(self.model, self.tokenizer, self.arguments, **options)

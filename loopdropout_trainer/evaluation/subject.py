@@ -17,7 +17,8 @@ from loopdropout_trainer.adapters import add_gates, use_gates
 from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
-from loopdropout_trainer.record.identity import Identity, identity_key
+from loopdropout_trainer.processes import all_processes, from_main_process
+from loopdropout_trainer.record.identity import Identity, identity_key, model_identity
 from loopdropout_trainer.record.measurement import NONE, gates_text
 from loopdropout_trainer.saving import adapter_files
 from loopdropout_trainer.saving.files import sha256_of_json
@@ -51,6 +52,17 @@ def load_model(model: ModelArguments, adapter: str | None = None) -> tuple[nn.Mo
         adapted = adapter_files.load_adapter(base, adapter_files.adapter_folder(adapter))
     add_gates(adapted, in_activation_dtype=True)  # as in training: the same answers as those that sft.py reports
     return adapted.eval(), tokenizer
+
+
+def load_in_all_processes(
+    model: ModelArguments, adapter: str | None
+) -> tuple[nn.Module, PreTrainedTokenizerBase, Identity]:
+    """Load a model as `load_model` does, in each process onto its device; beside it what its measurements depend on."""
+    state = all_processes()
+    with state.main_process_first():
+        loaded, tokenizer = load_model(model, adapter)
+    identity = from_main_process(lambda: model_identity(loaded, tokenizer))
+    return loaded.to(state.device), tokenizer, identity
 
 
 class Training(NamedTuple):

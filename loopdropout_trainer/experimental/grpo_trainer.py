@@ -61,7 +61,9 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     def _check_model(self) -> None:
         """Refuse a model or rule whose old, new and reference log-probabilities could not be compared."""
-        looped, args, rule = self.looped, self.args, self.rule
+        looped = self.looped
+        args = self.args
+        rule = self.rule
         name = type(looped).__name__
         for refused, reason in (
             (getattr(looped.config, "prefix_lm", False),
@@ -100,18 +102,22 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
     # Completions
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        mode, began = "train" if self.model.training else "eval", time.perf_counter()
+        mode = "train" if self.model.training else "eval"
+        began = time.perf_counter()
         if self.use_vllm or self._decoding == "generate":
             completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         else:
-            completions, log_probs = self._sample(prompt_ids, mode), None
-        seconds, tokens = time.perf_counter() - began, sum(map(len, completions))
+            completions = self._sample(prompt_ids, mode)
+            log_probs = None
+        seconds = time.perf_counter() - began
+        tokens = sum(map(len, completions))
         self._metrics[mode]["completions/tokens_per_second"].append(tokens / seconds)  # of this process
         return completions, log_probs
 
     def _sample(self, prompt_ids: list[list[int]], mode: str) -> list[list[int]]:
         """Sample a completion of each prompt at unit gates; neither the number of processes nor a resume changes the draws."""
-        length, generation = self.max_completion_length, self._round if mode == "train" else self._eval_batch
+        length = self.max_completion_length
+        generation = self._round if mode == "train" else self._eval_batch
         self._eval_batch += mode == "eval"
         cut = (self.temperature, self.top_k, self.top_p, self.min_p)
         rows = [(row, 0) for row in self._new_rows(len(prompt_ids)).tolist()]
@@ -135,7 +141,8 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             if self.args.old_gates == "unit" and not self.args.scores_old:  # TRL takes the current ones: gated
                 ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
                 mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-                length, size = batch["completion_ids"].shape[1], self.args.per_device_train_batch_size
+                length = batch["completion_ids"].shape[1]
+                size = self.args.per_device_train_batch_size
                 with torch.no_grad():
                     old, *_ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length, size)
                 batch["old_per_token_logps"] = old
@@ -161,7 +168,8 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kw)
         is_reference = "ref" in self.accelerator.unwrap_model(self.model).active_adapters
         gated = (self.args.reference_gates if is_reference else self.args.old_gates) == "same"
-        ids, parts = self.example_ids_of({"rows": self._new_rows(len(input_ids))}), []
+        ids = self.example_ids_of({"rows": self._new_rows(len(input_ids))})
+        parts = []
         size = batch_size or len(input_ids)
         for first in range(0, len(input_ids), size):
             rows = slice(first, first + size)
@@ -253,7 +261,8 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
 
     def _init_training_state(self, max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial):
         place = super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, checkpoint, trial)
-        self._step, self._buffered_inputs = 0, None
+        self._step = 0
+        self._buffered_inputs = None
         if checkpoint is None:
             return place
         file = self._completions_file(checkpoint)

@@ -111,7 +111,8 @@ class Adaptive(GateRule):
         if self.direction not in ("more", "less"):
             raise UserError(f"`direction` must be 'more' or 'less' (where sensitive); got {self.direction!r}.")
         check_number("decay", self.decay, 0, 1)
-        self.p_min, self.p_max = check_one_p(self.p_min, "p_min"), check_one_p(self.p_max, "p_max")
+        self.p_min = check_one_p(self.p_min, "p_min")
+        self.p_max = check_one_p(self.p_max, "p_max")
         if not self.p_min <= self.p <= self.p_max:
             raise UserError(
                 f"`p` must lie between `p_min` and `p_max`; got {self.p} outside [{self.p_min}, {self.p_max}]."
@@ -146,7 +147,8 @@ class Adaptive(GateRule):
 
 def _proportional(weights: Tensor, mean: float, low: float, high: float) -> Tensor:
     """Return clip(lambda * weights, low, high) with the one lambda that gives it this mean, which is in reach."""
-    lower, upper = 0.0, high / float(weights.min())  # all low, all high; the mean grows with lambda in between
+    lower = 0.0
+    upper = high / float(weights.min())  # all low, all high; the mean grows with lambda in between
     for _ in range(200):
         middle = (lower + upper) / 2
         if float((middle * weights).clamp(low, high).mean()) < mean:

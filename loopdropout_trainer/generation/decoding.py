@@ -82,7 +82,8 @@ class SlotCache(Cache):
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other slots."""
         device = self.columns.device
-        from_rows, to_rows = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        from_rows = torch.tensor(sources, device=device)
+        to_rows = torch.tensor(targets, device=device)
         for layer in self.layers:
             for states in (layer.keys, layer.values):
                 states[to_rows.to(states.device)] = states[from_rows.to(states.device)]
@@ -108,7 +109,8 @@ class SlotLayer(StaticLayer):
         self.is_initialized = True
 
     def resize(self) -> None:
-        num_slots, num_columns = self.cache.num_slots, len(self.cache.columns)
+        num_slots = self.cache.num_slots
+        num_columns = len(self.cache.columns)
         more = self.cache.allocated_columns - self.allocated[0].shape[1]
         if more > 0:  # zeros, since what a mask leaves out is multiplied by zero, and must be finite
             self.allocated = [torch.nn.functional.pad(states, (0, 0, 0, 0, 0, more)) for states in self.allocated]
@@ -123,7 +125,8 @@ class SlotLayer(StaticLayer):
         """Write the states [B, heads, S, d] of the current rows; return all that these may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        slots, positions = self.cache.slots.to(key_states.device), self.cache.positions.to(key_states.device)
+        slots = self.cache.slots.to(key_states.device)
+        positions = self.cache.positions.to(key_states.device)
         for allocated, states in zip(self.allocated, (key_states, value_states), strict=True):
             allocated[slots, positions] = states.transpose(1, 2)  # all rows of the call at once
         # A prompt attends to itself alone, so that its own states, without the rest of the cache, are all that it needs.
@@ -141,7 +144,9 @@ class _Row:
     """Prompt `index` with what it is continued by so far."""
 
     def __init__(self, index: int, prompt: list[int]) -> None:
-        self.index, self.tokens, self.start = index, list(prompt), len(prompt)
+        self.index = index
+        self.tokens = list(prompt)
+        self.start = len(prompt)
 
     @property
     def completion(self) -> list[int]:

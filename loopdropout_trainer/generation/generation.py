@@ -63,8 +63,10 @@ def decoding_memory(
         num_slots: rows that are decoded together.
         copied_bytes: of projections that are made ready for many calls (`PreparedProjections.copied_bytes`).
     """
-    config, itemsize = model.config, model.dtype.itemsize
-    slots, longest = min(num_slots, len(lengths)), max(lengths, default=0)
+    config = model.config
+    itemsize = model.dtype.itemsize
+    slots = min(num_slots, len(lengths))
+    longest = max(lengths, default=0)
     columns = rounded_up(longest + max_new_tokens, ALLOCATED_COLUMNS)
     layers = getattr(config, "num_layer_runs", config.num_loops * config.num_hidden_layers)  # of each loop its own
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -156,7 +158,8 @@ def sample_completions(
         end_ids: tokens that end a completion, and are its last one.
         num_slots, compiled: rows that are decoded together, and whether by compiled steps; see `Decoder`.
     """
-    looped, ends = find_looped_model(model), frozenset(end_ids)
+    looped = find_looped_model(model)
+    ends = frozenset(end_ids)
     have_ended = lambda rows: [tokens[-1] in ends for tokens in rows]
     decoder = Decoder(looped, list(map(list, prompts)), max_new_tokens, num_slots, have_ended, compiled, sampler)
     prepared = None if compiled else PreparedProjections(looped)
@@ -179,14 +182,12 @@ def _advancing(
         raise UserError(f"Generation applies the same gates to all prompts; those of {gates.shape[1]} are in force.")
     batches = iter(decoder)
     while True:
-        was_training, generation_config = model.training, looped.generation_config
+        was_training = model.training
         model.eval()
-        looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
         try:
             with nullcontext() if prepared is None else prepared.in_use():
                 finished = next(batches, None)
         finally:
-            looped.generation_config = generation_config
             model.train(was_training)
         if finished is None:
             return
@@ -232,7 +233,8 @@ def _generate(
     # Padding is masked before a prompt, and cut off behind a completion: any token will do.
     options = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": ends.end_ids or None}
     config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
-    device, left = looped.device, {"batch_first": True, "padding_side": "left"}
+    device = looped.device
+    left = {"batch_first": True, "padding_side": "left"}
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     for first in range(0, len(order), batch_size):
         indices = order[first : first + batch_size]
@@ -241,12 +243,17 @@ def _generate(
         mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
         length = ids.shape[1]
         ended = lambda ids, *_, start=length, **kwargs: torch.tensor(ends(ids[:, start:].tolist()), device=device)
-        answers = looped.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([ended]),
-        )
+        own = looped.generation_config
+        looped.generation_config = GenerationConfig()  # `generate` fills unset fields from it, such as penalties
+        try:
+            answers = looped.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([ended]),
+            )
+        finally:
+            looped.generation_config = own
         yield list(zip(indices, answers[:, length:].tolist(), strict=True))
 
 

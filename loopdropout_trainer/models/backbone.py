@@ -200,7 +200,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         Returns:
             The inputs with the state after each loop, in order; with that after the last one alone unless `keep_all`.
         """
-        num_loops, backprop_depth = self.config.num_loops, self.config.backprop_depth
+        num_loops = self.config.num_loops
+        backprop_depth = self.config.backprop_depth
         results = []
         one_pass.start(inputs)
         for loop in range(num_loops):

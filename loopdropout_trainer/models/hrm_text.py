@@ -36,7 +36,8 @@ class HrmTextLoops(LoopDescription):
         return [*self.model.L_module.layers, *self.model.H_module.layers]
 
     def running_loop(self, layer: nn.Module, *args: Any, cycle_offset: int, **kwargs: Any) -> int:
-        config, backbone = self.config, self.model
+        config = self.config
+        backbone = self.model
         if layer.training and len(backbone.L_bp_cycles_padded) != max(config.H_cycles, len(config.L_bp_cycles)):
             raise UserError(
                 "Which of HRM-Text's steps take gradients is fixed when it is built, and its depth was changed since: to "

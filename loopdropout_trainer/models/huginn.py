@@ -57,7 +57,8 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d / 2]; in float32 at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     first = even * cos - odd * sin
     second = odd * cos + even * sin
     rotated = torch.stack((first, second), dim=-1)
@@ -286,11 +287,13 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         Outside of a training step a token's state depends on `config.state_seed` and its position. In one it also
         depends on the step and on the example's place in the global batch, unless `config.redraw_state` is False.
         """
-        state, config = inputs.state, self.config
+        state = inputs.state
+        config = self.config
         if config.state_init == "zero":
             return torch.zeros_like(state)
         positions = inputs.position_ids.expand(len(state), -1)
-        draw, examples = self.loop_state.batch.draw, [()]
+        draw = self.loop_state.batch.draw
+        examples = [()]
         if draw is not None and self.training and config.redraw_state:
             examples = [(draw.seed, draw.step, *example) for example in draw.example_ids]
         keys = [stream_key("initial state", config.state_seed, *example) for example in examples]

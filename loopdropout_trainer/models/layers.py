@@ -89,7 +89,8 @@ class Attention(nn.Module):
         query, key, value = self.heads(hidden_states, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        dropout, weights = self.config.attention_dropout if self.training else 0.0, None
+        dropout = self.config.attention_dropout if self.training else 0.0
+        weights = None
         if hasattr(attention_mask, "attend"):
             output = attention_mask.attend(query, key, value, self.scaling, dropout)  # [B, S, heads, d]
         else:
@@ -111,7 +112,8 @@ class SelfAttention(Attention):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, norms_heads: bool = False) -> None:
         super().__init__(config, layer_idx)
-        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        width = config.num_attention_heads * self.head_dim
+        kv_width = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
@@ -124,7 +126,8 @@ class SelfAttention(Attention):
         projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
         if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
         return query, key, value.transpose(1, 2)
 
@@ -254,7 +257,8 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Both channels of a pair have the same cosine and the same sine.
     """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     if torch.compiler.is_compiling():
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)

@@ -84,10 +84,12 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
             None,
         ):
             first = min(2, max(len(layers) - 2, 0))
-            self.encoder_layer_indices, self.decoder_layer_indices = layers[:first], layers[-1:]
+            self.encoder_layer_indices = layers[:first]
+            self.decoder_layer_indices = layers[-1:]
             self.reasoning_layer_indices = layers[first:-1]
         super().__post_init__(**kwargs)
-        encoder, looped = self.encoder_layer_indices or [], self.reasoning_layer_indices or []
+        encoder = self.encoder_layer_indices or []
+        looped = self.reasoning_layer_indices or []
         decoder = self.decoder_layer_indices or []
         if sorted(encoder + looped + decoder) != layers or not looped:
             raise UserError(
@@ -146,7 +148,8 @@ class SelectiveGate(StaysFloat32, GradientCheckpointingLayer):
         """Return x_t [B, S, H] for the stack's answer y and the state x_{t-1} before it."""
         dtype = self.A_log.dtype
         with torch.autocast(state.device.type, enabled=False):
-            y, x = answer.to(dtype), state.to(dtype)
+            y = answer.to(dtype)
+            x = state.to(dtype)
             delta = F.softplus(self.delta_proj(self.dt_input_proj(y - x)))
             a = torch.exp(-delta * torch.exp(self.A_log))
             return (a * y + (1 - a) * x).to(answer.dtype)
@@ -196,7 +199,8 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
 
     def __init__(self, config: LoopusConfig) -> None:
         super().__init__(config)
-        encoder, decoder = len(config.encoder_layer_indices or ()), len(config.decoder_layer_indices or ())
+        encoder = len(config.encoder_layer_indices or ())
+        decoder = len(config.decoder_layer_indices or ())
         cache_layers = range(config.num_hidden_layers)  # those outside of the loop come first
         self.encoder = LoopusStack(config, cache_layers[:encoder])
         self.reasoning = LoopusStack(config, cache_layers[encoder + decoder :])

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,7 +91,7 @@ WITHOUT_EFFECT = {
 """The settings that leave every result as it is, by the reason. All others count: what nobody thought of is compared."""
 
 _WITHOUT_EFFECT = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
-_LENGTH, _SEEDS = ("max_steps", "num_train_epochs"), ("seed", "data_seed", "gate_seed")
+_SEEDS = ("seed", "data_seed", "gate_seed")
 # Of a base's configuration: what says how it is stored and what it returns, labels of other tasks, and tokens, which count as
 # the tokenizer's and as `end_tokens`.
 _OF_NO_MODEL = (
@@ -135,43 +135,40 @@ class Difference(NamedTuple):
 
 
 def make_identity(
-    model: nn.Module | None = None,
+    model: nn.Module,
     tokenizer: PreTrainedTokenizerBase | None = None,
     data: Any = None,
     settings: Any = None,
     unsharded: bool = True,
-    **parts: Mapping[str, Any],
 ) -> Identity:
-    """Return the identity of a training or a measurement, with the parts that are given.
+    """Return the identity of a training; or what a measurement shares with it, the model's parts of it.
 
     Args:
         model: looped model, before its first step, with its adapter if any: `base`, `adapter`, and of `loops` the depth.
         tokenizer: of the model.
-        data: rows, whose content counts; or facts of them as a mapping.
-        settings: arguments of a training: `settings`, `seeds` and `length`; or the same as a mapping, such as a recipe.
+        data: rows, whose content counts.
+        settings: arguments of a training: `settings`, `seeds` and `length`.
         unsharded: whether this process holds all of the base's weights; they stay out of it otherwise.
-        parts: others, and fields beside those above.
     """
-    identity: dict[str, dict[str, Any]] = {"versions": _versions()}
-    if model is not None:
-        from peft import PeftModel
+    from peft import PeftModel
 
-        from loopdropout_trainer.looped import find_looped_model
+    from loopdropout_trainer.looped import find_looped_model
 
-        looped = find_looped_model(model)
-        identity |= {"base": _base(looped, tokenizer, unsharded), "loops": {"num_loops": looped.config.num_loops}}
-        if isinstance(model, PeftModel):
-            config = model.peft_config[model.active_adapters[0]].to_dict()
-            identity["adapter"] = {
-                key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
-            }
+    looped = find_looped_model(model)
+    identity = {
+        "base": _base(looped, tokenizer, unsharded),
+        "loops": {"num_loops": looped.config.num_loops},
+        "versions": computing_versions(),
+    }
+    if isinstance(model, PeftModel):
+        config = model.peft_config[model.active_adapters[0]].to_dict()
+        identity["adapter"] = {
+            key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
+        }
     if data is not None:
-        identity["data"] = dict(data) if isinstance(data, Mapping) else _data(data)
+        identity["data"] = _data(data)
     if settings is not None:
         identity |= _settings(settings)
-    for name, fields in parts.items():
-        identity[name] = {**identity.get(name, {}), **fields}
-    identity = {name: identity[name] for name in PARTS if name in identity}
     return json.loads(json.dumps(identity, default=_plain, sort_keys=True))
 
 
@@ -225,26 +222,24 @@ def continues(before: Identity | None, now: Identity | None) -> bool:
     """Return whether a run is an earlier one, or differs from it in nothing but that it trains for longer."""
     if before is None or now is None:
         return True
-    old, new = before.get("length", {}), now.get("length", {})
+    old = before.get("length", {})
+    new = now.get("length", {})
     lengths = [(old.get(name), number) for name, number in new.items()]
     grows = all(was == number or None not in (was, number) and number > was for was, number in lengths)
     return grows and not differences(before, now, ONE_RUN)
 
 
-def _versions() -> dict[str, str | None]:
-    """Return the versions of what computes; scorers' are among the settings of their benchmarks."""
-    names = ("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate", "tokenizers")
-    return {name: version for name, version in library_versions().items() if name in names}
-
-
 def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharded: bool) -> dict[str, Any]:
     """Return what tells a base model and its tokenizer from any other, whatever adapter is on it."""
+    from transformers.utils import flatten_dict
+
     config = looped.config
     depth = type(config).attribute_map.get("num_loops", "num_loops")
     frozen = {name: weight for name, weight in looped.named_parameters() if ".lora_" not in name}
     own = getattr(looped, "generation_config", None)
     generation = {} if own is None else own.to_diff_dict()
-    facts = dict(_flat({**config.to_dict(), "generation": generation}))
+    settings = flatten_dict({**config.to_dict(), "generation": generation})
+    facts = {name: value for name, value in settings.items() if value != {} and _says_something(name)}
     facts.pop(depth, None)
     facts["dtype"] = str(next(iter(frozen.values())).dtype).removeprefix("torch.")
     facts["attn_implementation"] = getattr(config, "_attn_implementation", None)
@@ -269,32 +264,23 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
 
 def _settings(settings: Any) -> Identity:
     """Return the parts `settings`, `seeds` and `length`."""
-    if isinstance(settings, Mapping):
-        given, facts, length = dict(settings), {}, {name: settings[name] for name in _LENGTH if name in settings}
-    else:
-        given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.init}
-        given |= {name: given["seed"] if given.get(name) is None else given[name] for name in _SEEDS}
-        facts = {"examples_per_step": settings.examples_per_step}
-        if getattr(settings, "loss_average", "tokens") == "micro_batches":
-            facts["examples_per_micro_batch"] = settings.train_batch_size
-        by_steps = settings.max_steps > 0
-        length = {  # of the two the one that does not count is None
-            "max_steps": settings.max_steps if by_steps else None,
-            "num_train_epochs": None if by_steps else float(settings.num_train_epochs),
-        }
-    facts |= {name: value for name, value in given.items() if name not in {*_WITHOUT_EFFECT, *_LENGTH, *_SEEDS}}
-    return {"settings": facts, "seeds": {name: given[name] for name in _SEEDS if name in given}, "length": length}
+    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.init}
+    seeds = {name: given["seed"] if given.get(name) is None else given[name] for name in _SEEDS}
+    facts = {"examples_per_step": settings.examples_per_step}
+    if getattr(settings, "loss_average", "tokens") == "micro_batches":
+        facts["examples_per_micro_batch"] = settings.train_batch_size
+    by_steps = settings.max_steps > 0
+    length = {  # of the two the one that does not count is None
+        "max_steps": settings.max_steps if by_steps else None,
+        "num_train_epochs": None if by_steps else float(settings.num_train_epochs),
+    }
+    facts |= {name: value for name, value in given.items() if name not in {*_WITHOUT_EFFECT, *length, *seeds}}
+    return {"settings": facts, "seeds": seeds, "length": length}
 
 
-def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of nested mappings under dotted names, but those that say nothing of a model."""
-    for name, value in fields.items():
-        if str(name) in _OF_NO_MODEL or str(name).startswith("_"):
-            continue
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
+def _says_something(name: str) -> bool:
+    """Return whether a field of a configuration, under its dotted name, says something of a model."""
+    return not any(part in _OF_NO_MODEL or part.startswith("_") for part in name.split("."))
 
 
 def _plain(value: Any) -> Any:
@@ -327,7 +313,8 @@ def _data(rows: Any) -> dict[str, Any]:
     digest = hashlib.sha256()
     for table in rows.with_format("arrow").iter(batch_size=1000):
         for name in sorted(table.column_names):
-            column, types = table.column(name), pyarrow.types
+            column = table.column(name)
+            types = pyarrow.types
             digest.update(name.encode())
             if types.is_list(column.type) or types.is_large_list(column.type):
                 digest.update(pyarrow.compute.list_value_length(column).to_numpy().tobytes())
@@ -337,18 +324,22 @@ def _data(rows: Any) -> dict[str, Any]:
     return {"rows": len(rows), "sha256": digest.hexdigest()}
 
 
-LIBRARIES = (
-    *("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate"),
-    *("datasets", "evaluate", "tokenizers", "lm-eval", "evalplus"),
-)
+_COMPUTING = ("loopdropout-trainer", "torch", "transformers", "trl", "peft", "accelerate", "tokenizers")
+LIBRARIES = (*_COMPUTING, "datasets", "evaluate", "lm-eval", "evalplus")
 
 
 def library_versions() -> dict[str, str | None]:
     """Return the version of Python and of each library; None for one that is not installed."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = None
     return versions
+
+
+def computing_versions() -> dict[str, str | None]:
+    """Return the versions of what computes; scorers' are among the settings of their benchmarks."""
+    versions = library_versions()
+    return {name: versions[name] for name in _COMPUTING}

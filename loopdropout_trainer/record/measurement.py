@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from inspect import formatannotation
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +19,7 @@ import numpy as np
 from filelock import FileLock
 
 from loopdropout_trainer.checks import shown
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.record.identity import Identity, identity_key, read_identity
 from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 
@@ -68,7 +70,7 @@ class Measurement:
     writer: str
     family: str
     metric: str
-    value: float
+    value: float | int
     identity: str
     unit: str = ""
     benchmark: str = ""
@@ -82,7 +84,7 @@ class Measurement:
     loop: int | None = None
     other_loop: int | None = None
     readout: int | None = None
-    dose: float | None = None
+    dose: float | int | None = None
     group: str | None = None
     step: int | None = None
     total: int | None = None
@@ -93,8 +95,7 @@ class Measurement:
         for name, kind in _TYPES.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
-                words = str(kind).replace("<class '", "").replace("'>", "")
-                raise RecordError(f"`{name}` must be of type `{words}`; got {shown(value)}")
+                raise RecordError(f"`{name}` must be of type `{formatannotation(kind)}`; got {shown(value)}")
             if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
                 raise RecordError(f"`{name}` must be valid Unicode without NUL; got {shown(value)}")
             if kind == int | None and value is not None and value < 0:
@@ -114,9 +115,7 @@ def _is_share(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 1
 
 
-_TYPES = {
-    name: kind | int if kind in (float, float | None) else kind for name, kind in get_type_hints(Measurement).items()
-}
+_TYPES = get_type_hints(Measurement)
 PLACES = ("depth", "gates", "loop", "other_loop", "readout", "dose", "group", "step")
 """The fields that say where in a measurement a number is."""
 
@@ -145,7 +144,8 @@ def write_measurements(
     Raises:
         RecordError: if the folder's identities or hashes cannot be read.
     """
-    folder, new = Path(folder), [as_json(row) for row in rows]
+    folder = Path(folder)
+    new = [as_json(row) for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     replaced = {writer, *(row["writer"] for row in new)} - {None}
     with FileLock(folder / f".{MEASUREMENTS_FILE}.lock"):
@@ -180,7 +180,9 @@ def read_measurements(folder: str | Path) -> tuple[list[Measurement], dict[str, 
     Raises:
         RecordError: if a file cannot be read at all.
     """
-    folder, faults, rows = Path(folder), [], []
+    folder = Path(folder)
+    faults = []
+    rows = []
     identities = read_identities(folder)
     for number, text in enumerate(_text(folder / MEASUREMENTS_FILE).splitlines(), start=1):
         try:
@@ -247,9 +249,10 @@ def read_identities(folder: str | Path) -> dict[str, Identity]:
     try:
         contents = json.loads(_text(path) or "{}")
         identities = {key: read_identity(content) for key, content in contents.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        reason = str(error) if str(error).startswith(("holds", "was written")) else "cannot be read as JSON"
-        raise RecordError(f"{path} {reason}; {_REMEDY}") from None
+    except UserError as error:
+        raise RecordError(f"{path} {error}; {_REMEDY}") from None
+    except (ValueError, AttributeError, RecursionError):
+        raise RecordError(f"{path} cannot be read as JSON; {_REMEDY}") from None
     if changed := [key for key, identity in identities.items() if identity_key(identity) != key]:
         raise RecordError(f"{path} has been changed: `{changed[0]}` is not the key of what stands there; {_REMEDY}")
     return identities

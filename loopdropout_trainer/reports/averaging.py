@@ -32,22 +32,17 @@ _NO_SETTINGS = {*OF_ROWS, *OBJECTS, "data_seed", "gate_seed", "panel", "label", 
 
 def settings_of(rows: pd.DataFrame) -> list[str]:
     """Return the columns that are settings of the run."""
-    of_identities = [name for name in rows if name not in _NO_SETTINGS]
-    return [
-        *OF_THE_RUN,
-        *(name for name in of_identities if not name.startswith(("evaluation.", "weights.", "cost."))),
-    ]
+    others = [name for name in rows if not name.startswith(("evaluation.", "weights.", "cost."))]
+    return [*OF_THE_RUN, *(name for name in others if name not in _NO_SETTINGS)]
 
 
 def varying(rows: pd.DataFrame, names: Iterable[str]) -> list[str]:
     """Return those columns that hold more than one value; a missing value counts as one."""
-    present = [name for name in names if name in rows]
-    return [name for name in present if rows[name].nunique(dropna=False) > 1]
+    return [name for name in names if name in rows and rows[name].nunique(dropna=False) > 1]
 
 
-def telling(rows: pd.DataFrame, names: Iterable[str], beside: Sequence[str] = ()) -> list[str]:
+def telling(rows: pd.DataFrame, names: Sequence[str], beside: Sequence[str] = ()) -> list[str]:
     """Return those of the columns that, together with `beside`, distinguish as many rows as all of them do."""
-    names = list(names)
     columns = list(beside)
     number = len(rows[columns].drop_duplicates()) if columns else 1
     for name in varying(rows, [*(first for first in FIRST if first in names), *names]):
@@ -100,23 +95,23 @@ def select(rows: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     return rows
 
 
-def as_trained(wanted: Mapping[str, Any], *named: str) -> dict[str, Any]:
-    """Return what is wanted; of gates and readout, where it and `named` say nothing: unit gates, and the last readout."""
-    said = {*wanted, *named}
-    usual: dict[str, Any] = {}
-    if not said & {"gates", "loop", "dose"}:
-        usual["gates"] = ALL
-    if not said & {"readout", "loop"}:
-        usual["readout"] = None
-    return {**usual, **wanted}
+def select_as_trained(rows: pd.DataFrame, wanted: Mapping[str, Any], axis: str = "") -> pd.DataFrame:
+    """Return the selected rows; where neither the selection nor `axis` speaks of it, at unit gates, the last readout, and the
+    depth of the training.
+    """
+    said = {*wanted, axis}
+    rows = select(rows, wanted)
+    if said.isdisjoint(("gates", "loop", "dose")):
+        rows = rows[rows["gates"] == ALL]
+    if said.isdisjoint(("readout", "loop")):
+        rows = rows[rows["readout"].isna()]
+    return rows if "depth" in said else rows[is_at_trained_depth(rows)]
 
 
-def at_trained_depth(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows at the depth that their models were trained at."""
-    if "num_loops" not in rows:
-        return rows
-    trained = rows["num_loops"]
-    return rows[trained.isna() | (rows["depth"] == trained)]
+def is_at_trained_depth(rows: pd.DataFrame) -> pd.Series:
+    """Say which rows are at the depth that their models were trained at, if it is known."""
+    trained = rows.get("num_loops", pd.Series(index=rows.index))
+    return trained.isna() | (rows["depth"] == trained)
 
 
 def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
@@ -147,15 +142,10 @@ def average(rows: pd.DataFrame, what: str, column: str = "value") -> pd.Series:
 def changes(rows: pd.DataFrame, column: str, parts: Sequence[str]) -> list[str]:
     """Return in words what the identities in a column differ in from the first one, of these parts."""
     identities = [identity for identity in rows.get(column, ()) if identity is not None]
-    in_words = []
     for identity in identities:
-        for change in differences(identities[0], identity, parts):
-            before = shown(change.before)[:60]
-            after = shown(change.after)[:60]
-            in_words.append(f"{change.name}: {before}, {after}")
-        if in_words:
-            break
-    return in_words
+        if changed := differences(identities[0], identity, parts):
+            return [f"{change.name}: {shown(change.before)[:60]}, {shown(change.after)[:60]}" for change in changed]
+    return []
 
 
 def difference(b: pd.DataFrame, a: pd.DataFrame, what: str, part: str | None = None) -> pd.DataFrame:

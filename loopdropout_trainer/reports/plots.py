@@ -23,13 +23,13 @@ from loopdropout_trainer.record.measurement import ALL, BASE, NONE, TRAINING
 from loopdropout_trainer.reports.averaging import (
     OF_THE_RUN,
     PLACES_OF_IDENTITIES,
-    as_trained,
-    at_trained_depth,
     average,
     check_column,
     difference,
+    is_at_trained_depth,
     numbers_in,
     select,
+    select_as_trained,
     settings_of,
     shown,
     telling,
@@ -108,12 +108,12 @@ def points(rows: pd.DataFrame, minus: pd.DataFrame | None = None, **by: str | No
     names = list(columns.values())
     data = []
     for key, part in rows.dropna(subset=names).groupby(names, sort=False):
-        said = zip(names, map(shown, key), strict=True)
-        what = ", ".join(f"{name} = {value}" for name, value in said if value)
+        place = dict(zip(names, key, strict=True))
+        what = _said(place, [name for name in names if place[name] != ""])
         if minus is None:
             values = average(part, what)
         else:
-            less = minus[(minus[names] == list(key)).all(axis=1)]
+            less = select(minus, place)
             values = difference(part, less, what).mean(axis=1)
         data.append([*key, values.mean(skipna=False), values.std(), len(values)])
     if not data:
@@ -140,9 +140,15 @@ def _with_panels(plot: p9.ggplot, scales: str = "free") -> p9.ggplot:
 
 
 def line_plot(
-    rows: pd.DataFrame, x: str, y_label: str, by: str = "method", panel: str | None = None,
-    x_label: str | None = None, title: str | None = None, bars: bool = False,
-) -> p9.ggplot:  # fmt: skip
+    rows: pd.DataFrame,
+    x: str,
+    y_label: str,
+    by: str = "method",
+    panel: str | None = None,
+    x_label: str | None = None,
+    title: str | None = None,
+    bars: bool = False,
+) -> p9.ggplot:
     """Return lines of the mean over seeds, with a band of one SD where there are several seeds; or groups of bars.
 
     Args:
@@ -156,9 +162,13 @@ def line_plot(
     data = points(rows, panel=panel, by=by, x=x)
     look = looks(data["by"])
     data["by"] = pd.Categorical(data["by"], list(look))
-    data["x"] = _in_order(data["x"]) if bars else numbers_in(data["x"], x)
+    if bars:
+        data["x"] = _in_order(data["x"])
+        layers = _bars(data, look)
+    else:
+        data["x"] = numbers_in(data["x"], x)
+        layers = _lines(data, look)
     texts = p9.labs(x=x if x_label is None else x_label, y=y_label, title=title)
-    layers = _bars(data, look) if bars else _lines(data, look)
     return _with_panels(p9.ggplot(data) + theme() + texts + layers)
 
 
@@ -190,7 +200,10 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
         p9.scale_shape_manual(markers, limits=limits),
         p9.scale_size_manual(widths, limits=limits),
         p9.geom_ribbon(
-            p9.aes(ymin="mean - sd", ymax="mean + sd", fill="by"), alpha=0.18, color="none", show_legend=False
+            p9.aes(ymin="mean - sd", ymax="mean + sd", fill="by"),
+            alpha=0.18,
+            color="none",
+            show_legend=False,
         ),
         p9.geom_line(),
     ]
@@ -205,12 +218,19 @@ def _lines(data: pd.DataFrame, look: dict[str, tuple]) -> list[Any]:
 
 
 def heat_plot(
-    rows: pd.DataFrame, x: str, y: str, label: str, panel: str | None = None, x_label: str | None = None,
-    y_label: str | None = None, title: str | None = None, minus: pd.DataFrame | None = None,
-) -> p9.ggplot:  # fmt: skip
+    rows: pd.DataFrame,
+    x: str,
+    y: str,
+    label: str,
+    panel: str | None = None,
+    x_label: str | None = None,
+    y_label: str | None = None,
+    title: str | None = None,
+    minus: pd.DataFrame | None = None,
+) -> p9.ggplot:
     """Return a matrix of means over seeds with its numbers, the first row on top; `label` is that of the colours.
 
-    x and y are the columns across and down; the rows of `minus` are subtracted, paired by seed.
+    x and y are the columns across and down; the rows of `minus` are subtracted, paired by seed, and x = y gets a frame.
     """
     data = points(rows, minus, panel=panel, y=y, x=x)
     data = data.assign(x=_in_order(data["x"]), y=_in_order(data["y"]))
@@ -223,7 +243,10 @@ def heat_plot(
         top = mean.abs().max() or 1.0
         texts = mean.map("{:+.1f}".format)
         is_dark = mean.abs() > 0.6 * top
-        colours = _of_gains(data, top)
+        white_is_zero = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
+        same = data[data["x"].astype(str) == data["y"].astype(str)]
+        frame = p9.geom_tile(data=same, fill="none", color="black", size=0.9)
+        colours = [white_is_zero, frame]
     data = data.assign(text=texts, ink=is_dark.map({True: "white", False: "black"}))
     layers = [
         p9.labs(x=x_label, y=y_label, fill=label, title=title),
@@ -238,13 +261,6 @@ def heat_plot(
     return _with_panels(plot, "fixed") + legend
 
 
-def _of_gains(data: pd.DataFrame, top: float) -> list[Any]:
-    """Return the colours of gains of at most `top`, zero in white, and a frame where x = y."""
-    scale = p9.scale_fill_gradient2(low="#b35806", mid="#f7f7f7", high="#2166ac", limits=(-top, top))
-    same = data["x"].astype(str) == data["y"].astype(str)
-    return [scale, p9.geom_tile(data=data[same], fill="none", color="black", size=0.9)]
-
-
 _WIDTHS = {1: 5.2, 2: 8.0, 3: 9.6}
 """Of figures with so many panels beside one another, in inches."""
 
@@ -256,10 +272,18 @@ def save_figure(
     panels = plot.data["panel"].nunique() if "panel" in plot.data else 1
     width = width or _WIDTHS[min(panels, 3)]
     height = height or 0.9 + 2.6 * math.ceil(panels / 3)
-    dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    dates = {
+        "png": None,
+        "pdf": {"CreationDate": None},
+        "svg": {"Date": None},
+    }
+    settings = {  # the same numbers give the same file; letters stay letters
+        "backend": "agg",
+        "svg.hashsalt": "loopdropout",
+        "pdf.fonttype": 42,
+    }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # The same numbers give the same file; letters stay letters.
-    with mpl.rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
+    with mpl.rc_context(settings):
         figure = (plot + p9.theme(figure_size=(width, height))).draw()
         for ending, date in dates.items():
             figure.savefig(f"{path}.{ending}", dpi=200, metadata=date)
@@ -299,12 +323,14 @@ def automatic_figures(table: pd.DataFrame) -> dict[str, p9.ggplot]:
     A line is one setting: where runs of one method differ in more than the seed, what they differ in stands in the legend.
     Each metric, and each way in which a benchmark was evaluated, is a panel. What cannot be drawn is left out, and said.
     """
-    figures: dict[str, p9.ggplot] = {}
+    figures = {}
     drawn = set()
     for family, x, rows in _what_to_draw(table):
-        if not len(rows) or (x == "metric" and family in drawn):
-            continue
-        name = family if x == "metric" else f"{family}_{x}"
+        name = f"{family}_{x}"
+        if x == "metric":
+            if family in drawn:
+                continue
+            name = family
         try:
             figures[re.sub(r"[^\w-]", "_", name)] = _figure(family, x, rows)  # a part of a file's name
             drawn.add(family)
@@ -318,29 +344,34 @@ def _what_to_draw(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]
 
     `metric` is for families that nothing else has been drawn of.
     """
-    rows = table[table["family"] != "cost"]
-    for (family, axis), part in rows.groupby(["family", axis_of(rows)], sort=False):
-        part = part if axis == "depth" else at_own_depth(part)
-        yield family, axis, _at_several_places(part, axis, ["metric"])
-    single = rows[rows["step"].isna()]
-    for family, part in single.groupby("family", sort=False):
-        yield family, "metric", _at_several_places(at_own_depth(part), "metric", ["family"])
-    accuracies = select(table, {"family": "accuracy", "gates": ALL, "readout": None})
-    for setting in (name for name in OF_TRAINING if name in table):
-        part = accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()]
-        yield "accuracy", setting, _at_several_places(at_own_depth(part), setting, ["metric", "method"])
+    rows = table[table["family"] != "cost"].assign(axis=axis_of)
+    rows = rows[(rows["axis"] == "depth") | _is_at_own_depth(rows)]
+    for (family, axis), part in rows.groupby(["family", "axis"], sort=False):
+        yield from _at_several_places(family, axis, part, ["metric"])
+    rows = rows[_is_at_own_depth(rows)]
+    for family, part in rows[rows["step"].isna()].groupby("family", sort=False):
+        yield from _at_several_places(family, "metric", part, ["family"])
+    accuracies = select(rows, {"family": "accuracy", "gates": ALL, "readout": None})
+    for setting in OF_TRAINING:
+        if setting in table:
+            part = accuracies[pd.to_numeric(accuracies[setting], errors="coerce").notna()]
+            yield from _at_several_places("accuracy", setting, part, ["metric", "method"])
 
 
-def at_own_depth(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows at the depth that their models were trained at; of groups of problems those at unit gates."""
-    rows = at_trained_depth(rows)
+def _is_at_own_depth(rows: pd.DataFrame) -> pd.Series:
+    """Say which rows are at the depth that their models were trained at; of groups of problems those at unit gates."""
     is_plain = rows["gates"].isin([ALL, NONE]) & rows["readout"].isna()
-    return rows[is_plain | rows["group"].isna()]
+    is_whole = rows["group"].isna()
+    return is_at_trained_depth(rows) & (is_plain | is_whole)
 
 
-def _at_several_places(rows: pd.DataFrame, x: str, within: list[str]) -> pd.DataFrame:
-    """Return the rows whose groups have several values in the column x."""
-    return rows[rows.groupby(within)[x].transform("nunique") > 1]
+def _at_several_places(
+    family: str, x: str, rows: pd.DataFrame, within: list[str]
+) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Yield the rows whose groups have several values in the column x, if there are any."""
+    rows = rows[rows.groupby(within)[x].transform("nunique") > 1]
+    if len(rows):
+        yield family, x, rows
 
 
 def _figure(family: str, x: str, rows: pd.DataFrame) -> p9.ggplot:
@@ -373,9 +404,12 @@ def labelled(rows: pd.DataFrame, *x: str, most: float = MOST_LINES) -> pd.DataFr
     panels = []
     said = []
     for row in rows.to_dict("records"):
-        said.append(_said(row, apart[row["method"]]))
-        labels.append(_joined(", ", row["method"], said[-1]))
-        panels.append(_joined("\n", _measured(row, several), _said(row, ways)))
+        method = row["method"]
+        setting = _said(row, apart[method])
+        protocol = _said(row, ways)
+        said.append(setting)
+        labels.append(_joined(", ", method, setting))
+        panels.append(_joined("\n", _measured(row, several), protocol))
     if len(set(labels)) > most:
         labels = rows["method"]
         panels = [_joined("\n", *texts) for texts in zip(panels, said, strict=True)]
@@ -411,17 +445,13 @@ _OVERVIEW = {
 
 def overview_figure(table: pd.DataFrame) -> p9.ggplot | None:
     """Return one figure of what runs measured of their first benchmark: by depth, and in one loop only; None: of nothing."""
-    table = select(table, {"writer": TRAINING, "unit": "%"})
-    parts = []
-    axes = axis_of(table)
-    for (family, axis), title in _OVERVIEW.items():
-        rows = table[(table["family"] == family) & (axes == axis)]
-        rows = rows[rows["metric"].isin(rows["metric"][:1])]
-        if rows[axis].nunique() > 1:
-            parts.append(labelled(rows, axis).assign(panel=title, position=rows[axis]))
-    if not parts:
-        return None
-    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops")
+    panels = {}
+    for family, x, rows in _what_to_draw(select(table, {"writer": TRAINING, "unit": "%"})):
+        if title := _OVERVIEW.get((family, x)):
+            first = rows[rows["metric"] == rows["metric"].iloc[0]]
+            panels[title] = labelled(first, x).assign(panel=title, position=first[x])
+    parts = [panels[title] for title in _OVERVIEW.values() if title in panels]
+    return line_plot(pd.concat(parts), "position", "", "label", "panel", "loops") if parts else None
 
 
 def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot | None:
@@ -433,7 +463,7 @@ def paper_figure(spec: FigureSpec | GatesSpec, table: pd.DataFrame) -> p9.ggplot
     rows = _in_panels(spec, table, {})
     for name in (x, y):
         check_column(table, name)
-    rows = rows[rows[x].notna() & rows[y].notna()]
+    rows = rows.dropna(subset=[x, y])
     if not len(rows):
         return None
     if spec.figure == "heat":
@@ -448,8 +478,8 @@ def _in_panels(spec: FigureSpec, table: pd.DataFrame, change: dict[str, Any]) ->
     """Return the rows of a figure's panels, or of what is subtracted from them."""
     panels = []
     for title, selection in spec.panels.items():
-        wanted = as_trained({**spec.filter, **selection, **change}, *spec.x)
-        panels.append(select(table, wanted).assign(panel=title))
+        rows = select_as_trained(table, {**spec.filter, **selection, **change}, *spec.x)
+        panels.append(rows.assign(panel=title))
     return pd.concat(panels)
 
 
@@ -459,10 +489,7 @@ def gates_plot(spec: GatesSpec) -> p9.ggplot:
     examples = [(row, 0) for row in range(8)]
     draw = Draw(seed=given.seed, step=0, example_ids=examples, num_loops=given.num_loops)
     gates = make_rule("loop_dropout", p=given.p).sample(draw).tolist()  # [K, 8]
-    rows = []
-    for loop, of_loop in enumerate(gates, start=1):
-        for example, gate in enumerate(of_loop, start=1):
-            rows.append({"panel": "training", "loop": loop, "example": example, "value": gate, "seed": 0})
-    training = pd.DataFrame(rows)
-    rows = pd.concat([training, training.assign(panel="inference", value=1.0)])
-    return heat_plot(rows, "loop", "example", "gate", "panel", "loop", "example", spec.title)
+    gates = pd.DataFrame(gates, range(1, given.num_loops + 1), range(1, 9))
+    training = gates.stack().rename_axis(["loop", "example"]).reset_index(name="value")
+    rows = pd.concat([training.assign(panel="training"), training.assign(panel="inference", value=1.0)])
+    return heat_plot(rows.assign(seed=0), "loop", "example", "gate", "panel", "loop", "example", spec.title)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from transformers.utils import flatten_dict
 
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.record.identity import Identity
@@ -41,7 +42,7 @@ OBJECTS = ("of_run", "of_number")
 _OLD = ("results.json", "evaluation.json")
 _DIVERGED = "diverged.json"  # in the place of a training's measurements
 _BEFORE_NAMES_OF_RUN = {"adapter": "", "settings": "", "loops": "", "seeds": "", "length": ""}
-_BEFORE_NAMES = {"adapter": "", **dict.fromkeys(("data", "settings", "loops", "seeds", "length"), "evaluation.")}
+_BEFORE_NAMES = {"adapter": "", **dict.fromkeys(("data", "settings", "loops", "seeds", "length"), "evaluation")}
 """What the columns of an identity's parts begin with; those of the other parts begin with the part's name."""
 
 
@@ -63,7 +64,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         ReportError: if a folder is missing.
     """
     skipped = []
-    tables = [pd.DataFrame(columns=list(OF_ROWS), dtype=object)]
+    rows = []
     for folder in folders_with_results(folders):
         try:
             measurements, identities, faults = read_measurements(folder)
@@ -79,14 +80,14 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
             )
         skipped += faults
         beside = {"source": str(folder), "sweep": _sweep_of(folder)}
-        facts = {key: _facts(*key, identities) for key in {(row.run, row.identity) for row in measurements}}
-        rows = [{**facts[row.run, row.identity], **asdict(row), **beside} for row in measurements]
-        tables.append(pd.DataFrame(rows, dtype=object))
+        columns = {key: _columns(*key, identities) for key in {(row.run, row.identity) for row in measurements}}
+        rows += [{**columns[row.run, row.identity], **asdict(row), **beside} for row in measurements]
     for fault in skipped:
         logger.warning("Left out: %s", fault)
-    table = pd.concat(tables, ignore_index=True)
-    sweeps = table.dropna(subset=["run", "sweep"]).drop_duplicates("run").set_index("run")["sweep"]
-    table["sweep"] = table["sweep"].fillna(table["run"].map(sweeps))  # of what was evaluated elsewhere
+    table = pd.DataFrame(rows, dtype=object)
+    table = table.reindex(columns=list(dict.fromkeys([*OF_ROWS, *table])))
+    sweeps = table.groupby("run")["sweep"].transform("first")  # of what was evaluated elsewhere, that of its training
+    table["sweep"] = table["sweep"].fillna(sweeps)
     table = table.where(table.notna(), None).astype({"value": float})
     once = ["identity", "run", "method", "benchmark", "metric", "sweep", "steps", *PLACES]
     table = table.drop_duplicates(once, ignore_index=True)
@@ -99,7 +100,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
 
 def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
     """Return the folders below some folders that hold measurements, a training that diverged, or results of other versions."""
-    by_place: dict[Path, Path] = {}
+    by_place = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ReportError(f"There is no folder {folder}: name folders that training, evaluation or sweeps wrote.")
@@ -110,44 +111,37 @@ def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
     return list(by_place.values())
 
 
-def _facts(run: str | None, identity: str, identities: Mapping[str, Identity]) -> dict[str, Any]:
+def _columns(run: str | None, identity: str, identities: Mapping[str, Identity]) -> dict[str, Any]:
     """Return the columns that identities say: first those of the training, whose values count where both have a column."""
     of_run = identities.get(run)
     of_number = identities[identity] if identity != run else None
-    columns = _columns_of_run(of_run) if of_run else {}
-    columns = columns | _columns(of_number or {}, _BEFORE_NAMES) | columns
-    return {**columns, "of_run": of_run, "of_number": of_number}
+    columns = {}
+    if of_run is not None:
+        columns = {**_flat(of_run, _BEFORE_NAMES_OF_RUN), **_told_apart_by(of_run)}
+    return {**columns, **_flat(of_number or {}, _BEFORE_NAMES), **columns, "of_run": of_run, "of_number": of_number}
 
 
-def _columns_of_run(identity: Identity) -> dict[str, Any]:
-    """Return the columns of a training's identity, and what tables tell methods apart by."""
+def _told_apart_by(identity: Identity) -> dict[str, Any]:
+    """Return the columns that tables tell methods apart by."""
     settings = identity.get("settings", {})
     rule = settings.get("rule")
-    p = settings.get("p")
-    columns = _columns(identity, _BEFORE_NAMES_OF_RUN)
-    columns["rank"] = identity.get("adapter", {}).get("r")
-    columns["masked"] = rule not in ("lora", None) and p not in (None, 0)
-    columns["shared"] = rule != "independent"
+    columns = {
+        "rank": identity.get("adapter", {}).get("r"),
+        "masked": rule not in ("lora", None) and settings.get("p") not in (None, 0),
+        "shared": rule != "independent",
+    }
     if "noise" in str(rule):
         columns["noise_c"] = (settings.get("rule_args") or {}).get("c", 1.0)
     return columns
 
 
-def _columns(identity: Identity, before_names: Mapping[str, str]) -> dict[str, Any]:
+def _flat(identity: Identity, before_names: Mapping[str, str]) -> dict[str, Any]:
     """Return the columns of an identity. A list stands as its JSON, a mapping as columns of its own."""
-    columns: dict[str, Any] = {}
+    columns = {}
     for part, of_part in identity.items():
-        columns |= _flat(of_part, before_names.get(part, f"{part}."))
-    return columns
-
-
-def _flat(mapping: Mapping[str, Any], before: str) -> dict[str, Any]:
-    columns: dict[str, Any] = {}
-    for name, value in mapping.items():
-        if isinstance(value, dict):
-            columns |= _flat(value, f"{before}{name}.")
-        else:
-            columns[f"{before}{name}"] = json.dumps(value) if isinstance(value, list) else value
+        for name, value in flatten_dict(of_part, before_names.get(part, part)).items():
+            if value != {}:
+                columns[name] = json.dumps(value) if isinstance(value, list) else value
     return columns
 
 

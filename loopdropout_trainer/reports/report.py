@@ -46,43 +46,44 @@ def write_report(
     """
     check_folder("output_dir", output_dir)
     check_distinct("tables", [Path(path).stem for path in tables])
-    described = {Path(path).stem: load_spec(path) for path in tables}
+    specs = {Path(path).stem: load_spec(path) for path in tables}
     table = load_table(folders)
-    output_dir = Path(output_dir)
     if not len(table):
         faults = " ".join(table.attrs["skipped"]) or "train, evaluate or sweep first."
         raise ReportError(f"No measurements below {', '.join(map(str, folders))}: {faults}")
-    if described:
-        of_tables = {name: spec for name, spec in described.items() if isinstance(spec, TableSpec)}
-        finished = {name: build_table(spec, table) for name, spec in of_tables.items()}
-        of_figures = {name: spec for name, spec in described.items() if name not in of_tables}
-        figures = {name: paper_figure(spec, table) for name, spec in of_figures.items()}
-    else:
+    finished = {}
+    figures = {}
+    for name, spec in specs.items():
+        if isinstance(spec, TableSpec):
+            finished[name] = build_table(spec, table)
+        else:
+            figures[name] = paper_figure(spec, table)
+    if not specs:
         finished = summary_tables(table)
         figures = automatic_figures(table)
-    (output_dir / "tables").mkdir(parents=True, exist_ok=True)
-    (output_dir / "figures").mkdir(exist_ok=True)
+    of_tables = Path(output_dir, "tables")
+    of_figures = Path(output_dir, "figures")
+    of_tables.mkdir(parents=True, exist_ok=True)
+    of_figures.mkdir(exist_ok=True)
     long = table.drop(columns=["verdicts", "answered", *OBJECTS]).dropna(axis=1, how="all")
-    long.to_csv(output_dir / "long.csv", index=False)
+    long_file = Path(output_dir, "long.csv")
+    long.to_csv(long_file, index=False)
     for name, cells in finished.items():
         numbers = cells.assign(row=cells["row"].map(" / ".join)).drop(columns="bold")
-        texts = {"md": markdown(cells), "tex": latex(cells), "csv": numbers.to_csv(index=False)}
-        for ending, text in texts.items():
-            path = output_dir / "tables" / f"{name}.{ending}"
-            path.write_text(text, encoding="utf-8")
-    pictures = {}
-    for name, plot in figures.items():
-        if plot is not None:
-            pictures[name] = save_figure(plot, output_dir / "figures" / name)[2]
-    page = output_dir / "report.html"
+        numbers.to_csv(of_tables / f"{name}.csv", index=False)
+        (of_tables / f"{name}.md").write_text(markdown(cells), encoding="utf-8")
+        (of_tables / f"{name}.tex").write_text(latex(cells), encoding="utf-8")
+    drawn = {name: plot for name, plot in figures.items() if plot is not None}
+    pictures = {name: save_figure(plot, of_figures / name)[2] for name, plot in drawn.items()}
+    page = Path(output_dir, "report.html")
     page.write_text(page_text(title, finished.values(), pictures, table), encoding="utf-8")
     missing = sum(len(missing_of(cells)) for cells in finished.values())
     lines = [
-        f"{table['run'].nunique()} runs read, {len(table)} numbers in {output_dir / 'long.csv'}.",
-        f"{len(finished)} tables in {output_dir / 'tables'}; {missing} of their numbers are missing.",
-        f"{len(pictures)} figures in {output_dir / 'figures'}.",
+        f"{table['run'].nunique()} runs read, {len(table)} numbers in {long_file}.",
+        f"{len(finished)} tables in {of_tables}; {missing} of their numbers are missing.",
+        f"{len(drawn)} figures in {of_figures}.",
         f"The page: {page}",
-        *(f"No results for the figure {name}." for name in figures if name not in pictures),
+        *(f"No results for the figure {name}." for name in figures if name not in drawn),
         *(f"Left out: {fault}" for fault in table.attrs["skipped"]),
     ]
     return list(finished.values()), "\n".join(lines)
@@ -94,13 +95,11 @@ def page_text(title: str, tables: Iterable[pd.DataFrame], pictures: Mapping[str,
     for run in table.dropna(subset=["run"]).drop_duplicates("run").to_dict("records"):
         name = f"{run['method']}, seed {shown(run['seed'])}: {run['source']}"
         runs[name] = json.dumps(run["of_run"], indent=1)
+    figures = {name: base64.b64encode(path.read_bytes()).decode() for name, path in pictures.items()}
     shown_tables = []
     for cells in tables:
         texts = grid(cells, html.escape, "<b>{}</b>")
         shown_tables.append((cells.attrs["spec"].title, texts, notes(cells)))
-    figures = {}
-    for name, path in pictures.items():
-        figures[name] = base64.b64encode(path.read_bytes()).decode()
     here = Path(__file__).parent
     page = jinja2.Environment(autoescape=True, loader=jinja2.FileSystemLoader(here)).get_template("page.html")
     return page.render(
@@ -120,13 +119,15 @@ def numbers_by_method(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each number that was measured, and a column for each method: mean ± SD over seeds."""
     places = varying(table, ["benchmark", "metric", *PLACES])
     rows = labelled(table, most=math.inf)
-    texts: dict[str, dict[str, str]] = {}
-    for (*key, label), part in rows.groupby([*places, "label"], sort=False, dropna=False):
-        names = []
-        for place, value in pd.Series(key, places, dtype=object).dropna().items():
-            is_place = place in PLACES
-            names.append(f"{place} {shown(value)}" if is_place else value)
-        name = ", ".join(names)
+    names = []
+    for row in rows[places].to_dict("records"):
+        said = []
+        for place, value in row.items():
+            if not pd.isna(value):
+                said.append(f"{place} {shown(value)}" if place in PLACES else value)
+        names.append(", ".join(said))
+    texts = {}
+    for (name, label), part in rows.groupby([pd.Series(names, rows.index), "label"], sort=False):
         values = average(part, f"{label}, {name}")
         texts.setdefault(name, {})[label] = mean_sd(values, 4)
     return pd.DataFrame.from_dict(texts, orient="index").fillna("")
@@ -157,9 +158,9 @@ def summary_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     measured = set(costs["metric"])
     of_costs = {name: column for name, column in COSTS.items() if column["metric"] in measured}
     described = {
-        "accuracy": ("Accuracy, %", rows, in_bold, _labels(rows)),
+        "accuracy": ("Accuracy, %", rows, in_bold, [[label] for label in rows["label"].unique()]),
         "differences": ("Difference to LoRA, points", rows, columns, _gains(rows)),
-        "costs": ("Cost of training", costs, of_costs, _labels(costs)),
+        "costs": ("Cost of training", costs, of_costs, [[label] for label in costs["label"].unique()]),
     }
     tables = {}
     for name, (title, part, wanted, lines) in described.items():
@@ -167,10 +168,6 @@ def summary_tables(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
         spec = TableSpec(label=f"tab:{name}", title=title, heads=heads, columns=wanted, rows=lines)
         tables[name] = build_table(spec, part, ReportError)
     return {name: cells for name, cells in tables.items() if len(cells)}
-
-
-def _labels(rows: pd.DataFrame) -> list[list[str]]:
-    return [[label] for label in rows["label"].unique()]
 
 
 def _columns_of(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:

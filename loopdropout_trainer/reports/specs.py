@@ -17,14 +17,12 @@ from pydantic_core import PydanticCustomError
 
 from loopdropout_trainer.record.measurement import mean_sd
 from loopdropout_trainer.reports.averaging import (
-    as_trained,
-    at_trained_depth,
     average,
     check_alike,
     check_column,
     difference,
     numbers_in,
-    select,
+    select_as_trained,
     shown,
 )
 from loopdropout_trainer.reports.reading import Missing, ReportError
@@ -32,7 +30,22 @@ from loopdropout_trainer.reports.statistics import estimate
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
-NUMBERS = ("mean", "sd", "low", "high", "count", "seeds", "by_seed")
+COLUMNS = [
+    "row",
+    "column",
+    "text",
+    "paper",
+    "missing",
+    "bold",
+    "mean",
+    "sd",
+    "low",
+    "high",
+    "count",
+    "seeds",
+    "by_seed",
+]
+"""Of a finished table."""
 
 
 def _check_value(value: Any) -> Any:
@@ -53,59 +66,25 @@ class _Checked(BaseModel):
 
 
 class Cell(_Checked):
-    """A cell of a table: what it shows, and by all other fields which rows of the long table it shows it of.
+    """A cell of a table: what it shows, and by all fields of other names which rows of the long table it shows it of.
 
-    `recipe`: a field of a recipe, `of`, in place of results.
+    `fill` returns its text, its numbers, and as `rows` the places of what these are made of; ReportErrors begin with `what`.
     """
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: Selection
 
-    of: str = "value"
-    show: Literal["mean", "seeds", "one"] = "mean"
-    minus: Selection | None = None
-    part: Literal["both_extractable", "missing_in_either"] | None = None
-    average_of: Annotated[list[str], Field(min_length=1)] | None = None
-    decimals: int = Field(2, ge=0, le=20)
-    scale: float = 1
     bold: list[str] | None = None
-    recipe: str | None = None
 
-    def check_options(self) -> None:
-        """Refuse, by a ReportError, an option without effect."""
-        given = self.model_fields_set - self.model_extra.keys()
-        kind = next((kind for kind in _TAKEN if kind in given), "of")
-        if stray := sorted(given - _TAKEN[kind]):
-            others = ", ".join(sorted(_TAKEN[kind]))
-            raise ReportError(f"`{stray[0]}` has no effect here, beside which of {others} would have one.")
 
-    def fill(self, table: pd.DataFrame, what: str) -> tuple[dict[str, Any], pd.Index]:
-        """Return the text and the numbers, and the rows that they are made of; ReportErrors begin with `what`."""
-        if self.recipe is not None:
-            return {"text": self._of_recipe()}, table.index[:0]
-        rows = self._rows(table, {})
-        if self.minus is None:
-            return self._of_rows(rows, what), rows.index
-        return self._of_difference(rows, self._rows(table, self.minus), what), rows.index
+class RecipeCell(Cell):
+    """A field of a recipe, or a product of several, `a x b`."""
 
-    def _rows(self, table: pd.DataFrame, change: Selection) -> pd.DataFrame:
-        """Return the rows that are selected; at the training depth, unit gates and the last readout if nothing is said."""
-        wanted = {**self.model_extra, **change}
-        rows = select(table, as_trained(wanted))
-        if "depth" not in wanted:
-            rows = at_trained_depth(rows)
-        if self.average_of:
-            rows = _averaged(rows, self.average_of)
-        if not len(rows):
-            said = [f"{name} {shown(value)}" for name, value in wanted.items()]
-            raise Missing(f"no run with {', '.join(said)}")
-        seeds = wanted.get("seed") if isinstance(wanted.get("seed"), list) else []
-        if lacking := [seed for seed in seeds if seed not in set(rows["seed"])]:
-            raise Missing(f"no result of seed {shown(lacking)}")
-        return rows
+    recipe: str
+    of: str
+    bold: None = None
 
-    def _of_recipe(self) -> str:
-        """Return a field of a recipe, or a product of several, as text."""
+    def fill(self, table: pd.DataFrame, what: str) -> dict[str, Any]:
         recipe = load_recipe(self.recipe)
         names = self.of.split(" x ")
         if lacking := [name for name in names if recipe.get(name) is None]:
@@ -114,60 +93,118 @@ class Cell(_Checked):
         if len(values) > 1:
             numbers_in(pd.Series(values, dtype=object), self.of)
             factors = " x ".join(map(str, values))
-            return f"{factors} = {math.prod(values)}"
+            product = math.prod(values)
+            return {"text": f"{factors} = {product}"}
         value = values[0]
-        return f"{value:,}" if isinstance(value, int) else shown(value)
+        if isinstance(value, int):
+            return {"text": f"{value:,}"}
+        return {"text": shown(value)}
 
-    def _of_difference(self, rows: pd.DataFrame, other: pd.DataFrame, what: str) -> dict[str, Any]:
-        """Return the difference of two selections, with its interval."""
+
+class _OfRows(Cell):
+    average_of: Annotated[list[str], Field(min_length=1)] | None = None
+    decimals: int = Field(2, ge=0, le=20)
+
+    def rows(self, table: pd.DataFrame, wanted: Selection) -> pd.DataFrame:
+        """Return the rows that are selected; of `average_of` one for each run that has all the metrics, with their mean."""
+        rows = select_as_trained(table, wanted)
+        if self.average_of is not None:
+            of_runs = rows[rows["metric"].isin(self.average_of)].groupby("run")
+            rows = of_runs.filter(lambda of_run: sorted(of_run["metric"]) == sorted(self.average_of))
+            means = rows.groupby("run")["value"].transform("mean")
+            rows = rows.assign(
+                value=means,
+                metric="average",
+                benchmark="",
+                verdicts=None,
+            )
+            rows = rows.drop_duplicates("run")
+        if not len(rows):
+            said = [f"{name} {shown(value)}" for name, value in wanted.items()]
+            raise Missing(f"no run with {', '.join(said)}")
+        seeds = wanted.get("seed")
+        if isinstance(seeds, list):
+            lacking = [seed for seed in seeds if seed not in set(rows["seed"])]
+            if lacking:
+                raise Missing(f"no result of seed {shown(lacking)}")
+        return rows
+
+
+class ResultCell(_OfRows):
+    """A column of the selected rows: its mean over seeds, the value of each seed, or the one that all seeds share."""
+
+    of: str = "value"
+    show: Literal["mean", "seeds", "one"] = "mean"
+    scale: float = 1
+
+    def fill(self, table: pd.DataFrame, what: str) -> dict[str, Any]:
+        rows = self.rows(table, self.model_extra)
+        check_column(rows, self.of)
+        values = average(rows, what, self.of)
+        if values.isna().any():
+            raise Missing(f"no `{self.of}`")
+        if self.show == "one":
+            return {"text": self._shared(values), "rows": rows.index}
+        values = numbers_in(values, self.of) * self.scale
+        text = mean_sd(values, self.decimals)
+        if self.show == "seeds":
+            by_seed = [f"{value:.{self.decimals}f}" for value in values]
+            text = " / ".join(by_seed)
+        numbers = _numbers(values)
+        return {"text": text, "rows": rows.index, **numbers}
+
+    def _shared(self, values: pd.Series) -> str:
+        if values.nunique() > 1:
+            different = shown(values.unique().tolist())
+            raise Missing(f"the runs differ in `{self.of}`: {different}")
+        if self.model_fields_set & {"decimals", "scale"}:
+            values = numbers_in(values, self.of) * self.scale
+            values = values.round(self.decimals)
+        return shown(values.iloc[0])
+
+
+class DifferenceCell(_OfRows):
+    """The selected rows less those that `minus` selects, with the interval of the difference."""
+
+    minus: Selection
+    part: Literal["both_extractable", "missing_in_either"] | None = None
+
+    def fill(self, table: pd.DataFrame, what: str) -> dict[str, Any]:
+        rows = self.rows(table, self.model_extra)
+        other = self.rows(table, self.model_extra | self.minus)
         gains = difference(rows, other, what, self.part)
         numbers = _numbers(gains.mean(axis=1))
         form = f"+.{self.decimals}f"
         text = format(numbers["mean"], form)
         certainty = estimate(gains.to_numpy())
-        if certainty is None:
-            return {"text": text, **numbers}
-        low = certainty.low
-        high = certainty.high
-        interval = f"[{low:{form}}, {high:{form}}]"
-        return {"text": f"{text} {interval}", "low": low, "high": high, **numbers}
-
-    def _of_rows(self, rows: pd.DataFrame, what: str) -> dict[str, Any]:
-        """Return the mean of a selection, the value of each seed, or the one that all seeds share."""
-        check_column(rows, self.of)
-        values = average(rows, what, self.of)
-        if values.isna().any():
-            raise Missing(f"no `{self.of}`")
-        if self.show == "one" and values.nunique() > 1:
-            different = shown(values.unique().tolist())
-            raise Missing(f"the runs differ in `{self.of}`: {different}")
-        if self.show == "one" and not self.model_fields_set & {"decimals", "scale"}:
-            return {"text": shown(values.iloc[0])}
-        values = numbers_in(values, self.of) * self.scale
-        if self.show == "one":
-            return {"text": shown(values.round(self.decimals).iloc[0])}
-        text = mean_sd(values, self.decimals)
-        if self.show == "seeds":
-            by_seed = [f"{value:.{self.decimals}f}" for value in values]
-            text = " / ".join(by_seed)
-        return {"text": text, **_numbers(values)}
+        if certainty is not None:
+            low = certainty.low
+            high = certainty.high
+            numbers |= {"low": low, "high": high}
+            text += f" [{low:{form}}, {high:{form}}]"
+        return {"text": text, "rows": rows.index, **numbers}
 
 
-_TAKEN = {
-    "recipe": {"recipe", "of"},
-    "minus": {"minus", "part", "average_of", "decimals", "bold"},
-    "of": {"of", "show", "average_of", "decimals", "scale", "bold"},
-}
-"""Which options have an effect, by the first of these that is given."""
+def read_cell(fields: dict[str, Any]) -> RecipeCell | DifferenceCell | ResultCell:
+    """Return the cell that these fields describe.
+
+    Raises:
+        ReportError, ValidationError: for an option that has no effect there, and one of another type.
+    """
+    kind = ResultCell
+    if "recipe" in fields:
+        kind = RecipeCell
+    elif "minus" in fields:
+        kind = DifferenceCell
+    options = kind.model_fields.keys()
+    stray = sorted(_OPTIONS & fields.keys() - options)
+    if stray:
+        valid = ", ".join(options)
+        raise ReportError(f"`{stray[0]}` has no effect here, beside which of {valid} would have one.")
+    return kind.model_validate(fields)
 
 
-def _averaged(rows: pd.DataFrame, metrics: list[str]) -> pd.DataFrame:
-    """Return a row for each run that has all of the metrics, with their mean."""
-    rows = rows[rows["metric"].isin(metrics)]
-    of_runs = rows.groupby("run")
-    rows = of_runs.filter(lambda of_run: sorted(of_run["metric"]) == sorted(metrics))
-    means = rows.groupby("run")["value"].transform("mean")
-    return rows.assign(value=means, metric="average", benchmark="", verdicts=None).drop_duplicates("run")
+_OPTIONS = {*RecipeCell.model_fields, *DifferenceCell.model_fields, *ResultCell.model_fields}
 
 
 def _numbers(values: pd.Series) -> dict[str, Any]:
@@ -197,7 +234,7 @@ class TableSpec(Spec):
     columns: dict[str, dict[str, Any]] = {}
     rows: list[list[Any]] = []
 
-    def cells(self) -> Iterator[tuple[tuple[str, ...], str, Any, Cell]]:
+    def cells(self) -> Iterator[tuple[tuple[str, ...], str, Any, RecipeCell | DifferenceCell | ResultCell]]:
         """Yield the names of a row, the title of a column, the number of the paper there, and the cell.
 
         Raises:
@@ -216,9 +253,7 @@ class TableSpec(Spec):
                 names.append(name)
                 selected = selected | selection
             for (title, column), printed in zip(self.columns.items(), paper, strict=True):
-                cell = Cell.model_validate(selected | column)
-                cell.check_options()
-                yield tuple(names), title, printed, cell
+                yield tuple(names), title, printed, read_cell(selected | column)
 
 
 def _read_head(head: Any, column: str) -> tuple[str, dict[str, Any]]:
@@ -271,8 +306,10 @@ _FIGURES = {"heat": HeatSpec, "gates": GatesSpec}
 def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
     """Read a table's or figure's file. Faults are ReportErrors."""
     content = load_recipe(path)
+    what = "table"
     kind = TableSpec
     if "figure" in content:
+        what = "figure"
         kind = _FIGURES.get(str(content["figure"]), FigureSpec)
     try:
         spec = kind.model_validate(content)
@@ -286,7 +323,6 @@ def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
         reason = f"`{name}`: {fault['msg']}{got}."
     except ReportError as error:
         reason = str(error)
-    what = "figure" if "figure" in content else "table"
     raise ReportError(f"{path} describes no {what}: {reason}")
 
 
@@ -296,32 +332,35 @@ def build_table(spec: TableSpec, table: pd.DataFrame, missing: type[ReportError]
     Raises:
         ReportError: if a cell would average different settings, or two cells of one metric were not evaluated alike.
     """
-    filled: list[dict[str, Any]] = []
-    refused: list[str] = []
+    filled = []
+    refused = []
     compared: dict[str, set[int]] = {}  # rows, by column where columns say how they were evaluated
     named = {name.split(".")[0] for column in spec.columns.values() for name in column}
     by_column = named & {"evaluation", "total", "panel"}
     for row, column, printed, cell in spec.cells():
-        paper = "" if printed is None else shown(printed)
-        texts = {"row": row, "column": column, "paper": paper, "missing": ""}
+        numbers = {"row": row, "column": column, "paper": "", "missing": ""}
+        if printed is not None:
+            numbers["paper"] = shown(printed)
         if cell.bold is not None:
             for name in {*cell.bold} - {"row", "column"}:
                 check_column(table, name)
-            where = {**cell.model_extra, "row": row, "column": column}
-            texts["bold"] = str([where.get(name) for name in cell.bold])
+            where = cell.model_extra | numbers
+            numbers["bold"] = str([where.get(name) for name in cell.bold])
+        names = " / ".join(row)
         try:
-            names = " / ".join(row)
-            numbers, rows = cell.fill(table, f"{spec.label}: {names}, {column}")
-            compared.setdefault(column if by_column else "", set()).update(rows)
+            numbers |= cell.fill(table, f"{spec.label}: {names}, {column}")
+            rows = compared.setdefault(column if by_column else "", set())
+            rows.update(numbers.pop("rows", ()))
         except missing as reason:
-            numbers = {"text": "–", "missing": str(reason)}
+            numbers |= {"text": "–", "missing": str(reason)}
             if not isinstance(reason, Missing):
                 refused.append(str(reason))
-        filled.append(texts | numbers)
+        filled.append(numbers)
     for rows in compared.values():
-        for _, part in table.loc[sorted(rows)].groupby("depth", dropna=False):
-            check_alike(part, spec.label)
-    cells = pd.DataFrame(filled, columns=["row", "column", "text", "paper", "missing", "bold", *NUMBERS])
+        rows = table.loc[sorted(rows)]
+        for _, at_depth in rows.groupby("depth", dropna=False):
+            check_alike(at_depth, spec.label)
+    cells = pd.DataFrame(filled, columns=COLUMNS)
     cells.attrs |= {"spec": spec, "refused": refused}
     return cells
 
@@ -358,7 +397,8 @@ def notes(cells: pd.DataFrame) -> list[str]:
     """Return what a reader must know below a table: seeds, intervals, what is missing, and which commands make it."""
     spec = cells.attrs["spec"]
     lines = [spec.note] if spec.note else []
-    if counts := sorted(cells["count"].dropna().astype(int).unique()):
+    counts = sorted(cells["count"].dropna().astype(int).unique())
+    if counts:
         seeds = "seed" if counts == [1] else "seeds"
         numbers = " or ".join(map(str, counts))
         lines.append(f"Mean ± SD over {numbers} training {seeds}.")
@@ -368,9 +408,10 @@ def notes(cells: pd.DataFrame) -> list[str]:
     missing = missing_of(cells)
     if spec.made_by and missing:
         commands = [name if " " in name else f"loopdropout sweep {name}" for name in spec.made_by]
-        nothing = len(missing) == len(cells)
-        lines.append("Nothing of this table is in these folders." if nothing else f"Missing: {'; '.join(missing)}.")
-        lines.append(f"Made by: {' ; '.join(commands)}")
+        cause = f"Missing: {'; '.join(missing)}."
+        if len(missing) == len(cells):
+            cause = "Nothing of this table is in these folders."
+        lines += [cause, f"Made by: {' ; '.join(commands)}"]
     return lines
 
 
@@ -392,9 +433,15 @@ def markdown(cells: pd.DataFrame) -> str:
 
 
 _TEX = str.maketrans(
-    {"&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
-     "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$", "–": "--"}
-)  # fmt: skip
+    {
+        **{sign: f"\\{sign}" for sign in "&%#_${}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "\\": r"\textbackslash{}",
+        "±": r"$\pm$",
+        "–": "--",
+    }
+)
 
 
 def latex(cells: pd.DataFrame) -> str:
@@ -404,6 +451,12 @@ def latex(cells: pd.DataFrame) -> str:
     spec = cells.attrs["spec"]
     heads = len(spec.heads)
     columns = "l" * heads + "c" * (texts.shape[1] - heads)
-    caption = escape(" ".join([f"{spec.title}.", *notes(cells)]))
-    of_page = {"caption": caption, "label": spec.label, "position": "t", "position_float": "centering"}
-    return texts.style.hide(axis="index").to_latex(hrules=True, column_format=columns, **of_page)
+    caption = " ".join([f"{spec.title}.", *notes(cells)])
+    return texts.style.hide(axis="index").to_latex(
+        hrules=True,
+        column_format=columns,
+        caption=escape(caption),
+        label=spec.label,
+        position="t",
+        position_float="centering",
+    )

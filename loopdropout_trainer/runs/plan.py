@@ -41,7 +41,10 @@ class RunPlan:
         return f" in {bits[0]} bits" if bits else ""
 
     def __str__(self) -> str:
-        config, completions, examples, tokens = self.config, "", len(self.data.train), self.data.report.train_tokens
+        config = self.config
+        completions = ""
+        examples = len(self.data.train)
+        tokens = self.data.report.train_tokens
         if isinstance(config, LoopDropoutGRPOConfig):
             prompts = config.generation_batch_size // config.num_generations
             every = config.generates_every / config.gradient_accumulation_steps
@@ -71,8 +74,7 @@ def plan_run(
         model: configuration of the base, with the depth that it will run at; model_name: to be printed.
         data, config, peft_config: as loaded for the run, its training arguments and its adapter.
     """
-    trained = [0, 0]  # numbers of weights, by whether they are
-    for parameter in model_to_train(model, peft_config, config.make_rule()).parameters():
-        trained[parameter.requires_grad] += parameter.numel()
+    trainable, total = model_to_train(model, peft_config, config.make_rule()).get_nb_trainable_parameters()
     steps_per_epoch, steps = config.num_steps(config.num_rows(data.report.lengths))
-    return RunPlan(model_name, model.num_loops, *trained, steps, steps / steps_per_epoch, data, config)
+    epochs = steps / steps_per_epoch
+    return RunPlan(model_name, model.num_loops, total - trainable, trainable, steps, epochs, data, config)

@@ -52,9 +52,10 @@ def print_results(results: Sequence[Result], depths: Sequence[int] = (), console
 
 def compared(one: Result, other: Result, depths: Sequence[int] = ()) -> str:
     """Return a sentence on which of two methods is more accurate with how many loops, and by how much."""
-    first, second = one.training, other.training
+    first = one.training
+    second = other.training
     benchmark = next(iter(one.scores()))
-    ahead: dict[str, list[str]] = {}
+    ahead = {}
     for depth in sorted({first.depth, *depths}):
         gain = round(one.scores(depth)[benchmark].value - other.scores(depth)[benchmark].value, 1)
         words = f"as accurate as {second.method}"
@@ -71,15 +72,17 @@ def _tables(results: Sequence[Result], depths: Sequence[int]) -> Iterator[_Table
     loops = range(1, first.training.depth + 1)
     if benchmarks := list(first.scores()):
         yield _accuracy_table(results)
-        name = benchmarks[0]
+        places = {}
         if depths:
-            title = f"Accuracy on {name} with K loops at inference, in %"
-            rows = [_row(result, [result.scores(depth)[name].value for depth in depths]) for result in results]
-            yield _Table(title, [f"K={depth}" for depth in depths], rows)
+            places["K loops at inference"] = {f"K={depth}": {"depth": depth} for depth in depths}
         if first.scores(loop=1):
-            title = f"Accuracy on {name} with the adapter in one loop only, in %"
-            rows = [_row(result, [result.scores(loop=loop)[name].value for loop in loops]) for result in results]
-            yield _Table(title, [f"loop {loop}" for loop in loops], rows)
+            places["the adapter in one loop only"] = {f"loop {loop}": {"loop": loop} for loop in loops}
+        name = benchmarks[0]
+        for where, columns in places.items():
+            rows = []
+            for result in results:
+                rows.append(_row(result, [result.scores(**place)[name].value for place in columns.values()]))
+            yield _Table(f"Accuracy on {name} with {where}, in %", list(columns), rows)
     if any(row.family == "single_loop" for row in first.rows):
         rows = []
         for result in results:
@@ -118,7 +121,8 @@ def _accuracy_table(results: Sequence[Result]) -> _Table:
 
 def _cells(result: Result, method: str) -> dict[tuple[str, str], str]:
     """Return each benchmark's accuracy; of `#### N` answers also that of the last number, wherever it stands."""
-    last_numbers, cells = result.scores(method=method, families=[LAST_NUMBER]), {}
+    last_numbers = result.scores(method=method, families=[LAST_NUMBER])
+    cells = {}
     for name, row in result.scores(method=method).items():
         correct = Metric(row.value, row.verdicts).correct  # None: a problem may be solved in part
         count = "" if correct is None else f"{correct}/{row.total}  "

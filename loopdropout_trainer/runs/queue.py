@@ -13,23 +13,25 @@ import re
 import shlex
 import socket
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields
+from itertools import cycle, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import optuna
 import psutil
 from filelock import FileLock
+from optuna.storages._heartbeat import get_heartbeat_thread
 from optuna.trial import TrialState
 
 from loopdropout_trainer.errors import run_command, user_supplied
-from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, make_identity
+from loopdropout_trainer.record.identity import ONE_SETTING, Identity, computing_versions, differences
 from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import (
     DIVERGED_FILE,
@@ -83,7 +85,7 @@ class Queue:
             self._open_storage()
             self._claim_folder()
             self._refresh()
-            self._check_alike("A run of now", make_identity())
+            self._check_alike("A run of now", {"versions": computing_versions()})
             if check:
                 self.study.set_user_attr("failure", None)  # what failed before is tried again
 
@@ -92,7 +94,8 @@ class Queue:
 
     def _check_recipes(self) -> None:
         select_on = self.sweep.arguments.select_on
-        recipes, benchmarks = {}, {select_on}
+        recipes = {}
+        benchmarks = {select_on}
         choosing = {method for part in self.sweep.to_do if not part.full_grid for method in part.methods}
         for method in self._methods():
             recipe = self.sweep.recipe(Job(method, 1.0, 0, False))
@@ -107,8 +110,9 @@ class Queue:
     def _open_storage(self) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats
-        warnings.filterwarnings("ignore", "Heartbeat of storage")  # they come from `_heartbeat`, not from `optimize`
-        given, file = self.sweep.arguments.storage, self.output_dir.resolve() / "sweep.db"
+        warnings.filterwarnings("ignore", "Heartbeat of storage")  # they come from `_do`, not from `optimize`
+        given = self.sweep.arguments.storage
+        file = self.output_dir.resolve() / "sweep.db"
         wait = None if given else {"connect_args": {"timeout": 60}}
         with user_supplied(f"{'`storage`' if given else file} cannot be opened"):
             self.storage = optuna.storages.RDBStorage(
@@ -123,7 +127,8 @@ class Queue:
 
     def _claim_folder(self) -> None:
         """Write down the settings of this sweep, apart from parts, rates, seeds and `measure`, which may change."""
-        arguments, before = self.sweep.arguments, self.study.user_attrs
+        arguments = self.sweep.arguments
+        before = self.study.user_attrs
         now = {"": {name: getattr(arguments, name) for name in ("script", "select_on", "selection_seeds")}}
         now |= {f"{method}: ": self.sweep.settings(method, selects=True) for method in self._methods()}
         for owner, settings in now.items():
@@ -167,10 +172,8 @@ class Queue:
         """Say whether there is nothing left to do for a job, as far as the trials were read."""
         if job.selects:
             return job.run in self._scores
-        last = self._last.get(job.run)
-        if last is None:
-            return False
-        return "error" in last or last["run_name"] == self.sweep.run_name(job)
+        last = self._last.get(job.run, {})
+        return "error" in last or last.get("run_name") == self.sweep.run_name(job)
 
     def _outcome(self, job: Job) -> Outcome | None:
         """Return what a finished run has left in its folder; None if it is unfinished.
@@ -178,7 +181,8 @@ class Queue:
         Raises:
             SweepError: if an earlier version of this package has finished it.
         """
-        folder, run_name = self.output_dir / job.run, self.sweep.run_name(job)
+        folder = self.output_dir / job.run
+        run_name = self.sweep.run_name(job)
         if is_of_former_version(folder):
             raise SweepError(
                 f"{folder} holds the {FORMER_FILE} of an earlier version of this package, which is not read: choose another "
@@ -187,12 +191,8 @@ class Queue:
         run = read_run(folder)
         if run is not None and run.facts["run_name"] == run_name:
             costs = {row.metric: row.value for row in run.result.rows if row.family == "cost"}
-            return {
-                "identity": run.identity,
-                "benchmarks": {name: row.value for name, row in run.result.scores().items()},
-                "train_seconds": costs.get("train_seconds"),
-                "peak_memory_gb": costs.get("peak_memory_gb"),
-            }
+            benchmarks = {name: row.value for name, row in run.result.scores().items()}
+            return {**costs, "identity": run.identity, "benchmarks": benchmarks}
         with suppress(*_DAMAGED):
             diverged = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
             if diverged["run_name"] == run_name:
@@ -206,7 +206,8 @@ class Queue:
         and one data set; and all runs have the same versions.
         """
         for other, facts in self._last.items():
-            of_other, identity = facts["method"], facts["identity"]
+            of_other = facts["method"]
+            identity = facts["identity"]
             parts = ("versions",)
             if of_other == method:
                 parts = ONE_SETTING
@@ -253,11 +254,9 @@ class Queue:
         if number == 1:
             self.work()
             return
-        spawn, gpus = multiprocessing.get_context("spawn"), workers.gpus()
-        processes = []
-        for place in range(number):
-            given = (self.sweep, self.script.parent, gpus[place % len(gpus)])
-            processes.append(spawn.Process(target=_work, args=given))
+        start = multiprocessing.get_context("spawn").Process
+        gpus = islice(cycle(workers.gpus()), number)
+        processes = [start(target=_work, args=(self.sweep, self.script.parent, gpu)) for gpu in gpus]
         status = workers.run_processes(processes)
         with self.lock:
             remain = self._ready_jobs()
@@ -310,7 +309,8 @@ class Queue:
 
     def _begin(self, job: Job) -> optuna.Trial:
         """Return a new trial for a job, which is this process's; it has the lock."""
-        folder, trial = self.output_dir / job.run, self.study.ask()
+        folder = self.output_dir / job.run
+        trial = self.study.ask()
         facts = {
             **job._asdict(),
             "worker": f"{socket.gethostname()}:{os.getpid()}",
@@ -334,7 +334,7 @@ class Queue:
         """Train and evaluate a job's run; whatever goes wrong ends its trial."""
         began = time.monotonic()
         try:
-            with self._heartbeat(trial):
+            with get_heartbeat_thread(trial._trial_id, self.storage):
                 outcome = self._train(job)
             with self.lock:
                 self._refresh()  # others have worked in the meantime
@@ -351,26 +351,6 @@ class Queue:
         scores = ", ".join(f"{name} {score:.2f}%" for name, score in outcome.get("benchmarks", {}).items())
         seconds = f"{time.monotonic() - began:.0f} s"
         print(f"{done} of at most {len(jobs)}. {job.run}: {scores or outcome['error']} ({seconds})", flush=True)
-
-    @contextmanager
-    def _heartbeat(self, trial: optuna.Trial) -> Iterator[None]:
-        """Tell the storage every few seconds that the process of a trial is alive."""
-        study = self.storage.get_study_id_from_name(self.study.study_name)
-        number = self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
-        ended = threading.Event()
-
-        def beat() -> None:
-            self.storage.record_heartbeat(number)
-            while not ended.wait(HEARTBEAT):
-                self.storage.record_heartbeat(number)
-
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
     def _train(self, job: Job) -> Outcome:
         """Start the script for a job, and return its outcome."""
@@ -417,17 +397,21 @@ class Queue:
 
     def summary(self) -> dict[str, list[dict[str, Any]]]:
         """Return the finished runs in this folder, also those of other sweeps, and the chosen rates; see `load_runs`."""
-        runs, choices = [], self._choices()
+        runs = []
+        choices = self._choices()
         chosen = [(choice["method"], choice["learning_rate"]) for choice in choices]
         for folder, facts in self._last.items():
-            run = {name: facts.get(name) for name in _OF_SUMMARY}
-            run["folder"] = folder
-            run["chosen"] = (facts["method"], facts["learning_rate"]) in chosen
-            run["final"] = not facts["selects"]
-            run["diverged"] = "error" in facts
-            run["selection_score"] = self._scores.get(folder)
-            runs.append(run)
-        runs.sort(key=lambda run: (run["method"], run["learning_rate"], run["seed"]))
+            runs.append(
+                {
+                    **{name: facts.get(name) for name in _OF_SUMMARY},
+                    "folder": folder,
+                    "chosen": (facts["method"], facts["learning_rate"]) in chosen,
+                    "final": not facts["selects"],
+                    "diverged": "error" in facts,
+                    "selection_score": self._scores.get(folder),
+                }
+            )
+        runs.sort(key=itemgetter("method", "learning_rate", "seed"))
         return {"runs": runs, "choices": choices}
 
     def table(self) -> str:
@@ -438,8 +422,7 @@ class Queue:
         summary = self.summary()
         self.study.set_user_attr("choices", summary["choices"])
         write_atomically(self.output_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
-        text = summary_text(summary, self.sweep.arguments.select_on)
-        write_atomically(self.output_dir / "summary.txt", text + "\n")
+        write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
 
 
 def _work(sweep: Sweep, scripts: Path, gpu: str) -> None:

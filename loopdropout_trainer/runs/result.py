@@ -88,7 +88,7 @@ class Result:
             method: `base` for the model before training; default: the trained one.
             families: of metrics.
         """
-        scores: dict[str, Measurement] = {}
+        scores = {}
         place = (depth or self.training.depth, loop, method or self.training.method)
         for row in self.rows:
             if row.family in families and (row.depth, row.loop, row.method) == place:
@@ -164,7 +164,8 @@ def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identit
     """Return the result of a finished run, if it is this one with these benchmarks and nothing is left to do; or None."""
     from loopdropout_trainer.training.checkpoints.sealing import fault_of
 
-    run, folder = read_run(output_dir), Path(output_dir)
+    run = read_run(output_dir)
+    folder = Path(output_dir)
     if run is None or differences(run.identity, identity, WHOLE_RUN):
         return None
     if _asked_for(run.facts["settings"]) != _asked_for(public_settings(settings)):

@@ -22,7 +22,7 @@ from transformers import ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from loopdropout_trainer import diagnostics
-from loopdropout_trainer.checks import shown
+from loopdropout_trainer.checks import check_choice
 from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
 from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout_rows, single_loop_rows
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
@@ -38,7 +38,6 @@ from loopdropout_trainer.record.identity import (
     differences,
     identity_key,
     library_versions,
-    make_identity,
     read_identity,
     trained_weights,
 )
@@ -134,7 +133,8 @@ class Run:
             raise RecipeError("`push_merged_to_hub` needs `hub_model_id`: the model's name on the Hub, `user/model`.")
 
     def _check_measuring(self, config: LoopDropoutArguments) -> None:
-        script, rules = self.script, [of_rule.make_rule() for of_rule in self.configs]
+        script = self.script
+        rules = [of_rule.make_rule() for of_rule in self.configs]
         if DEVELOPMENT in (script.benchmarks or ()):  # before data are read, and a sweep before its first training
             data = self.data_args  # without a number each preparation has its own
             check_development(data.preparation, bool(data.eval_files) or data.num_eval_examples != 0)
@@ -144,8 +144,7 @@ class Run:
             )
         if script.single_loop_accuracy and not script.benchmarks:
             raise RecipeError("`single_loop_accuracy` needs `benchmarks`: it evaluates on the first of them.")
-        if config.metric_for_best_model not in (None, "loss", "eval_loss"):
-            raise RecipeError(f"`metric_for_best_model` must be loss; got {shown(config.metric_for_best_model)}.")
+        check_choice("metric_for_best_model", config.metric_for_best_model, (None, "loss", "eval_loss"))
         if getattr(config, "dataset_kwargs", None):
             raise RecipeError("`dataset_kwargs` is for datasets that are prepared in Python: leave it out.")
         if config.rule in (script.compare_with or ()):
@@ -219,10 +218,10 @@ class Run:
         """Return what the trainer takes beside model, data, tokenizer and adapter."""
         return {}
 
-    def train(self, config: LoopDropoutArguments, base: Result | None) -> Result:
+    def train(self, config: LoopDropoutArguments, result: Result) -> Result:
         """Train one adapter, measure it and save it; return what was measured, complete in the first process.
 
-        `base`: what was measured before training, if it is known; it is the same for every rule.
+        `result`: what was measured before training, if anything was; it is the same for every rule.
         """
         with user_supplied("The training cannot begin"):
             trainer = self.trainer_class(
@@ -234,7 +233,8 @@ class Run:
                 peft_config=self.peft_config,
                 **self.trainer_arguments(),
             )
-        folder, checkpoint = config.output_dir, self.checkpoint_for(config)
+        folder = config.output_dir
+        checkpoint = self.checkpoint_for(config)
         from_main_process(lambda: check_expected(folder, trainer.run_identity))
         if self.merges(config):  # before hours of training
             from_main_process(lambda: check_merge_target(Path(folder, "merged"), trainer.model))
@@ -248,8 +248,7 @@ class Run:
                         method = finished.training.method
                         print(f"{method} is finished: its results are read from {folder}.", flush=True)
                     return finished
-            result = Result() if base is None else base
-            if base is None and self.script.evaluate_base:  # a new adapter changes nothing yet
+            if self.script.evaluate_base and not result.rows:  # a new adapter changes nothing yet
                 for benchmark in self.benchmarks:
                     self.evaluate(result, trainer, benchmark, "before")
             self.train_and_measure(result, trainer, checkpoint)
@@ -257,7 +256,8 @@ class Run:
 
     def train_and_measure(self, result: Result, trainer: GateSamplingMixin, checkpoint: str | bool | None) -> None:
         """Train an adapter, save it, measure it, and write what came of it."""
-        config, is_main = trainer.args, trainer.accelerator.is_main_process
+        config = trainer.args
+        is_main = trainer.accelerator.is_main_process
         diverged = Path(config.output_dir, DIVERGED_FILE)
         try:
             if not config.disable_tqdm:
@@ -284,11 +284,13 @@ class Run:
         self, trainer: GateSamplingMixin, metrics: dict[str, float], progress: dict[str, Any]
     ) -> list[Measurement]:
         """Return a row for each number that a training took, and for each number of its log."""
-        config, state = trainer.args, trainer.state
+        config = trainer.args
+        state = trainer.state
         own_memory = config is self.configs[0] or device_name() != "cpu"  # a CPU's holds what the rules before needed
-        seconds, tokens = progress["step_seconds"], progress["num_tokens"]
+        seconds = progress["step_seconds"]
+        tokens = progress["num_tokens"]
         costs = [
-            ("trainable_parameters", sum(p.numel() for p in trainer.model.parameters() if p.requires_grad), ""),
+            ("trainable_parameters", trainer.model.get_nb_trainable_parameters()[0], ""),
             ("examples", len(trainer.train_dataset), ""),
             ("num_tokens", tokens, "tokens"),
             ("train_loss", metrics["train_loss"], "nats"),
@@ -316,7 +318,9 @@ class Run:
 
     def measure(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Evaluate a trained adapter on the benchmarks, at other depths and in one loop only, and score its loops."""
-        script, num_loops, quiet = self.script, trainer.num_loops, trainer.args.disable_tqdm
+        script = self.script
+        num_loops = trainer.num_loops
+        quiet = trainer.args.disable_tqdm
         for benchmark in self.benchmarks:
             self.evaluate(result, trainer, benchmark, "after")
         more = [(f"after/{depth}_loops", depth, None) for depth in script.depths or () if depth != num_loops]
@@ -339,15 +343,16 @@ class Run:
             Readouts.name: readout_rows(score_readouts(trainer.model, batches)),
         }
         model = from_main_process(lambda: self.identity_of_model(trainer))
-        data, loops = {"source": HELD_OUT, **facts_of_batches(batches)}, {"num_loops": trainer.num_loops}
-        identity = make_identity(data=data, loops=loops) | model
+        data = {"source": HELD_OUT, **facts_of_batches(batches)}
+        identity = {**model, "data": data, "loops": {"num_loops": trainer.num_loops}}
         facts = {**self.facts(trainer), "benchmark": HELD_OUT, "identity": identity_key(identity)}
         for name, of_diagnostic in rows.items():
             result.keep(identity, [Measurement(**{**facts, "family": name, **row}) for row in of_diagnostic])
 
     def save(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Write the cards, the merged model if it is wanted, and what was measured."""
-        config, data = trainer.args, self.data.description
+        config = trainer.args
+        data = self.data.description
         card = ModelCardFields(
             rule=config.rule,
             p=config.p,
@@ -404,7 +409,8 @@ class Run:
         """Evaluate on a benchmark, at unit gates or at these gates [K]; what a killed run evaluated is not evaluated again."""
         folder = answers_folder(trainer.args.output_dir, moment, benchmark.name)
         subject = Subject.of(trainer.model, self.tokenizer, self.script, gates=gates)
-        untrained, progress = moment == "before", moment in ("before", "after")
+        untrained = moment == "before"
+        progress = moment in ("before", "after")
         model = from_main_process(lambda: self.identity_of_model(trainer, untrained))
         try:
             answers = evaluate_subject(subject, benchmark, folder, model, progress)
@@ -458,7 +464,8 @@ def check_expected(folder: str | Path, run: Identity) -> None:
         return
     with user_supplied(f"{path} cannot be read"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        other, expected = content["run"], read_identity(content["identity"])
+        other = content["run"]
+        expected = read_identity(content["identity"])
     if changed := differences(expected, run):
         raise RecipeError(
             f"{folder} is not trained, since it could not stand beside {other}: {changed[0]}. Put it back, or choose another "
@@ -470,14 +477,15 @@ def run_all(run: Run) -> None:
     """Load what a run needs, say what it will do, do it, and print what came of it."""
     show_log()
     run.load()
-    config, script = run.configs[0], run.script
+    config = run.configs[0]
+    script = run.script
     if config.process_index == 0:
         run.announce()
     if script.dry_run:
         return
-    results: list[Result] = []
+    results = []
     for of_rule in run.configs:
-        results.append(run.train(of_rule, results[0].of_base() if results else None))
+        results.append(run.train(of_rule, results[0].of_base() if results else Result()))
     if not config.should_save:  # the other processes
         return
     print_results(results, script.depths or ())

@@ -158,7 +158,8 @@ class Sweep:
         self.methods: dict[str, dict[str, Any]] = {}
         self.parts: dict[str, PartArguments] = {}
         self._measure: dict[str, dict[str, Any]] = {}
-        definitions, parts = _definitions(arguments.methods), arguments.parts or {"all": {}}
+        definitions = _definitions(arguments.methods)
+        parts = arguments.parts or {"all": {}}
         _check_names("methods", definitions)
         _check_names("parts", parts)
         for name in arguments.only or ():
@@ -199,7 +200,8 @@ class Sweep:
 
     def _resolved(self, definition: str | Mapping[str, Any], of_part: Mapping[str, Any]) -> dict[str, Any]:
         """Return a method's recipe, frozen: no file is read again."""
-        path, own = self.arguments.recipe, definition
+        path = self.arguments.recipe
+        own = definition
         if isinstance(definition, str):
             path, own = (definition, {}) if _is_recipe(definition) else (path, {"rule": definition})
         recipe = {name: value for name, value in load_recipe(path).items() if name not in _SET_BY_SWEEP}
@@ -218,7 +220,8 @@ class Sweep:
 
     def settings(self, method: str, selects: bool) -> dict[str, Any]:
         """Return a method's recipe without rate and seed; `selects`: to choose the rate, without what `measure` sets."""
-        recipe, measure = self.methods[method], self._measure[method]
+        recipe = self.methods[method]
+        measure = self._measure[method]
         if selects:
             recipe = {name: value for name, value in recipe.items() if name not in _ONLY_FINAL}
             measure = {"benchmarks": [self.arguments.select_on]}
@@ -251,9 +254,10 @@ class Sweep:
         for _ in range(part.max_extensions if part.extend_grid else 0):
             rates = choice.rates
             if choice.edge == "smallest":
-                choice = self._choice(part, [_rounded(rates[0] ** 2 / rates[1]), *rates], method, scores)
+                rates = [_rounded(rates[0] ** 2 / rates[1]), *rates]
             if choice.edge == "largest":
-                choice = self._choice(part, [*rates, _rounded(rates[-1] ** 2 / rates[-2])], method, scores)
+                rates = [*rates, _rounded(rates[-1] ** 2 / rates[-2])]
+            choice = self._choice(part, rates, method, scores)
         return choice
 
     def _choice(self, part: PartArguments, rates: list[float], method: str, scores: Scores) -> Choice:
@@ -313,7 +317,9 @@ class Sweep:
 
     def plan(self) -> str:
         """Return how many trainings each part adds to those before it."""
-        lines, trainings, extensions = ["Trainings"], set(), 0
+        lines = ["Trainings"]
+        trainings = set()
+        extensions = 0
         for name, part in zip(self.arguments.only or self.parts, self.to_do, strict=True):
             before = len(trainings)
             trainings |= self.trainings(part)

@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +162,13 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
         if lock.lock_counter == 1:
             path.unlink(missing_ok=True)  # before it is released: nobody else can hold it yet
         lock.release()
+
+
+@contextmanager
+def folder_lock_for_all(folder: str | Path) -> Iterator[None]:
+    """Keep others out of a folder as `folder_lock` does: the first process of this launch does so for all that enter."""
+    from loopdropout_trainer.processes import from_main_process
+
+    with ExitStack() as lock:
+        from_main_process(lambda: lock.enter_context(folder_lock(folder)))
+        yield

@@ -33,7 +33,8 @@ CHECKPOINTING_FIELDS = tuple(
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for layouts in which an example's place in the global batch, or in its row, is not known."""
-    packs, splits = getattr(args, "packing", False), args.accelerator_config.split_batches and args.world_size > 1
+    packs = getattr(args, "packing", False)
+    splits = args.accelerator_config.split_batches and args.world_size > 1
     mixes = "packing" if packs else "split_batches"
     for refused, reason in (
         (packs and args.packing_strategy != "bfd",
@@ -55,7 +56,8 @@ def check_arguments(args: TrainingArguments) -> None:
 
 def check_processes(accelerator: Accelerator) -> None:
     """Raise ValueError for a launch whose processes would train on their own, each to another result."""
-    launched, kind = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    kind = accelerator.distributed_type
     if launched != accelerator.num_processes:
         raise UserError(
             f"This is one of {launched} launched processes, but it found {accelerator.num_processes}: they would train "
@@ -178,7 +180,9 @@ def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> 
     accelerate fills the last batches of an evaluation with rows of the dataset's beginning, so that all processes have the
     same number of full batches. The rows of one round lie side by side, by process.
     """
-    labels, packed, state = inputs.get("labels"), inputs.get("example_ids"), accelerator.gradient_state
+    labels = inputs.get("labels")
+    packed = inputs.get("example_ids")
+    state = accelerator.gradient_state
     if labels is None or not state.end_of_dataloader or state.remainder <= 0:  # -1: of a stream of unknown length
         return inputs
     rows = torch.arange(len(labels)) if packed is None else packed[:, 0].cpu()  # [N] of the examples
@@ -268,7 +272,8 @@ def float32_state_dict(model: nn.Module, state_dict: dict | None) -> dict[str, T
 
 def check_packed_batch(inputs: dict[str, Tensor], example_ids: Tensor | None) -> None:
     """Raise ValueError for a micro-batch with several examples in a row that would see one another; None: not packed."""
-    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    positions = inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
     if example_ids is not None:
         if positions is None or mask is not None:
             raise UserError(

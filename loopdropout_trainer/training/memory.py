@@ -100,8 +100,10 @@ def step_memory(
         rows: of the micro-batch, each of `length` tokens.
         num_loops: that the step runs.
     """
-    looped, layers = find_looped_model(model), len(set(physical_layers(model)))
-    config, itemsize = looped.config, looped.dtype.itemsize
+    looped = find_looped_model(model)
+    layers = len(set(physical_layers(model)))
+    config = looped.config
+    itemsize = looped.dtype.itemsize
     names = looped.recurrent_linears()
     inside = _widths(map(looped.get_submodule, names))
     before, after = linears_around(looped, set(names))
@@ -118,7 +120,8 @@ def step_memory(
     else:
         kept = one_loop * loops + sum(_widths(after))
         work = WIDEST_TENSORS * max(inside)
-    tokens, parameters = rows * length, list(model.parameters())
+    tokens = rows * length
+    parameters = list(model.parameters())
     tile = tile_memory(tokens, looped.get_output_embeddings().out_features, itemsize)
     return {
         "weights": sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad),
@@ -136,7 +139,9 @@ def _widths(linears: Iterable[nn.Module]) -> list[int]:
 
 def linears_around(looped: LoopedModelMixin, inside: set[str]) -> tuple[list[nn.Linear], list[nn.Linear]]:
     """Return the projections before the loop and those after it, without the head; models register them as they run."""
-    head, before, after = looped.get_output_embeddings(), [], []
+    head = looped.get_output_embeddings()
+    before = []
+    after = []
     side = before
     for name, module in looped.named_modules():
         name = name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
@@ -172,8 +177,10 @@ def leaves_checkpointing_open(args: TrainingArguments) -> bool:
 
 def choose_checkpointing(model: PeftModel, dataset: Any, args: LoopDropoutArguments) -> None:
     """Compute layers twice (in `args`) only if what a training step keeps does not fit the device, and log why."""
-    fits, reason = False, "how much memory it takes is not known"
-    shape, usable = row_shape(dataset, args), usable_memory(args)
+    fits = False
+    reason = "how much memory it takes is not known"
+    shape = row_shape(dataset, args)
+    usable = usable_memory(args)
     if shape is not None and usable is not None:
         depth = args.depth_limits(find_looped_model(model).config.num_loops)[1]
         step = step_memory(model, *shape, depth)
@@ -201,9 +208,11 @@ def row_shape(dataset: Any, args: TrainingArguments) -> tuple[int, int] | None:
     columns = dataset.column_names if isinstance(dataset, Dataset) else ()
     longest = lambda column: compute.max(compute.list_value_length(dataset.data.column(column))).as_py()
     if "input_ids" in columns:
-        rows, tokens = 1, longest("input_ids")
+        rows = 1
+        tokens = longest("input_ids")
     elif "chosen_ids" in columns:
-        rows, tokens = 2, longest("prompt_ids") + max(longest("chosen_ids"), longest("rejected_ids"))
+        rows = 2
+        tokens = longest("prompt_ids") + max(longest("chosen_ids"), longest("rejected_ids"))
     else:
         return None
     return rows * args.per_device_train_batch_size, min(tokens, getattr(args, "max_length", None) or tokens)
@@ -235,8 +244,10 @@ def memory_advice(
         longest: tokens of the longest example.
     """
     model = model_to_train(config, peft_config, args.make_rule()).to(getattr(torch, dtype))
-    usable, depth = usable_memory(args), args.depth_limits(config.num_loops)[1]
-    rows, checkpointing = args.per_device_train_batch_size, args.gradient_checkpointing
+    usable = usable_memory(args)
+    depth = args.depth_limits(config.num_loops)[1]
+    rows = args.per_device_train_batch_size
+    checkpointing = args.gradient_checkpointing
     step = step_memory(model, rows, longest, depth, bool(checkpointing))
     text = _sentence(step, rows, longest)
     if args.device.type == "cpu":

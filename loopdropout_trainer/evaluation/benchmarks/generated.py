@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate.utils import gather_object
 from datasets import Features, Value, load_dataset
 
 from loopdropout_trainer.data.rows import BadRow, DataError, read_files
@@ -64,7 +63,8 @@ class GeneratedBenchmark(Benchmark):
         }
 
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
-        state, in_turns = all_processes(), subject.in_turns(self.in_turns)
+        state = all_processes()
+        in_turns = subject.in_turns(self.in_turns)
         texts = [subject.prompt_text(prompt, in_turns) + self.beginning for prompt in self.prompts]
         missing = [place for place in range(len(texts)) if place not in log.answers]
         share = missing[state.process_index :: state.num_processes]
@@ -80,8 +80,7 @@ class GeneratedBenchmark(Benchmark):
                 decoding=subject.decoding,
                 keep=lambda index, completion: log.keep([(share[index], completion)]),
             )
-        for part in gather_object([{place: log.answers[place] for place in share}]):
-            log.answers.update(part)
+        log.exchange(share)
         return self.score([log.answers[place] for place in range(len(texts))], texts, log, progress)
 
     def score(self, completions: list[str], texts: list[str], log: AnswerLog, progress: bool) -> BenchmarkResult:
@@ -92,20 +91,18 @@ class GeneratedBenchmark(Benchmark):
 def score_completions(benchmark: GeneratedBenchmark, completions: Sequence[str]) -> BenchmarkResult:
     """Judge one completion for each problem of `benchmark`."""
     metric = answer_metric()(benchmark.metric, keep_in_memory=True)
-    verdicts = metric.compute(predictions=list(completions), references=list(benchmark.references))
-    predictions = [
-        Prediction(
+    scored = metric.compute(predictions=list(completions), references=list(benchmark.references))
+    predictions = []
+    for index, verdict in enumerate(scored["verdicts"]):
+        prediction = Prediction(
             prompt=benchmark.prompts[index],
-            completion=completion,
+            completion=completions[index],
             reference=benchmark.references[index],
-            extracted=verdicts["extracted"][index],
-            correct=verdicts["correct"][index],
-            error=verdicts["error"][index],
             id=str(index),
             groups=_groups(benchmark.rows[index]) if benchmark.rows else None,
+            **verdict._asdict(),
         )
-        for index, completion in enumerate(completions)
-    ]
+        predictions.append(prediction)
     return BenchmarkResult(benchmark.name, predictions)
 
 
@@ -131,11 +128,9 @@ def answer_metric() -> type:
             about = {"description": self.__doc__, "inputs_description": "texts", "citation": ""}
             return evaluate.MetricInfo(**about, features=texts)
 
-        def _compute(self, predictions: list[str | None], references: list[str | None]) -> dict[str, list[Any]]:
-            """Return the fields of all verdicts, each in the predictions' order."""
-            score = SCORERS[self.config_name]
-            verdicts = [score(*pair) for pair in zip(predictions, references, strict=True)]
-            return dict(zip(Verdict._fields, map(list, zip(*verdicts, strict=True)), strict=True))
+        def _compute(self, predictions: list[str | None], references: list[str | None]) -> dict[str, list[Verdict]]:
+            """Return the verdicts in the predictions' order."""
+            return {"verdicts": list(map(SCORERS[self.config_name], predictions, references))}
 
     return AnswerMetric
 

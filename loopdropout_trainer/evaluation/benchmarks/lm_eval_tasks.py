@@ -270,9 +270,11 @@ def _prediction(by_filter: Mapping[str, dict], wanted: Mapping[str, str], task: 
             values[name] = float(value)
     first = next(iter(wanted), "")
     sample = by_filter.get(wanted.get(first, "").rpartition(",")[2]) or next(iter(by_filter.values()))
-    responses, log_likelihoods = [response[0] for response in sample["resps"]], None
+    responses = [response[0] for response in sample["resps"]]
+    log_likelihoods = None
     if isinstance(responses[0], str):
-        completion, extracted = responses[0], sample["filtered_resps"][0]
+        completion = responses[0]
+        extracted = sample["filtered_resps"][0]
         extracted = None if extracted in ("[invalid]", "", None) else str(extracted)
     else:  # log-likelihoods of choices, or of the text itself
         numbers = [response[0] if isinstance(response, tuple | list) else response for response in responses]
@@ -280,7 +282,8 @@ def _prediction(by_filter: Mapping[str, dict], wanted: Mapping[str, str], task: 
         best = sample["arguments"][int(np.argmax(log_likelihoods))]
         completion = best[1] if len(best) > 1 else ""
         extracted = completion.strip()
-    place, value = str(sample["doc_id"]), values.get(first)
+    place = str(sample["doc_id"])
+    value = values.get(first)
     return Prediction(
         prompt=sample["arguments"][0][0],
         completion=completion,

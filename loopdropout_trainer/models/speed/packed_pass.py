@@ -91,9 +91,11 @@ class PackedPass(PlainPass):
     """A forward pass whose examples run packed in one row; `PlainPass` says what each method is for."""
 
     def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
-        loop_state, shape = self.backbone.loop_state, inputs.state.shape[:2]  # (B, S)
+        loop_state = self.backbone.loop_state
+        shape = inputs.state.shape[:2]  # (B, S)
         self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, loop_state.batch.segments)
-        self.pack, self.unpack = packing.pack, packing.unpack
+        self.pack = packing.pack
+        self.unpack = packing.unpack
         loop_state.announce(RunningLoop(tokens=packing.tokens))  # for random initial states
         return replace(
             inputs,
@@ -105,7 +107,8 @@ class PackedPass(PlainPass):
         )
 
     def start(self, inputs: LoopInputs) -> None:
-        batch, packing = self.backbone.loop_state.batch, self.packing
+        batch = self.backbone.loop_state.batch
+        packing = self.packing
         self.state = inputs.state  # [1, T, H], of the examples in their first order
         self.all = tuple(range(len(packing.lengths)))
         # What a loop reads of examples besides their state is computed once for all loops, by their order.
@@ -123,7 +126,8 @@ class PackedPass(PlainPass):
 
     def loop(self, recurrent_step: Callable[[LoopInputs], Tensor], loop: int) -> None:
         loop_state = self.backbone.loop_state
-        states, order = [], ()
+        states = []
+        order = ()
         for part in self.parts[loop]:
             inputs = self._inputs(part.order)
             active = part.order[: part.num_active]
@@ -183,7 +187,8 @@ class PackedPass(PlainPass):
 
     def _mask(self, like: Tensor, lengths: Sequence[int]) -> Lengths | Tensor | None:
         """Return the mask with which the configuration's attention keeps packed examples of these lengths apart."""
-        config, packed = self.backbone.config, Lengths(lengths, like.device, [lengths])
+        config = self.backbone.config
+        packed = Lengths(lengths, like.device, [lengths])
         if config._attn_implementation == "sdpa":
             packed = lengths_in_chunks(lengths, like, config.num_attention_heads, config.head_dim)
             if len(packed.chunks) > 1:

@@ -56,7 +56,8 @@ def find_packing(
         position_ids: [B or 1, S]; without a mask, they say where examples begin (`example_starts`).
         segments: [B, S] index of each token's gates; default: its row.
     """
-    device, mask = position_ids.device, torch.ones(shape, dtype=torch.bool)
+    device = position_ids.device
+    mask = torch.ones(shape, dtype=torch.bool)
     starts = example_starts(position_ids).cpu().expand(shape)  # [B, S]
     if token_mask is not None:
         # A row is an example: its real tokens, wherever its padding stands, keep their order when they are packed.
@@ -65,7 +66,8 @@ def find_packing(
     owners = torch.arange(shape[0]).unsqueeze(1).expand(shape) if segments is None else segments.cpu()
     examples = owners[starts]  # by the first token; any of a row will do, padding too: all have the row's gates
     lengths = (starts.flatten().cumsum(0) - 1)[mask.flatten()].bincount(minlength=len(examples))
-    examples, lengths = examples[lengths > 0], lengths[lengths > 0]  # without rows of padding only
+    examples = examples[lengths > 0]  # without rows of padding only
+    lengths = lengths[lengths > 0]
     kept = None if mask.all() else mask.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
     tokens = examples.repeat_interleave(lengths).to(device, non_blocking=True)
     return Packing(shape, kept, lengths.tolist(), examples.tolist(), tokens)

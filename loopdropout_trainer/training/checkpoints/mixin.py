@@ -6,7 +6,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from loopdropout_trainer.processes import StopSignals, TrainingInterrupted, from
 from loopdropout_trainer.record.identity import WHOLE_RUN, Difference, Identity, continues, differences, make_identity
 from loopdropout_trainer.saving.adapter_files import check_resumable, save_adapter_metadata
 from loopdropout_trainer.saving.cards import save_card
-from loopdropout_trainer.saving.files import folder_lock, is_about_files, staged_files
+from loopdropout_trainer.saving.files import folder_lock_for_all, is_about_files, staged_files
 from loopdropout_trainer.saving.hub import PushError, push_error
 from loopdropout_trainer.training import distributed
 from loopdropout_trainer.training.checkpoints import sealing
@@ -123,8 +123,7 @@ class CheckpointsMixin:
         Raises:
             LockedError, CheckpointError: if another run is at work there, or has left what this one would spoil.
         """
-        with ExitStack() as lock:
-            from_main_process(lambda: lock.enter_context(folder_lock(self.args.output_dir)))
+        with folder_lock_for_all(self.args.output_dir):
             from_main_process(lambda: self._check_output_dir(wanted))
             yield
 
