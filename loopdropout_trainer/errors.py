@@ -148,7 +148,7 @@ def _is_about_processes(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """Return what an error says: without secrets, and on one line unless this package wrote it."""
+    """Return what an error says on one line, without secrets; of this package's own also the lines that it has as notes."""
     text = str(error) if _is_own(error) else one_line(error)
     if _is_memory(error):
         text = f"Out of memory ({text[:200]}): lower `per_device_train_batch_size`, `benchmark_batch_size` or `max_length`."
@@ -162,7 +162,8 @@ def sentence(error: BaseException) -> str:
         extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
         text = f"The Python package `{package}` is not installed, which these settings need"
         text += f': pip install "loopdropout-trainer[{extra}]".' if extra else "."
-    return hide_secrets(text)
+    notes = getattr(error, "__notes__", ()) if _is_own(error) else ()
+    return hide_secrets("\n".join([" ".join(text.splitlines()), *notes]))
 
 
 def one_line(error: BaseException, limit: int = 1000) -> str:

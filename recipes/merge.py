@@ -20,7 +20,8 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import hide_secrets, run_command, user_supplied
 from loopdropout_trainer.evaluation.subject import load_model
 from loopdropout_trainer.processes import show_log
-from loopdropout_trainer.runs.result import FORMER_FILE, is_of_former_version, training_result
+from loopdropout_trainer.record.measurement import RecordError
+from loopdropout_trainer.runs.result import FORMER_FILE, Result, is_of_former_version, training_result
 from loopdropout_trainer.saving.cards import ModelCardFields
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import parse_recipe
@@ -43,7 +44,11 @@ class MergeArguments:
 
 def facts_of_run(adapter: Path) -> ModelCardFields:
     """Return what the files beside an adapter tell about its run."""
-    recipe, text, result = adapter / "recipe.yaml", None, training_result(adapter)
+    recipe, text, result = adapter / "recipe.yaml", None, Result()
+    try:
+        result = training_result(adapter)
+    except RecordError as error:
+        logger.warning("The card states no accuracies: %s", error)
     if is_of_former_version(adapter) and not result.rows:
         logger.warning(
             "%s in %s is of an earlier version of this package, and is not read: the card states no accuracies.",

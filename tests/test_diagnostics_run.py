@@ -134,16 +134,19 @@ def test_a_killed_run_goes_on_and_other_rows_or_another_base_are_measured_anew(d
     measured, original = [], SingleLoop.measure
     monkeypatch.setattr(SingleLoop, "measure", lambda *args: measured.append(args) or original(*args))
     assert diagnose(tmp_path, *names) == before and len(measured) == 1
+    file.write_text("".join(line for line in lines if line != lines[0]))
+    assert diagnose(tmp_path, *names) == before  # a row that somebody has deleted
+    measured.clear()
     fewer = diagnose(tmp_path, *names, "--num_rows", "3")
-    assert len(fewer) == len(before) and values(fewer) != values(before) and len(measured) == 4
-    assert diagnose(tmp_path, *names) == before and len(measured) == 7
+    assert len(fewer) == len(before) and values(fewer) != values(before) and len(measured) == 3
+    assert diagnose(tmp_path, *names) == before and len(measured) == 6
     config = json.loads((saved / "base" / "config.json").read_text())
     (saved / "base" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     try:
         other = diagnose(tmp_path, *names)
     finally:
         (saved / "base" / "config.json").write_text(json.dumps(config))
-    assert len(measured) == 10 and not {row.identity for row in other} & {row.identity for row in before}
+    assert len(measured) == 9 and not {row.identity for row in other} & {row.identity for row in before}
     assert values(other, metric="loss") != pytest.approx(values(before, metric="loss"), abs=1e-3)
 
 

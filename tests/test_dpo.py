@@ -96,6 +96,28 @@ def test_accumulation_draws_the_gates_of_one_large_batch_and_gives_its_weights(m
     assert_same_weights(one, other, rtol=0, atol=1e-4)
 
 
+def test_pairs_that_are_cut_are_counted(config, tokenizer, log):
+    answers = {"chosen": "a" * 4, "rejected": "b"}
+    pairs = Dataset.from_list([{"prompt": "x" * length, **answers} for length in (5, 12, 17, 40)])
+    args = config(LoopDropoutDPOConfig, max_length=20, use_cpu=True)
+    LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, eval_dataset=PAIRS, processing_class=tokenizer)
+    assert "Of 4 pairs of `train_dataset`, 1 are longer than `max_length`, 20, and are cut" in log.text
+    assert "1 are left out" in log.text and "eval_dataset" not in log.text
+    args.max_length = 3
+    with pytest.raises(ValueError, match="No pair of `train_dataset` is left: raise `max_length`, 3"):
+        LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, processing_class=tokenizer)
+
+
+def test_a_resumed_run_logs_what_the_run_logs(make):
+    fields = {"max_steps": 4, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    logs = []
+    for checkpoint in (None, "checkpoint-2"):
+        trainer = make(**fields)
+        trainer.train(resume_from_checkpoint=checkpoint and f"{trainer.args.output_dir}/{checkpoint}")
+        logs.append(trainer.state.log_history)
+    assert "rewards/margins" in logs[0][0] and logs[0][0] == logs[1][0]
+
+
 def test_plain_dpo_arguments_get_the_papers_rule_and_other_arguments_are_refused(make, config, tokenizer):
     trainer = make(cls=DPOConfig)
     assert isinstance(trainer.model, PeftModel) and (trainer.rule, trainer.args.beta) == (LoopDropout(0.5), BETA)

@@ -180,7 +180,8 @@ def test_an_evaluation_that_is_killed_is_continued_by_two_processes(saved, token
         identity = identities[row.identity]
         assert identity["settings"]["max_new_tokens"] == benchmark.max_new_tokens
         assert identity["versions"]["torch"] == version("torch") and identities[row.run]["adapter"]["r"] == 4
-    assert {path.name for path in tmp_path.glob("[!.]*")} == {"answers", "identities.json", MEASUREMENTS_FILE}
+    files = {"answers", "identities.json", "writers.json", MEASUREMENTS_FILE}
+    assert {path.name for path in tmp_path.glob("[!.]*")} == files
 
 
 def measured(folder):

@@ -229,6 +229,7 @@ CRAFTED = {
     "trainer_state.json": [
         {"global_step": -1}, {"global_step": "x"}, {"global_step": None}, {"log_history": [5]}, {"train_batch_size": "x"},
         {"stateful_callbacks": {"RunState": {"attributes": {"totals": 5}}}},
+        {"stateful_callbacks": {"RunState": {"attributes": {"metrics": {"entropy": 0.5}}}}},
         {"stateful_callbacks": {"RunState": {"attributes": {"totals": dict.fromkeys(["seconds", "num_tokens"], "x")}}}},
     ],
 }  # fmt: skip

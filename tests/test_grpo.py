@@ -298,9 +298,9 @@ def test_what_vllm_is_sent_is_the_merged_adapter_at_unit_gates(grpo_config, toke
 
 
 def test_a_resumed_run_ends_with_the_same_bits(grpo_config, tokenizer, tmp_path):
-    """In the middle of the completions' uses, and in an epoch other than the first."""
+    """In the middle of the completions' uses and of what is logged together, and in an epoch other than the first."""
     uses = {"num_iterations": 2, "steps_per_generation": 2}
-    args = lambda: grpo_config(**uses, max_steps=7, save_strategy="steps", save_steps=1)
+    args = lambda: grpo_config(**uses, max_steps=7, save_strategy="steps", save_steps=1, logging_steps=2)
     timeless = lambda trainer: [
         {key: value for key, value in entry.items() if "time" not in key and "second" not in key}
         for entry in trainer.state.log_history[:-1]

@@ -16,6 +16,7 @@ from conftest import (
     ROOT,
     SAMPLES,
     contents,
+    load_script,
     python,
     randomise,
     tiny_huginn,
@@ -187,6 +188,16 @@ def test_the_code_of_cards_runs_in_a_fresh_process(tmp_path, base, trained, toke
     (tmp_path / "new").touch()  # safetensors writes files that only their owner may read
     files = [path for folder in (trained, merged) for path in folder.rglob("*") if path.is_file()]
     assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
+
+
+def test_an_adapter_is_merged_whatever_became_of_what_was_measured_of_it(tmp_path, base, trained, tokenizer, log):
+    tokenizer.save_pretrained(base)
+    folder = shutil.copytree(trained, tmp_path / "adapter")
+    (folder / "identities.json").write_text("5")
+    words = ["--model_name_or_path", str(base), "--adapter", str(folder), "--dtype", "float32"]
+    load_script("recipes/merge.py").main(words)
+    assert (folder / "merged" / "model.safetensors").is_file()
+    assert "The card states no accuracies:" in log.text and "identities.json cannot be read as JSON" in log.text
 
 
 def test_a_merge_never_overwrites_other_weights(tmp_path, base, trained, monkeypatch):

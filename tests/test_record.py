@@ -22,6 +22,7 @@ from loopdropout_trainer.record.identity import (
 from loopdropout_trainer.record.measurement import (
     IDENTITIES_FILE,
     MEASUREMENTS_FILE,
+    WRITERS_FILE,
     Measurement,
     RecordError,
     read_measurements,
@@ -206,6 +207,25 @@ def test_a_row_that_somebody_changed_is_left_out_with_a_sentence(tmp_path, sente
     assert rows == [row()] and fault.startswith(f"{path}, line 2: ") and sentence in fault and "\n" not in fault
     write_measurements(tmp_path, [row(writer="x")], [OF])  # what was measured is written all the same
     assert row(writer="x") in read_measurements(tmp_path)[0]
+
+
+@pytest.mark.parametrize("change", ["deleted", "another number", "twice"])
+def test_rows_that_are_not_those_of_their_writer_are_left_out(tmp_path, change):
+    rows = [row(), row(metric="c"), row(writer="x")]
+    write_measurements(tmp_path, rows, [OF])
+    path = tmp_path / MEASUREMENTS_FILE
+    first, *others = path.read_text().splitlines(keepends=True)
+    lines = {"deleted": [], "another number": [first.replace("50.0", "51.0")], "twice": [first, first]}[change]
+    path.write_text("".join([*lines, *others]))
+    left, _, (fault,) = read_measurements(tmp_path)
+    assert left == rows[2:] and fault == f"{path}: rows of `training` were changed or deleted since they were written."
+    write_measurements(tmp_path, rows[:2], [OF])
+    assert read_measurements(tmp_path) == ([rows[2], *rows[:2]], {KEY: OF}, [])
+    (tmp_path / WRITERS_FILE).unlink()  # as earlier versions leave it
+    assert len(read_measurements(tmp_path)[0]) == 3
+    (tmp_path / WRITERS_FILE).write_text("5")
+    with pytest.raises(RecordError, match="writers.json cannot be read as JSON; remove it"):
+        read_measurements(tmp_path)
 
 
 IDENTITIES = {

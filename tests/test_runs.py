@@ -7,6 +7,7 @@ import re
 import resource
 import termios
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from loopdropout_trainer.record.identity import identity_key
 from loopdropout_trainer.record.measurement import BASE, Measurement, RecordError
 from loopdropout_trainer.reports import load_table
 from loopdropout_trainer.reports.report import summary_tables
-from loopdropout_trainer.runs.result import Result, finished_result, read_run, write_result
+from loopdropout_trainer.runs.result import Result, finished_result, is_finished, read_run, write_result
 from loopdropout_trainer.saving.files import WriteError
 from loopdropout_trainer.training.checkpoints import NonFiniteLossError
 from loopdropout_trainer.training.checkpoints.sealing import seal
@@ -123,12 +124,15 @@ def test_what_was_finished_is_read_back_and_the_rest_is_done(command, tmp_path, 
     assert (out / "merged" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "merged/config.json"])
+FILES = ("adapter_model.safetensors", "adapter_config.json", "merged/config.json", "answers/after/b/predictions.jsonl")
+
+
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "missing", "bit"])
 def test_results_of_other_weights_are_not_those_of_a_finished_run(tmp_path, name, damage):
     out, run = tmp_path / "out", {"settings": {"seed": 1}}
-    (out / "merged").mkdir(parents=True)
-    for file in ("adapter_model.safetensors", "adapter_config.json", "merged/config.json"):
+    for file in FILES:
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
         (out / file).write_bytes(bytes(range(100)))
     seal(out, run, ["adapter_model.safetensors", "adapter_config.json"])
     row = Measurement(writer="training", family="cost", metric="train_seconds", value=1.5, identity=identity_key(run))
@@ -160,16 +164,23 @@ def test_a_run_of_an_earlier_version_is_measured_again_and_named(command, tmp_pa
     assert [row for row in read_run(out).result.rows if row.family == "accuracy"] == rows
 
 
-@pytest.mark.parametrize("damage", ["a number", "a line", "identities"])
+@pytest.mark.parametrize("damage", ["a number", "a line", "half of a line", "identities", "all but run.json"])
 def test_damaged_rows_are_not_those_of_a_finished_run(tmp_path, damage):
     run = {"settings": {"seed": 1}}
     row = Measurement(writer="training", family="cost", metric="train_seconds", value=1.5, identity=identity_key(run))
-    write_result(Result([row], {identity_key(run): run}), {"settings": {}}, run, tmp_path)
-    assert read_run(tmp_path).result.rows == [row]
+    rows = [row, replace(row, metric="examples", value=8)]
+    write_result(Result(rows, {identity_key(run): run}), {"settings": {}}, run, tmp_path)
+    assert read_run(tmp_path).result.rows == rows and is_finished(tmp_path)
     file = tmp_path / ("identities.json" if damage == "identities" else "measurements.jsonl")
     text = file.read_text()
-    file.write_text(text.replace("1.5", "2.5") if damage == "a number" else text[: len(text) // 2])
-    assert read_run(tmp_path) is None
+    if damage == "all but run.json":
+        for name in ("measurements.jsonl", "identities.json", "writers.json"):
+            (tmp_path / name).unlink()
+    elif damage == "a line":
+        file.write_text(text.splitlines(keepends=True)[0])
+    else:
+        file.write_text(text.replace("1.5", "2.5") if damage == "a number" else text[: len(text) // 2])
+    assert read_run(tmp_path) is None and not is_finished(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["identities.json", "measurements.jsonl"])

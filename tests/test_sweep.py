@@ -73,7 +73,8 @@ def main(argv):
     (out / "measurements.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
     (out / "identities.json").write_text(json.dumps({known["identity"]: identity}))
     (out / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run = {"run_name": recipe["run_name"], "identity": known["identity"], "rows": digest(rows), "saved": {}, "files": {}}
+    (out / "writers.json").write_text(json.dumps({"training": digest(rows)}))
+    run = {"run_name": recipe["run_name"], "identity": known["identity"], "saved": {}, "files": {}}
     (out / "run.json").write_text(json.dumps({**run, "settings": recipe}))
 
 if __name__ == "__main__":
@@ -271,6 +272,29 @@ def test_a_run_whose_folder_is_gone_is_trained_anew(lab):
     assert len([run for run in load_runs(lab.out) if run["final"]]) == 2
 
 
+def test_a_run_that_is_measured_again_is_compared_with_what_it_was(lab):
+    lab.tell(world=WORLD)
+    fields = {"learning_rates": [0.01], "seeds": [101]}
+    lab.run(**fields)
+    lab.tell(world={**WORLD, "data": {"sha256": "b"}})
+    words = "lora/lr_0.01/seed_101 cannot stand beside its own earlier results: the training data are others"
+    with pytest.raises(SweepError, match=words):
+        lab.run(**fields, measure={"benchmarks": ["arithmetic_hard"]})
+
+
+def test_a_run_whose_rows_were_changed_is_measured_again(lab):
+    fields = {"learning_rates": [0.01, 0.02], "seeds": [101]}
+    lab.run(**fields)
+    before, count = load_runs(lab.out), len(lab.ran())
+    file = lab.out / "lora/lr_0.02/seed_101" / "measurements.jsonl"
+    file.write_text(file.read_text().replace("90.0", "91.0"))
+    with pytest.raises(ValueError, match="rows of `training` were changed or deleted"):
+        load_runs(lab.out)
+    lab.run(**fields)
+    assert lab.did()[count:] == [("measured", "lora/lr_0.02/seed_101")] * 2  # to choose, and to compare
+    assert load_runs(lab.out) == before
+
+
 def test_runs_of_an_earlier_version_are_named(lab):
     lab.run(learning_rates=[0.01], seeds=[101])
     folder = lab.out / "lora/lr_0.01/seed_101"
@@ -444,6 +468,8 @@ REFUSALS = [  # fields, the field that is named, the fault
     ({"measure": {"benchmarks": ["no_benchmark"]}}, "measure", "no_benchmark"),
     ({"measure": {"benchmarks": []}}, "measure", "must name `benchmarks`"),
     ({"measure": {"lora_r": 4}}, "measure", "lora_r"),
+    ({"settings": {"num_eval_examples": 0}}, "development", "needs held-out rows"),
+    ({"settings": {"preparation": "arithmetic_pairs"}}, "development", "got 'arithmetic_pairs'"),
     ({"measure": {"depths": [0]}}, "depths", "0"),
     ({"settings": {"lora_rank": 4}}, "lora_rank", "did you mean"),
     ({"settings": {"hub_token": "hf_secretsecret"}}, "hub_token", "secret"),

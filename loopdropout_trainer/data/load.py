@@ -230,7 +230,7 @@ def _prepare(rows: Iterable[Row], preparation: Preparation, max_length: int | No
         report.train = len(train_rows)
         report.held_out = len(held_rows)
         wanted = f"`num_train_examples: {asked}` and `num_eval_examples: {preparation.num_held_out}`"
-        raise DataError(f"Too few rows for {wanted}: {report.train:,} and {report.held_out:,} are left.\n{report}")
+        raise _refusal(f"Too few rows for {wanted}: {report.train:,} and {report.held_out:,} are left.", report)
     if not args.eval_files:
         held_out = examples.select(held_rows)
     train, report.lengths = _drop_long(examples.select(train_rows), preparation, max_length)
@@ -238,8 +238,15 @@ def _prepare(rows: Iterable[Row], preparation: Preparation, max_length: int | No
     report.train = len(train)
     report.held_out = len(held_out)
     if not report.train:
-        raise DataError(f"No example is left to train on.\n{report}")
+        raise _refusal("No example is left to train on.", report)
     return DatasetDict({"train": train, "eval": held_out} if report.held_out else {"train": train})
+
+
+def _refusal(sentence: str, report: DataReport) -> DataError:
+    """Return the error that says why there is nothing to train on, with what became of the rows below it."""
+    error = DataError(sentence)
+    error.add_note(str(report))
+    return error
 
 
 def _examples(rows: Iterable[Row], preparation: Preparation) -> tuple[Dataset, np.ndarray]:
@@ -269,7 +276,7 @@ def _examples(rows: Iterable[Row], preparation: Preparation) -> tuple[Dataset, n
             columns = [f"{name} as messages" if isinstance(value, list) else name for name, value in example.items()]
             kinds[" and ".join(columns)] = None
     if not examples:
-        raise DataError(f"No usable row was found.\n{report}")
+        raise _refusal("No usable row was found.", preparation.report)
     if len(kinds) > 1:
         raise DataError(f"The rows differ in kind: {', others '.join(kinds)}.")
     return Dataset.from_list(examples), np.array(orders, dtype=np.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from inspect import formatannotation
@@ -20,10 +21,13 @@ from filelock import FileLock
 from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.record.identity import Identity, identity_key, read_identity
-from loopdropout_trainer.saving.files import write_atomically
+from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
 
 
 MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"
+
+WRITERS_FILE = "writers.json"
+"""Holds a hash of each writer's rows, by which it is noticed that one was changed or deleted."""
 
 _REMEDY = "remove it, and the command that wrote it will measure again"
 
@@ -138,7 +142,7 @@ def write_measurements(
     Several processes may write at once. Of identities that no row refers to any more nothing is kept.
 
     Raises:
-        RecordError: if the folder's identities cannot be read.
+        RecordError: if the folder's identities or hashes cannot be read.
     """
     folder = Path(folder)
     new = [as_json(row) for row in rows]
@@ -153,7 +157,10 @@ def write_measurements(
         named = read_identities(folder)
         named |= {identity_key(identity): identity for identity in identities if identity}
         named = {key: identity for key, identity in named.items() if key in used}
+        kept = {writer: digest for writer, digest in _read_hashes(folder).items() if writer not in replaced}
+        hashes = {**kept, **_hashes(new)}
         write_atomically(folder / IDENTITIES_FILE, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(folder / WRITERS_FILE, json.dumps(hashes, indent=1, ensure_ascii=False) + "\n")
         write_atomically(folder / MEASUREMENTS_FILE, "".join(f"{line}\n" for line in lines))
 
 
@@ -166,7 +173,9 @@ _DEFAULTS = {field.name: field.default for field in fields(Measurement)}
 
 
 def read_measurements(folder: str | Path) -> tuple[list[Measurement], dict[str, Identity], list[str]]:
-    """Return a folder's rows, its identities by key, and a sentence about each line that is left out.
+    """Return a folder's rows, its identities by key, and a sentence about each line and writer that is left out.
+
+    A writer is left out if its rows are not those that it wrote: some were changed or deleted.
 
     Raises:
         RecordError: if a file cannot be read at all.
@@ -180,7 +189,30 @@ def read_measurements(folder: str | Path) -> tuple[list[Measurement], dict[str, 
             rows.append(_row(_fields(text), identities))
         except RecordError as error:
             faults.append(f"{folder / MEASUREMENTS_FILE}, line {number}: {error}.")
-    return rows, identities, faults
+    hashes = _hashes(map(as_json, rows))
+    changed = [writer for writer, digest in _read_hashes(folder).items() if hashes.get(writer) != digest]
+    for writer in changed:
+        faults.append(
+            f"{folder / MEASUREMENTS_FILE}: rows of `{writer}` were changed or deleted since they were written."
+        )
+    return [row for row in rows if row.writer not in changed], identities, faults
+
+
+def _hashes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a hash of each writer's rows."""
+    by_writer = defaultdict(list)
+    for row in rows:
+        by_writer[row["writer"]].append(row)
+    return {writer: sha256_of_json(of_writer) for writer, of_writer in by_writer.items()}
+
+
+def _read_hashes(folder: Path) -> dict[str, str]:
+    """Return the hash of each writer's rows; none of writers of earlier versions, whose rows are taken as they are."""
+    path = folder / WRITERS_FILE
+    try:
+        return dict(json.loads(_text(path) or "{}"))
+    except (ValueError, TypeError, RecursionError):
+        raise RecordError(f"{path} cannot be read as JSON; {_REMEDY}") from None
 
 
 def _row(line: Mapping[str, Any], identities: Mapping[str, Identity]) -> Measurement:

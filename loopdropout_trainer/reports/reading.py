@@ -40,6 +40,7 @@ OBJECTS = ("of_run", "of_number")
 """Columns with the identities themselves: of the training, and of what the number depends on."""
 
 _OLD = ("results.json", "evaluation.json")
+_DIVERGED = "diverged.json"  # in the place of a training's measurements
 _BEFORE_NAMES_OF_RUN = {"adapter": "", "settings": "", "loops": "", "seeds": "", "length": ""}
 _BEFORE_NAMES = {"adapter": "", **dict.fromkeys(("data", "settings", "loops", "seeds", "length"), "evaluation")}
 """What the columns of an identity's parts begin with; those of the other parts begin with the part's name."""
@@ -70,7 +71,9 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         except (OSError, ValueError) as error:
             skipped.append(f"{one_line(error)}.")
             continue
-        if not (folder / MEASUREMENTS_FILE).exists():
+        if (folder / _DIVERGED).exists():
+            skipped.append(f"{folder} holds a training that diverged.")
+        elif not (folder / MEASUREMENTS_FILE).exists():
             skipped.append(
                 f"{folder} has results, but no {MEASUREMENTS_FILE}, as another version of this package leaves them: run the "
                 "command that made them again, in a folder of its own."
@@ -96,12 +99,12 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
 
 
 def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
-    """Return the folders with measurements below some folders, and those with results of other versions."""
+    """Return the folders below some folders that hold measurements, a training that diverged, or results of other versions."""
     by_place = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ReportError(f"There is no folder {folder}: name folders that training, evaluation or sweeps wrote.")
-        for name in (MEASUREMENTS_FILE, *_OLD):
+        for name in (MEASUREMENTS_FILE, _DIVERGED, *_OLD):
             for path in sorted(folder.rglob(name)):
                 if not any(part.startswith(".") for part in path.relative_to(folder).parts):  # not yet complete
                     by_place.setdefault(path.parent.resolve(), path.parent)

@@ -317,8 +317,8 @@ def load_spec(path: str | Path) -> TableSpec | FigureSpec | GatesSpec:
             list(spec.cells())  # each is checked
         return spec
     except ValidationError as error:
-        fault = error.errors()[0]
-        name = ".".join(map(str, fault["loc"]))
+        fault = max(error.errors(), key=lambda fault: len(fault["loc"]))  # of several types the one that fits best
+        name = ".".join(str(part) for part in fault["loc"] if "constrained" not in str(part))  # a type's name
         got = "" if fault["type"] == "missing" else f"; got {fault['input']!r}"
         reason = f"`{name}`: {fault['msg']}{got}."
     except ReportError as error:

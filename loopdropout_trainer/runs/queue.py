@@ -38,6 +38,7 @@ from loopdropout_trainer.runs.result import (
     EXPECTED_FILE,
     FORMER_FILE,
     RUN_FILE,
+    is_finished,
     is_of_former_version,
     read_run,
 )
@@ -92,10 +93,14 @@ class Queue:
         return list(dict.fromkeys(method for part in self.sweep.to_do for method in part.methods))
 
     def _check_recipes(self) -> None:
+        select_on = self.sweep.arguments.select_on
         recipes = {}
-        benchmarks = {self.sweep.arguments.select_on}
+        benchmarks = {select_on}
+        choosing = {method for part in self.sweep.to_do if not part.full_grid for method in part.methods}
         for method in self._methods():
             recipe = self.sweep.recipe(Job(method, 1.0, 0, False))
+            if method in choosing:
+                recipe["benchmarks"] = sorted({*recipe["benchmarks"], select_on})
             recipes[method] = {**recipe, "output_dir": str(self.output_dir / method)}
             benchmarks |= set(recipe["benchmarks"])
         with_model = not self.sweep.arguments.print_commands  # which may be printed where no model is
@@ -141,7 +146,6 @@ class Queue:
 
     def _refresh(self) -> None:
         """Read the trials: the last finished one of each run, the scores that choose rates, and the runs under way."""
-        files = {TrialState.COMPLETE: RUN_FILE, TrialState.PRUNED: DIVERGED_FILE}
         self._last: dict[str, dict[str, Any]] = {}
         self._scores: dict[str, float | None] = {}
         self._active: set[str] = set()
@@ -153,10 +157,16 @@ class Queue:
                 self._scores.pop(run, None)
             if trial.state == TrialState.RUNNING:
                 self._active.add(run)
-            elif trial.state in files and (self.output_dir / run / files[trial.state]).exists():
+            elif self._is_there(trial.state, self.output_dir / run):
                 self._last[run] = facts
                 if facts["selects"] or "error" in facts:
                     self._scores[run] = trial.value
+
+    def _is_there(self, state: TrialState, folder: Path) -> bool:
+        """Return whether a run's folder still holds what its trial has left there, and nobody has changed it."""
+        if state == TrialState.COMPLETE:
+            return is_finished(folder)
+        return state == TrialState.PRUNED and (folder / DIVERGED_FILE).exists()
 
     def is_done(self, job: Job) -> bool:
         """Say whether there is nothing left to do for a job, as far as the trials were read."""
@@ -189,27 +199,27 @@ class Queue:
                 return {"identity": diverged["run"], "error": diverged["error"]}
         return None
 
-    def _expected(self, method: str) -> Iterator[tuple[str, Identity]]:
+    def _expected(self, run: str, method: str) -> Iterator[tuple[str, Identity]]:
         """Yield each finished run, with those fields of its identity that a run of a method must share.
 
         Runs of one method differ in seed and learning rate only; methods that differ in rule and adapter only have one base
         and one data set; and all runs have the same versions.
         """
-        for run, facts in self._last.items():
-            other = facts["method"]
+        for other, facts in self._last.items():
+            of_other = facts["method"]
             identity = facts["identity"]
             parts = ("versions",)
-            if other == method:
+            if of_other == method:
                 parts = ONE_SETTING
-            elif method and self._beside_adapter(other) == self._beside_adapter(method):
+            elif method and self._beside_adapter(of_other) == self._beside_adapter(method):
                 parts = ("base", "data", "versions")
             expected = {part: dict(identity[part]) for part in parts if part in identity}
             expected.get("settings", {}).pop("learning_rate", None)
-            yield run, expected
+            yield "its own earlier results" if other == run else other, expected
 
     def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
         """Raise SweepError if a run's numbers depend on something else than those of the finished runs do."""
-        for other, expected in self._expected(method):
+        for other, expected in self._expected(run, method):
             if changed := differences(expected, identity):
                 raise SweepError(
                     f"{run} cannot stand beside {other}: {changed[0]}. Put it back and delete the folder of the one that is "
@@ -220,7 +230,7 @@ class Queue:
         """Write into a job's folder what its training compares itself with before its first step."""
         file = self.output_dir / job.run / EXPECTED_FILE
         file.unlink(missing_ok=True)
-        runs = list(self._expected(job.method))
+        runs = list(self._expected(job.run, job.method))
         if runs:
             run, expected = max(runs, key=lambda pair: len(pair[1]))  # they are alike: the one that says most
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -333,7 +343,7 @@ class Queue:
                 self._refresh()
         except BaseException as error:
             if isinstance(error, SweepError):
-                self.study.set_user_attr("failure", str(error).splitlines()[0])
+                self.study.set_user_attr("failure", str(error))
             self.study.tell(trial, state=TrialState.FAIL)
             raise
         jobs = {job for part in self.sweep.to_do for job in self.sweep.jobs_of(part, self._scores)}
@@ -354,8 +364,12 @@ class Queue:
         outcome = self._outcome(job)
         if outcome is None or (status and "error" not in outcome):
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-            error = f"{job.run} failed with exit status {status}; the same command goes on from there. {log} ends:"
-            raise SweepError("\n  ".join([error, *[line for line in lines if line.strip()][-12:]]))
+            error = SweepError(
+                f"{job.run} failed with exit status {status}; the same command goes on from there. {log} ends:"
+            )
+            for line in [line for line in lines if line.strip()][-12:]:
+                error.add_note(f"  {line}")
+            raise error
         return outcome
 
     def _argv(self, job: Job) -> list[str]:

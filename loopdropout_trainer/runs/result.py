@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -11,8 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loopdropout_trainer.errors import public_settings
 from loopdropout_trainer.record.identity import WHOLE_RUN, Identity, differences, identity_key
-from loopdropout_trainer.record.measurement import BASE, Measurement, as_json, read_measurements, write_measurements
-from loopdropout_trainer.saving.files import sha256, sha256_of_json, staged_files
+from loopdropout_trainer.record.measurement import (
+    BASE,
+    IDENTITIES_FILE,
+    MEASUREMENTS_FILE,
+    WRITERS_FILE,
+    Measurement,
+    RecordError,
+    read_measurements,
+    write_measurements,
+)
+from loopdropout_trainer.saving.files import sha256, staged_files
 
 
 if TYPE_CHECKING:
@@ -101,16 +111,18 @@ def write_result(result: Result, facts: Mapping[str, Any], run: Identity, output
     Raises:
         WriteError: if the disk refuses; what was there before is untouched.
     """
+    from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, PREDICTIONS_FILE
     from loopdropout_trainer.settings.recipe import settings_yaml
 
     write_measurements(output_dir, result.rows, result.identities.values(), WRITER)
     output_dir = Path(output_dir)
-    files = [*output_dir.glob("*.safetensors")]  # the adapter's other files are in its manifest
+    # The adapter's other files are in its manifest; the predictions are made again of the answers that they say.
+    files = [*output_dir.glob("*.safetensors"), *output_dir.glob(f"{ANSWERS_FOLDER}/**/{PREDICTIONS_FILE}")]
     if "merged model" in result.saved:
         files += Path(result.saved["merged model"]).glob("*")
     hashes = {str(file.relative_to(output_dir)): sha256(file) for file in files if file.suffix != ".md"}
     saved = {what: str(Path(path).relative_to(output_dir)) for what, path in result.saved.items()}  # it may move
-    of_run = {"identity": identity_key(run), "saved": saved, "files": hashes, "rows": _sha256(result.rows)}
+    of_run = {"identity": identity_key(run), "saved": saved, "files": hashes}
     with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(facts["settings"]), encoding="utf-8")
         text = json.dumps({**facts, **of_run}, indent=1, ensure_ascii=False) + "\n"
@@ -132,10 +144,20 @@ def read_run(folder: str | Path) -> FinishedRun | None:
         facts |= {name: dict(facts[name]) for name in ("settings", "saved", "files")}
         result = training_result(folder)
         result.saved = {what: str(Path(folder, path)) for what, path in facts["saved"].items()}
-        is_complete = facts["rows"] == _sha256(result.rows)
-        return FinishedRun(facts, result, result.identities[facts["identity"]]) if is_complete else None
+        return FinishedRun(facts, result, result.identities[facts["identity"]]) if result.rows else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def is_finished(folder: str | Path) -> bool:
+    """Say whether there is something for `read_run` in a folder; it is read again only when its files have changed."""
+    files = [Path(folder, name) for name in (RUN_FILE, MEASUREMENTS_FILE, IDENTITIES_FILE, WRITERS_FILE)]
+    return _is_finished(folder, tuple(file.stat().st_mtime_ns for file in files if file.exists()))
+
+
+@functools.cache
+def _is_finished(folder: str | Path, modified: tuple[int, ...]) -> bool:
+    return read_run(folder) is not None
 
 
 def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identity: Identity) -> Result | None:
@@ -156,17 +178,16 @@ def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identit
 
 def training_result(folder: str | Path) -> Result:
     """Return what the training in a folder has measured, whether or not it was finished; RecordError for damaged files."""
-    rows, identities, _ = read_measurements(folder)
-    return Result([row for row in rows if row.writer == WRITER], identities)
+    rows, identities, faults = read_measurements(folder)
+    rows = [row for row in rows if row.writer == WRITER]
+    if faults and not rows:
+        raise RecordError(faults[0])
+    return Result(rows, identities)
 
 
 def is_of_former_version(folder: str | Path) -> bool:
     """Say whether a run was finished by an earlier version of this package, which kept its numbers in results.json."""
     return Path(folder, FORMER_FILE).is_file() and not Path(folder, RUN_FILE).exists()
-
-
-def _sha256(rows: Iterable[Measurement]) -> str:
-    return sha256_of_json([as_json(row) for row in rows])
 
 
 def _asked_for(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
 from loopdropout_trainer.errors import one_line, public_settings, user_supplied
 from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
 from loopdropout_trainer.evaluation.benchmark import SettingsChangedError
-from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, development_benchmark
+from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, check_development, development_benchmark
 from loopdropout_trainer.evaluation.results import answers_folder
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.processes import from_main_process, show_log
@@ -135,6 +135,9 @@ class Run:
     def _check_measuring(self, config: LoopDropoutArguments) -> None:
         script = self.script
         rules = [of_rule.make_rule() for of_rule in self.configs]
+        if DEVELOPMENT in (script.benchmarks or ()):  # before data are read, and a sweep before its first training
+            data = self.data_args  # without a number each preparation has its own
+            check_development(data.preparation, bool(data.eval_files) or data.num_eval_examples != 0)
         if script.depths and not (script.benchmarks and all(rule.mergeable for rule in rules)):
             raise RecipeError(
                 "`depths` needs `benchmarks`, and rules with one update for all loops: others run at their own depth only."

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from torch import Tensor
+from transformers.utils import logging
 from trl import DPOTrainer
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.streams import ExampleId
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.checkpoints import CheckpointsMixin
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.distributed import EqualShares, EvaluationLossMixin, deal_by
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
+
+
+logger = logging.get_logger(__name__)
 
 
 class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossMixin, DPOTrainer):
@@ -38,6 +44,16 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
 
     def compute_ref_log_probs(self, model, inputs):
         return super().compute_ref_log_probs(model, self.looped.complete_batch(inputs))
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if isinstance(rows, Dataset) and args.max_length is not None:
+            _warn_of_cut_pairs(dataset, rows, dataset_name, args.max_length)
+            if not len(rows):
+                raise UserError(
+                    f"No pair of `{dataset_name}_dataset` is left: raise `max_length`, {args.max_length:,}."
+                )
+        return rows
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not isinstance(self._precompute_model_hash, tuple):
@@ -68,3 +84,17 @@ class LoopDropoutDPOTrainer(CheckpointsMixin, GateSamplingMixin, EvaluationLossM
         """Return the ids of N chosen and then N rejected completions: those of their pairs."""
         pairs = len(inputs["input_ids"]) // 2
         return [(pair, 0) for pair in range(pairs)] * 2
+
+
+def _warn_of_cut_pairs(before: Dataset, rows: Dataset, name: str, max_length: int) -> None:
+    """Say how many pairs TRL will cut at `max_length`, and how many it has left out of the dataset as it was `before`."""
+    parts = ("prompt_ids", "chosen_ids", "rejected_ids")
+    lengths = [[len(ids) for ids in rows[part]] for part in parts]
+    triples = zip(*lengths, strict=True)
+    cut = sum(prompt + max(chosen, rejected) > max_length for prompt, chosen, rejected in triples)
+    gone = len(before) - len(rows)
+    if cut or gone:
+        logger.warning(
+            f"Of {len(before):,} pairs of `{name}_dataset`, {cut:,} are longer than `max_length`, {max_length:,}, and are "
+            f"cut, so that a completion loses its end; {gone:,} are left out, as their prompt alone fills it."
+        )

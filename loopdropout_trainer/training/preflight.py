@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -143,6 +144,7 @@ def _check_parts(args: TrainingArguments) -> None:
         with user_supplied(f"`optim` {args.optim.value} with `optim_args` {shown(args.optim_args)} cannot be used"):
             optimizer_class, fields = Trainer.get_optimizer_cls_and_kwargs(args, layer)
             optimizer = optimizer_class(layer.parameters(), **fields)
+        _check_optimizer_arguments(args, layer)
     with user_supplied(f"`lr_scheduler_type` {schedule} with `lr_scheduler_kwargs` {shown(keywords)} cannot be used"):
         scheduler = get_scheduler(schedule, optimizer, 2, 8, scheduler_specific_kwargs=keywords)
         if args.warmup_from_first_step and not isinstance(scheduler, LambdaLR):
@@ -185,6 +187,22 @@ def _check_parts(args: TrainingArguments) -> None:
     ):  # fmt: skip
         if refused:
             raise UserError(reason)
+
+
+def _check_optimizer_arguments(args: TrainingArguments, layer: nn.Module) -> None:
+    """Raise ValueError for a name in `optim_args` that nobody reads: with any value the optimizer's arguments are the same."""
+    given = [argument.partition("=")[0].strip() for argument in (args.optim_args or "").split(",")]
+    for name in filter(None, given):
+        made = []
+        for tried in ("", f"{name}=0", f"{name}=1"):
+            changed = copy.copy(args)
+            changed.optim_args = tried
+            with suppress(Exception):  # a value that is refused was read
+                made.append(Trainer.get_optimizer_cls_and_kwargs(changed, layer)[1])
+        if made == 3 * made[:1]:
+            raise UserError(
+                f"`optim_args` has `{name}`, which `optim` {args.optim.value} does not read: leave it out."
+            )
 
 
 def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTrainedConfig:

@@ -66,13 +66,18 @@ def load_benchmark(
     return task.load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
 
 
-def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None):
-    """Return held-out rows (`load_data(...).eval`) as a benchmark, with prompts and metric of the preparation's test set."""
-    if preparation not in _SCORED_LIKE or not rows:
+def check_development(preparation: str | None, has_held_out: bool) -> None:
+    """Raise ValueError if the rows of a preparation make no benchmark, or none of them are held out."""
+    if preparation not in _SCORED_LIKE or not has_held_out:
         raise UserError(
             f"The benchmark `{DEVELOPMENT}` needs held-out rows (`num_eval_examples`) of a `preparation` with questions and "
-            f"answers ({', '.join(_SCORED_LIKE)}); got {preparation!r} with {len(rows or ())}."
+            f"answers ({', '.join(_SCORED_LIKE)}); got {preparation!r}{'' if has_held_out else ' without held-out rows'}."
         )
+
+
+def development_benchmark(rows: Dataset | None, preparation: str | None, limit: int | None = None):
+    """Return held-out rows (`load_data(...).eval`) as a benchmark, with prompts and metric of the preparation's test set."""
+    check_development(preparation, bool(rows))
     task = BENCHMARKS[_SCORED_LIKE[preparation]]
     rows = rows.select(range(min(limit or len(rows), len(rows))))
     if preparation == "metamath_gsm":  # its answers are numbers for the scorer, and text for the others

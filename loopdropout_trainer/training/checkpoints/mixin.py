@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -51,7 +52,8 @@ class CheckpointsMixin:
     interruption. Ctrl-C and SIGTERM stop it after the running step, with a checkpoint.
 
     What transformers forgets on resuming is restored: the losses, seconds and tokens so far, so that reports are of the
-    complete run; the state of the rule; and the patience of `EarlyStoppingCallback`.
+    complete run; what TRL has gathered since it logged last; the state of the rule; and the patience of
+    `EarlyStoppingCallback`.
     """
 
     _complete = False  # whether the training has ended
@@ -442,7 +444,7 @@ class CheckpointsMixin:
 
 
 class RunState(TrainerCallback, ExportableState):
-    """What this package adds to a run's trainer_state.json: the totals so far, and the state of the rule.
+    """What this package adds to a run's trainer_state.json: totals, the rule's state, what is not logged yet.
 
     It restores the totals as training begins, and stops training after a step, with a checkpoint, on a signal to any process.
     """
@@ -460,8 +462,18 @@ class RunState(TrainerCallback, ExportableState):
         if self.rule:
             self.trainer.rule.load_state_dict(memory)
 
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """What TRL has gathered since it logged last; the next entry of the log is the mean of it and of what follows."""
+        return dict(self.trainer._metrics["train"])
+
+    @metrics.setter
+    def metrics(self, gathered: dict[str, list[float]]) -> None:
+        type_validator("metrics", gathered, dict[str, list[int | float]])
+        self.trainer._metrics["train"] = defaultdict(list, gathered)
+
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"totals": self.totals, "rule": self.rule}}
+        return {"args": {}, "attributes": {"totals": self.totals, "rule": self.rule, "metrics": self.metrics}}
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer, earlier = self.trainer, self.trainer._earlier
