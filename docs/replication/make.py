@@ -97,7 +97,7 @@ def summary(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
         f"**Seen alone, and undecided among {len(claims)}:** {'; '.join(undecided)}.",
         f"**Opposite** after correction: {'; '.join(opposite) or 'none'}.",
         f"**The map**, {len(cells) // 2} cells: at the training depth {at_4}; at twice it {at_8}.",
-        f"**p annealed from 0.5 to 0** (-: not yet run): {'; '.join(annealed)}.",
+        f"**p annealed from 0.5 to 0** at the training depth: {'; '.join(annealed)}.",
         language_line(studies["small_lm"], told),
     ]
     return "\n".join(f"- {line}" for line in lines)
@@ -323,7 +323,7 @@ def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
 
 def numbers_in_sentences(studies: dict[str, Study], claims: pd.DataFrame) -> dict[str, str]:
     """Return the numbers that stand in sentences, by name."""
-    small, language, before = studies["small"], studies["small_lm"], studies["two_layers_before"]
+    small, language = studies["small"], studies["small_lm"]
     means = {row.claim.words: row.gain.mean for row in claims.itertuples()}
     accuracy = lambda method, depth: small.select(method, "accuracy", depth=depth)["value"].mean()
     kept = {}
@@ -333,10 +333,14 @@ def numbers_in_sentences(studies: dict[str, Study], claims: pd.DataFrame) -> dic
         )
         kept[f"kept_at_{depth}"] = f"{100 * of_annealed / of_constant:.0f}%"
     at_depths = {}
-    for method in METHODS:
-        for depth in (4, 8):
-            at_depths[f"{method}_{depth}"] = f"{small.mean(method, depth=depth)}%"
-            at_depths[f"before_{method}_{depth}"] = f"{before.mean(method, depth=depth)}%"
+    for prefix, study, methods in (
+        ("", small, METHODS),
+        ("before_", studies["two_layers_before"], METHODS),
+        ("two_", studies["two_layers"], (*METHODS, "coto", "module_wise")),
+    ):
+        for method in methods:
+            for depth in (4, 8):
+                at_depths[f"{prefix}{method}_{depth}"] = f"{study.mean(method, depth=depth)}%"
     return {
         **at_depths,
         **kept,
