@@ -91,10 +91,9 @@ def looped(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Hugin
 def block_weights(layer: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of a Llama's layer under the names of a converted model's block."""
     attention, mlp = layer.self_attn, layer.mlp
+    queries_keys_values = [linear.weight for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
     return {
-        "attn.Wqkv.weight": torch.cat(
-            [each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        ),
+        "attn.Wqkv.weight": torch.cat(queries_keys_values),
         "attn.proj.weight": attention.o_proj.weight,
         "mlp.fc.weight": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
         "mlp.proj.weight": mlp.down_proj.weight,

@@ -57,17 +57,17 @@ def main(argv: list[str] | None = None) -> None:
 
 def table_files(names: list[str]) -> list[Path]:
     """Return the YAML files of tables given by name or path."""
-    known = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
+    tables = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
     files = []
     for name in names:
         if name == "all":
-            files += known.values()
-        elif name in known:
-            files.append(known[name])
+            files += tables.values()
+        elif name in tables:
+            files.append(tables[name])
         elif Path(name).is_file():
             files.append(Path(name))
         else:
-            raise RecipeError(f"`--tables` must name a file or one of all, {', '.join(known)}; got {name!r}.")
+            raise RecipeError(f"`--tables` must name a file or one of all, {', '.join(tables)}; got {name!r}.")
     return files
 
 

@@ -293,15 +293,15 @@ class Sweep:
         return jobs
 
     def jobs(self, scores: Scores, is_done: Callable[[Job], bool]) -> list[Job]:
-        """Return the jobs that are known and not done, in order of priority: part by part, then seed by seed.
+        """Return the jobs that have a learning rate and are not done, in order of priority: part by part, then seed by seed.
 
         A sweep that is stopped has then compared its methods on the same seeds.
         """
         choosing = {job for part in self.parts.values() for job in self.jobs_of(part, scores) if job.selects}
         jobs = []
         for part in self.to_do:
-            known = [job for job in self.jobs_of(part, scores) if job.learning_rate is not None]
-            for job in sorted(known, key=lambda job: part.seeds.index(job.seed)):
+            with_rates = [job for job in self.jobs_of(part, scores) if job.learning_rate is not None]
+            for job in sorted(with_rates, key=lambda job: part.seeds.index(job.seed)):
                 # Another part may choose by this run: first, since its results would take the place of the final ones.
                 first = job._replace(selects=True)
                 jobs.append(first if first in choosing and not is_done(first) else job)
