@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from loopdropout_trainer.record import measurement
 from loopdropout_trainer.record.measurement import BASE, Measurement, read_measurements
 from loopdropout_trainer.runs.result import Result
 from loopdropout_trainer.runs.summary import load_runs
@@ -222,8 +223,4 @@ def differences(ours: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
 
 def mean_sd(rows: pd.DataFrame) -> str:
     """Return `mean ± SD` of a metric over seeds; `-` if there is none."""
-    values = rows["value"].to_numpy(dtype=float)
-    if not len(values):
-        return "-"
-    spread = f" ± {values.std(ddof=1):.1f}" if len(values) > 1 else ""
-    return f"{values.mean():.1f}{spread}"
+    return measurement.mean_sd(rows["value"], 1) if len(rows) else "-"

@@ -29,6 +29,9 @@ MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"
 WRITERS_FILE = "writers.json"
 """Holds a hash of each writer's rows, by which it is noticed that one was changed or deleted."""
 
+DIVERGED_FILE = "diverged.json"
+"""What a training that stopped at NaN leaves in the place of its measurements."""
+
 _REMEDY = "remove it, and the command that wrote it will measure again"
 
 ALL, NONE = "all", "none"

@@ -14,7 +14,13 @@ from transformers.utils import flatten_dict
 
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.record.identity import Identity
-from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, PLACES, Measurement, read_measurements
+from loopdropout_trainer.record.measurement import (
+    DIVERGED_FILE,
+    MEASUREMENTS_FILE,
+    PLACES,
+    Measurement,
+    read_measurements,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -40,7 +46,6 @@ OBJECTS = ("of_run", "of_number")
 """Columns with the identities themselves: of the training, and of what the number depends on."""
 
 _OLD = ("results.json", "evaluation.json")
-_DIVERGED = "diverged.json"  # in the place of a training's measurements
 _BEFORE_NAMES_OF_RUN = {"adapter": "", "settings": "", "loops": "", "seeds": "", "length": ""}
 _BEFORE_NAMES = {"adapter": "", **dict.fromkeys(("data", "settings", "loops", "seeds", "length"), "evaluation")}
 """What the columns of an identity's parts begin with; those of the other parts begin with the part's name."""
@@ -71,7 +76,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         except (OSError, ValueError) as error:
             skipped.append(f"{one_line(error)}.")
             continue
-        if (folder / _DIVERGED).exists():
+        if (folder / DIVERGED_FILE).exists():
             skipped.append(f"{folder} holds a training that diverged.")
         elif not (folder / MEASUREMENTS_FILE).exists():
             skipped.append(
@@ -104,7 +109,7 @@ def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ReportError(f"There is no folder {folder}: name folders that training, evaluation or sweeps wrote.")
-        for name in (MEASUREMENTS_FILE, _DIVERGED, *_OLD):
+        for name in (MEASUREMENTS_FILE, DIVERGED_FILE, *_OLD):
             for path in sorted(folder.rglob(name)):
                 if not any(part.startswith(".") for part in path.relative_to(folder).parts):  # not yet complete
                     by_place.setdefault(path.parent.resolve(), path.parent)

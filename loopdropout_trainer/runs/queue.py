@@ -32,9 +32,9 @@ from optuna.trial import TrialState
 
 from loopdropout_trainer.errors import run_command, user_supplied
 from loopdropout_trainer.record.identity import ONE_SETTING, Identity, computing_versions, differences
+from loopdropout_trainer.record.measurement import DIVERGED_FILE
 from loopdropout_trainer.runs import workers
 from loopdropout_trainer.runs.result import (
-    DIVERGED_FILE,
     EXPECTED_FILE,
     FORMER_FILE,
     RUN_FILE,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 WRITER = "training"
 """Of the measurements of a training."""
 
-RUN_FILE, DIVERGED_FILE, EXPECTED_FILE = "run.json", "diverged.json", "expected.json"
-"""What ended a run, a complete one or one with NaN; and what its sweep expects of it."""
+RUN_FILE, EXPECTED_FILE = "run.json", "expected.json"
+"""What a complete run ends with; and what its sweep expects of it."""
 
 FORMER_FILE = "results.json"
 """What earlier versions wrote in the place of run.json, with the numbers in it."""

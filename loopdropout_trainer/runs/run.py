@@ -41,11 +41,17 @@ from loopdropout_trainer.record.identity import (
     read_identity,
     trained_weights,
 )
-from loopdropout_trainer.record.measurement import BASE, NONE, TRAINING, Measurement, read_measurements
+from loopdropout_trainer.record.measurement import (
+    BASE,
+    DIVERGED_FILE,
+    NONE,
+    TRAINING,
+    Measurement,
+    read_measurements,
+)
 from loopdropout_trainer.runs.plan import plan_run
 from loopdropout_trainer.runs.printing import TrainingProgress, print_results
 from loopdropout_trainer.runs.result import (
-    DIVERGED_FILE,
     EXPECTED_FILE,
     FORMER_FILE,
     RUN_FILE,
