@@ -108,8 +108,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-            self._before = {number: usual for number, usual in defaults.items() if signal.getsignal(number) is usual}
+            usual = (signal.default_int_handler, signal.SIG_DFL)
+            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: handler for number, handler in handlers.items() if handler in usual}
             for number in self._before:
                 signal.signal(number, self._note)
         return self

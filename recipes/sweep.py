@@ -26,14 +26,14 @@ def main(argv: list[str] | None = None) -> None:
         print(sweep.plan())
         return
     from loopdropout_trainer.runs.queue import Queue
-    from loopdropout_trainer.runs.workers import stop_on_sigterm
+    from loopdropout_trainer.runs.workers import sigterm_as_interrupt
 
     queue = Queue(sweep, Path(__file__).parent)
     if arguments.print_commands:
         print("\n".join(queue.commands()))
         return
-    stop_on_sigterm()
-    queue.run()
+    with sigterm_as_interrupt():
+        queue.run()
     print(f"{queue.table()}\n\nEverything is in {sweep.output_dir / 'summary.json'} and summary.txt")
 
 

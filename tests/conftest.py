@@ -76,10 +76,18 @@ def load_script(path):
     return module
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
 @pytest.fixture(autouse=True)
-def no_program_outlives_its_test():
+def no_program_and_no_signal_handler_outlives_its_test():
+    before = [signal.getsignal(stop) for stop in STOPS]
     yield
     kill_all()
+    after = [signal.getsignal(stop) for stop in STOPS]
+    for stop, handler in zip(STOPS, before, strict=True):  # one test fails, not those after it
+        signal.signal(stop, handler)
+    assert after == before
 
 
 FAMILIES = {

@@ -428,13 +428,13 @@ class Queue:
 def _work(sweep: Sweep, scripts: Path, gpu: str) -> None:
     """Be one of several workers of a sweep that another process has checked, with one GPU if there are any."""
     workers.stop_with_parent()
-    workers.stop_on_sigterm()
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
     def work() -> None:
-        queue = Queue(sweep, scripts)
-        queue.open(check=False)
-        queue.work()
+        with workers.sigterm_as_interrupt():
+            queue = Queue(sweep, scripts)
+            queue.open(check=False)
+            queue.work()
 
     run_command(work)

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -65,9 +66,14 @@ def run_processes(processes: Sequence[BaseProcess]) -> int:
     return max(abs(process.exitcode) for process in processes)
 
 
-def stop_on_sigterm() -> None:
-    """Make SIGTERM, which schedulers send, end this process as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Inside the block, SIGTERM, which schedulers send, interrupts this process as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop_with_parent() -> None:
