@@ -48,13 +48,13 @@ def main(argv):
     note = [did, "/".join(out.parts[-3:]), recipe["benchmarks"], os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")]
     with open(LAB / "log", "a") as log:
         print(json.dumps(note), file=log)
+    while (LAB / "hold").exists():
+        time.sleep(0.02)
     if told("trap", None) in ("fail", str(out)):
         (LAB / "trap").unlink()
         (out / "run.json").write_text('{"run_name": ')  # cut off
         print("It is broken.", file=sys.stderr)
         sys.exit(3)
-    while (LAB / "hold").exists():
-        time.sleep(0.02)
     out.mkdir(parents=True, exist_ok=True)
     identity = {"settings": {"rule": recipe["rule"], "learning_rate": rate}, "seeds": {"seed": seed}, **told("world", {})}
     if rate in told("diverging", []):
@@ -543,7 +543,10 @@ def test_two_workers_of_which_one_is_killed_do_everything_once(lab):
 def test_a_failure_stops_all_workers(lab):
     lab.run(methods=["lora", "loop_dropout"])
     lab.tell(trap=str(lab.out / "lora/lr_0.02/seed_103"))
+    (lab.folder / "hold").touch()
     process = start(lab, "--workers", "2", methods=["lora", "loop_dropout"], seeds=[101, 102, 103, 104])
+    wait_for(lambda: len(lab.ran()) == 10 + 2, process)
+    (lab.folder / "hold").unlink()
     code, output = process.wait(), process.stdout
     assert code == 2 and "It is broken" in output and "goes on from there" in output.splitlines()[-1]
     assert ("trained", "loop_dropout/lr_0.02/seed_103") in lab.did()  # what ran beside it was finished
