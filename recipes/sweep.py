@@ -1,7 +1,8 @@
 """Compare methods: choose each one's learning rate on held-out rows, then train and measure all seeds with it.
 
     python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml
-    python recipes/sweep.py --recipe recipes/gsm8k.yaml --learning_rates 1e-4 3e-4 --methods lora loop_dropout --seeds 101 102
+    python recipes/sweep.py --recipe recipes/gsm8k.yaml --learning_rates 1e-4 3e-4 --methods lora loop_dropout \\
+        --seeds 101 102 --measure '{"benchmarks": ["gsm8k"]}'
     python recipes/sweep.py recipes/studies/small.yaml --dry_run true
     python recipes/sweep.py recipes/studies/ouro_1.4b.yaml --workers 8
     python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --print_commands true > commands.txt
