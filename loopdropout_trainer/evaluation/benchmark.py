@@ -17,7 +17,7 @@ from loopdropout_trainer.evaluation.results import BenchmarkResult, write_predic
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_RUN, Identity, differences, model_identity, read_identity
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
+from loopdropout_trainer.saving.files import read_json, sha256_of_json, write_json
 
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class AnswerLog:
         path = self.folder / IDENTITY_FILE
         if path.is_file():
             with user_supplied(f"{path} cannot be read"):
-                check_same(read_identity(json.loads(path.read_bytes())), identity, self.folder)
+                check_same(read_identity(read_json(path)), identity, self.folder)
         elif any(self.folder.glob(ANSWER_FILES)):
             raise SettingsChangedError(f"{self.folder} holds answers without {IDENTITY_FILE}: remove that folder.")
         return path.is_file()
@@ -73,8 +73,7 @@ class AnswerLog:
         """
         if not self.check(identity):
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(identity, indent=1, ensure_ascii=False) + "\n"
-            write_atomically(self.folder / IDENTITY_FILE, text)
+            write_json(self.folder / IDENTITY_FILE, identity)
         answers = {}
         for path in self.folder.glob(ANSWER_FILES):
             with path.open("r+b") as file:

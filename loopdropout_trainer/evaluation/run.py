@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, check_same, evaluate_subject
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_from
 from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, BenchmarkResult, answers_folder
 from loopdropout_trainer.evaluation.subject import Subject, load_in_all_processes, training_of
 from loopdropout_trainer.processes import all_processes, from_main_process
@@ -72,8 +72,7 @@ class EvaluationArguments(BenchmarkArguments):
         check_folder("output_dir", self.output_dir)
         if not self.benchmarks:
             raise UserError("`benchmarks` must name one or more benchmarks, such as [gsm8k].")
-        self.benchmark_files = self.benchmark_files or {}
-        for name in (*self.benchmarks, *self.benchmark_files):
+        for name in (*self.benchmarks, *(self.benchmark_files or ())):
             find_task(name)
         self.averages = self.averages or {}
         averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
@@ -249,11 +248,10 @@ def _writer(row: Row, benchmark: Benchmark) -> str:
 
 def _load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
     """Return the benchmarks that are asked for, but those that are parts of others among them."""
-    benchmarks, revisions = [], arguments.benchmark_revisions or {}
-    options = {"limit": arguments.benchmark_limit, "confirm_run_unsafe_code": arguments.confirm_run_unsafe_code}
+    limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
+    benchmarks = []
     for name in arguments.benchmarks:
         if find_task(name).part_of not in arguments.benchmarks:
-            files = arguments.benchmark_files.get(name)
             with user_supplied(f"The benchmark `{name}` cannot be loaded"):
-                benchmarks.append(load_benchmark(name, files, revision=revisions.get(name), **options))
+                benchmarks.append(load_from(arguments, name, limit, confirmed))
     return benchmarks

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING
 
 from loopdropout_trainer.adapters import kind_of
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.files import read_json
 
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -149,7 +150,7 @@ def merged_loading(folder: Path, repo_id: str | None) -> str:
         folder: of the model.
         repo_id: as for `save_card`.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     own_code = config.get("auto_map", {})
     model_type = config["model_type"]
     config_class = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (`get` does not load)
