@@ -137,7 +137,7 @@ def merge_and_save(
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
-        code = _bring_code(base.config, base.config.name_or_path or base_of(model, facts), partial)
+        code = _bring_code(base.config, base.config.name_or_path or base_of(model), partial)
         config = read_json(partial / "config.json")
         config.pop("auto_map", None)
         if code:
