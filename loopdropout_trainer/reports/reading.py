@@ -42,6 +42,12 @@ _FIRST = (
 OF_ROWS = dict.fromkeys([*_FIRST, *(field.name for field in fields(Measurement)), "source"])
 """The columns that say what was measured, and where; all others come from identities."""
 
+OF_METHODS = (
+    *("rule", "rule_args.m", "rule_args.direction", "rule_args.p_start", "rule_args.p_end", "noise_c"),
+    *("p", "masked", "shared", "rank", "learning_rate", "num_loops"),
+)
+"""The columns that the paper's tables tell methods apart by: they are there also where no run has a value in them."""
+
 OBJECTS = ("of_run", "of_number")
 """Columns with the identities themselves: of the training, and of what the number depends on."""
 
@@ -90,7 +96,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     for fault in skipped:
         logger.warning("Left out: %s", fault)
     table = pd.DataFrame(rows, dtype=object)
-    table = table.reindex(columns=list(dict.fromkeys([*OF_ROWS, *table])))
+    table = table.reindex(columns=list(dict.fromkeys([*OF_ROWS, *OF_METHODS, *table])))
     sweeps = table.groupby("run")["sweep"].transform("first")  # of what was evaluated elsewhere, that of its training
     table["sweep"] = table["sweep"].fillna(sweeps)
     table = table.where(table.notna(), None).astype({"value": float})

@@ -502,6 +502,6 @@ def draw(folders: Sequence[str], path: Path) -> None:
         if figure is not None:
             print(f"Figure: {save_figure(figure, path)[0]}")
     except ImportError:
-        print('No figure without plotnine: pip install -e ".[reports]"')
+        print('No figure without plotnine: pip install "loopdropout-trainer[reports]"')
     except Exception as error:
         logger.warning("No figure: %s.", one_line(error))

@@ -133,7 +133,7 @@ def merge_and_save(
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
     base = model.get_base_model()
-    logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
+    logger.info(f"Memory of merging: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
