@@ -37,15 +37,13 @@ class AnswerLog:
 
     Args:
         folder: of one benchmark's answers; None: nothing is written.
-        process: index of this process, which writes its own file.
 
     Attributes:
         answers: those that are known.
     """
 
-    def __init__(self, folder: str | Path | None = None, process: int = 0) -> None:
+    def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.process = process
         self.answers: dict[Any, Any] = {}
 
     def check(self, identity: Identity) -> bool:
@@ -95,7 +93,7 @@ class AnswerLog:
         self.answers.update(pairs)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"{self.process:05d}.jsonl"
+            path = self.folder / f"{all_processes().process_index:05d}.jsonl"
             with writing(path), path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
@@ -204,7 +202,7 @@ def evaluate_subject(
             "The model's weights are sharded over processes, but each process evaluates problems of its own: leave "
             "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
         )
-    log = AnswerLog(log_dir, all_processes().process_index)
+    log = AnswerLog(log_dir)
     if log_dir is not None:
         if model is None:
             model = from_main_process(model_identity, subject.model, subject.tokenizer)
