@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class EvaluationArguments(BenchmarkArguments):
     )
     use_cpu: bool = setting(False, "Evaluate on the CPU, also where there is an accelerator.")
     readout: int | None = setting(None, "Loop, from 1, whose readout gives the logits. Default: the last.")
-    averages: dict[str, list[str]] | str | None = setting(
+    averages: dict[str, list[str]] | None = setting(
         None, "Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."
     )
     output_dir: str = setting(
@@ -75,11 +75,9 @@ class EvaluationArguments(BenchmarkArguments):
         for name in (*self.benchmarks, *(self.benchmark_files or ())):
             find_task(name)
         self.averages = self.averages or {}
-        averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
-        for name, metrics in averages.items():
+        for name, metrics in self.averages.items():
             _check_average(name, metrics)
         check_distinct("at_depths", self.at_depths or [])
-        self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
             raise UserError(
                 f"`gates` must be {SINGLE_LOOP} where there are several `at_depths`; got {', '.join(self.gates)}."
@@ -93,8 +91,8 @@ class EvaluationArguments(BenchmarkArguments):
     def rows(self) -> list[Row]:
         """Return a row for each adapter (none: the model alone) at each depth; `under_gates` makes those under gates of it."""
         rows: list[Row] = []
-        for given in [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]:
-            name, mark, path = str(given).partition("=")
+        for given in self.adapter or ["none"]:
+            name, mark, path = given.partition("=")
             if not mark:
                 name, path = "", name
             adapter = None if path == "none" else path
@@ -123,11 +121,10 @@ class EvaluationArguments(BenchmarkArguments):
         return rows
 
 
-def _check_average(name: str, metrics: Any) -> None:
-    """Refuse what is no list of metrics: those of this package's benchmarks, or lm-eval's own, written `metric,filter`."""
+def _check_average(name: str, metrics: Sequence[str]) -> None:
+    """Refuse what are no metrics: those of this package's benchmarks, or lm-eval's own, written `metric,filter`."""
     valid = {metric for benchmark, task in BENCHMARKS.items() for metric in task.metric_names(benchmark)}
-    is_list = isinstance(metrics, list) and len(metrics) > 0
-    if not is_list or not all(metric in valid or "," in str(metric) for metric in metrics):
+    if not metrics or not all(metric in valid or "," in metric for metric in metrics):
         raise UserError(f"`averages` must map names to lists of {', '.join(sorted(valid))}; got `{name}: {metrics}`.")
     check_distinct("averages", metrics)
 

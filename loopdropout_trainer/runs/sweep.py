@@ -65,7 +65,7 @@ class PartArguments:
         check_numbers(self)
         for name in self.measure or ():
             check_choice("measure", name, sorted(_MEASURED))
-        self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
+        self.learning_rates = sorted(self.learning_rates)
         if self.extend_grid and len(self.learning_rates) == 1:
             raise UserError(
                 f"`extend_grid` needs two or more `learning_rates`, whose distance says where the next one is; got "
