@@ -587,6 +587,24 @@ def test_what_is_missing_is_named_and_not_invented(runs, two):
     assert "no run with method LoRA" in markdown and "loopdropout sweep sweeps/x.yaml" in markdown
 
 
+def test_tables_of_the_paper_are_dashes_where_nothing_was_trained(tmp_path):
+    """An evaluation of the base alone has none of the columns that tell methods apart."""
+    number = of_number(None, "arithmetic_test")
+    facts = {
+        "writer": "evaluation/base",
+        "identity": identity_key(number),
+        "method": "base",
+        "depth": 4,
+        "gates": "none",
+    }
+    write_measurements(tmp_path, answers("arithmetic_test", 4, [1] * 4).measurements(**facts), [number])
+    table = load_table([tmp_path])
+    for path in {*TABLES} - {ROOT / "recipes/tables/recipes.yaml"}:
+        assert set(build_table(load_spec(path), table)["text"]) == {"–"}, path
+    for path in {*FIGURES} - {ROOT / "recipes/tables/figure_overview.yaml"}:
+        assert paper_figure(load_spec(path), table) is None, path
+
+
 CELLS = {  # what a column says: what the sentence names
     "depht: 4": "`depht`", "filter.x: 1": "`filter.x`", "of: nonexistent": "`nonexistent`", "of: method": "`method` must",
     "of: verdicts": "`verdicts`", "part: missing_in_either": "`part` has no effect", "bold: [zzz]": "`zzz`",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import logging
 import runpy
 from collections import defaultdict
@@ -28,7 +27,7 @@ from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key
 from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, read_measurements, write_measurements
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
-from loopdropout_trainer.saving.files import folder_lock_for_all, sha256_of_weights
+from loopdropout_trainer.saving.files import folder_lock_for_all, read_json, sha256_of_weights
 from loopdropout_trainer.settings.arguments import ModelArguments, setting
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.scores import Batch
@@ -137,7 +136,7 @@ def _find_model(model: ComparedModel) -> ComparedModel:
     run = folder / "run.json"
     if run.is_file():
         with user_supplied(f"{run} is not the file of a training"):
-            model.trained_on = _trained_on(dict(json.loads(run.read_bytes())["settings"]))
+            model.trained_on = _trained_on(dict(read_json(run)["settings"]))
     model.weights = sha256_of_weights(folder.glob(pattern)) if folder.is_dir() else model.path
     return model
 

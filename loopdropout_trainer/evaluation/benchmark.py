@@ -17,7 +17,7 @@ from loopdropout_trainer.evaluation.results import BenchmarkResult, write_predic
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_RUN, Identity, differences, model_identity, read_identity
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
+from loopdropout_trainer.saving.files import read_json, sha256_of_json, write_json
 
 
 logger = logging.getLogger(__name__)
@@ -37,15 +37,13 @@ class AnswerLog:
 
     Args:
         folder: of one benchmark's answers; None: nothing is written.
-        process: index of this process, which writes its own file.
 
     Attributes:
         answers: those that are known.
     """
 
-    def __init__(self, folder: str | Path | None = None, process: int = 0) -> None:
+    def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.process = process
         self.answers: dict[Any, Any] = {}
 
     def check(self, identity: Identity) -> bool:
@@ -57,7 +55,7 @@ class AnswerLog:
         path = self.folder / IDENTITY_FILE
         if path.is_file():
             with user_supplied(f"{path} cannot be read"):
-                check_same(read_identity(json.loads(path.read_bytes())), identity, self.folder)
+                check_same(read_identity(read_json(path)), identity, self.folder)
         elif any(self.folder.glob(ANSWER_FILES)):
             raise SettingsChangedError(f"{self.folder} holds answers without {IDENTITY_FILE}: remove that folder.")
         return path.is_file()
@@ -73,8 +71,7 @@ class AnswerLog:
         """
         if not self.check(identity):
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(identity, indent=1, ensure_ascii=False) + "\n"
-            write_atomically(self.folder / IDENTITY_FILE, text)
+            write_json(self.folder / IDENTITY_FILE, identity)
         answers = {}
         for path in self.folder.glob(ANSWER_FILES):
             with path.open("r+b") as file:
@@ -96,7 +93,7 @@ class AnswerLog:
         self.answers.update(pairs)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"{self.process:05d}.jsonl"
+            path = self.folder / f"{all_processes().process_index:05d}.jsonl"
             with writing(path), path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
@@ -205,7 +202,7 @@ def evaluate_subject(
             "The model's weights are sharded over processes, but each process evaluates problems of its own: leave "
             "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
         )
-    log = AnswerLog(log_dir, all_processes().process_index)
+    log = AnswerLog(log_dir)
     if log_dir is not None:
         if model is None:
             model = from_main_process(model_identity, subject.model, subject.tokenizer)

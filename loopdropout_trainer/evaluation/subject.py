@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import Identity, identity_key, model_identity
 from loopdropout_trainer.record.measurement import NONE, gates_text
 from loopdropout_trainer.saving import adapter_files
-from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.saving.files import read_json, sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
 from loopdropout_trainer.settings.recipe import method_title
 from loopdropout_trainer.settings.tokenizer import (
@@ -92,7 +91,7 @@ def training_of(adapter: str | None) -> Training:
         identity = _sealed_identity(folder) or _saved_identity(folder)
     fields = {**identity.get("adapter", {}), **identity.get("settings", {})}
     try:
-        steps = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+        steps = read_json(folder / "trainer_state.json")["global_step"]
     except (OSError, ValueError, KeyError, TypeError):
         steps = None
     seed = identity.get("seeds", {}).get("seed")

@@ -21,7 +21,7 @@ from filelock import FileLock
 from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.record.identity import Identity, identity_key, read_identity
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
+from loopdropout_trainer.saving.files import sha256_of_json, write_atomically, write_json
 
 
 MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"
@@ -162,8 +162,8 @@ def write_measurements(
         named = {key: identity for key, identity in named.items() if key in used}
         kept = {writer: digest for writer, digest in _read_hashes(folder).items() if writer not in replaced}
         hashes = {**kept, **_hashes(new)}
-        write_atomically(folder / IDENTITIES_FILE, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
-        write_atomically(folder / WRITERS_FILE, json.dumps(hashes, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / IDENTITIES_FILE, named)
+        write_json(folder / WRITERS_FILE, hashes)
         write_atomically(folder / MEASUREMENTS_FILE, "".join(f"{line}\n" for line in lines))
 
 

@@ -6,7 +6,6 @@ A run joins the finished ones only if it has their base, data, settings and vers
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
@@ -44,7 +43,7 @@ from loopdropout_trainer.runs.result import (
 )
 from loopdropout_trainer.runs.summary import SUMMARY_FILE, summary_text
 from loopdropout_trainer.runs.sweep import Job, Sweep
-from loopdropout_trainer.saving.files import LOCK_FILE, write_atomically
+from loopdropout_trainer.saving.files import LOCK_FILE, read_json, write_atomically, write_json
 from loopdropout_trainer.settings.arguments import AdapterArguments
 from loopdropout_trainer.settings.recipe import settings_yaml
 
@@ -194,7 +193,7 @@ class Queue:
             benchmarks = {name: row.value for name, row in run.result.scores().items()}
             return {**costs, "identity": run.identity, "benchmarks": benchmarks}
         with suppress(*_DAMAGED):
-            diverged = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
+            diverged = read_json(folder / DIVERGED_FILE)
             if diverged["run_name"] == run_name:
                 return {"identity": diverged["run"], "error": diverged["error"]}
         return None
@@ -234,7 +233,7 @@ class Queue:
         if runs:
             run, expected = max(runs, key=lambda pair: len(pair[1]))  # they are alike: the one that says most
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps({"run": run, "identity": expected}, indent=1) + "\n")
+            write_json(file, {"run": run, "identity": expected})
 
     def _beside_adapter(self, method: str) -> dict[str, Any]:
         """Return a method's settings without those of its rule and adapter."""
@@ -421,7 +420,7 @@ class Queue:
     def _write_summary(self) -> None:
         summary = self.summary()
         self.study.set_user_attr("choices", summary["choices"])
-        write_atomically(self.output_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+        write_json(self.output_dir / SUMMARY_FILE, summary)
         write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
 
 
