@@ -225,6 +225,8 @@ def push_merged_to_hub(
 
 def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -> PushError:
     """Say in one sentence, without any of the tokens, why the Hub did not take a model, and what is `safe`."""
+    if isinstance(error, PushError):  # already said, by a call inside of this one that knew less of what is safe
+        error = error.__context__
     reason = one_line(error)
     for token in filter(None, tokens):
         reason = reason.replace(token, "***")
