@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import STEPS, flat_weights, randomise, tiny_ouro, trained_parameters
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from peft import get_peft_model
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
@@ -118,6 +118,8 @@ def test_data_that_cannot_be_trained_on_is_one_error(make_trainer, dataset, tmp_
     for rows, fault in ((empty, "is empty"), (other, "columns 'answer'"), (streamed, "cannot be read")):
         with pytest.raises(ValueError, match=f"`train_dataset` .*{fault}"):
             make_trainer(rows=rows)
+    with pytest.raises(TypeError, match="`train_dataset` must be .*, got `DatasetDict`"):
+        make_trainer(rows=DatasetDict(train=dataset))
 
 
 def test_a_run_without_a_single_step_is_refused(make_trainer, dataset):

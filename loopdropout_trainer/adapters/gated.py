@@ -152,8 +152,10 @@ class GatedLora(LoraVariant):
         """Return the one [out, in] matrix that unit gates add to the weight in every loop.
 
         Raises:
-            ValueError: if loops differ at unit gates, so that there is none.
+            ValueError: if loops differ at unit gates, so that there is none, or if other gates are in force.
         """
+        if self.loop_state.gates is not None:
+            raise UserError("Merged weights are those of unit gates: merge outside of the block of `use_gates`.")
         return module.get_delta_weight(adapter)
 
 
@@ -365,7 +367,7 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
     the backward recomputes under the gates, so it must be inside). Gates may be any real numbers and may require
     gradients. `use_gates(model, one_hot)` activates the adapter in a single loop; all zeros is the frozen model. They apply
     to whatever adapters are active: after `model.set_adapter("other")` to the other one, also to several at once, and to
-    each row's own in a batch with `adapter_names`.
+    each row's own in a batch with `adapter_names`. A model may be in such blocks of one thread at a time.
 
     Args:
         model: PEFT model over a looped model.

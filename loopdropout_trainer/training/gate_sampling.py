@@ -58,6 +58,7 @@ class GateSamplingMixin:
 
     args_class: type[LoopDropoutArguments]
     _own_depth: int | None = None  # the model's, while a training step runs it at another
+    _is_in_step = False  # whether a micro-batch is trained on
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         call = inspect.signature(super().__init__).bind(*positional, **keywords)
@@ -144,18 +145,25 @@ class GateSamplingMixin:
         """
         return [(row, 0) for row in range(len(inputs["input_ids"]))]
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        """Draw this micro-batch's gates in training, and leave the rest to TRL."""
+    def _prepare_inputs(self, inputs):
+        return self._with_gates(super()._prepare_inputs(inputs))
+
+    def _with_gates(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what the model reads of a micro-batch; in a training step draw the gates for it.
+
+        Before `compute_loss`, which users override: a loss of their own is under gates, too.
+        """
         inputs = dict(self.looped.complete_batch(inputs))
         packed_ids = inputs.pop("example_ids", None)
-        if self.model.training:
+        if self._is_in_step:
             if packed_ids is None and "position_ids" in inputs:
                 distributed.check_rows(inputs)
             if getattr(self.looped, "is_loaded_in_4bit", False):
                 distributed.check_quantised_base(self.model, self.accelerator)
             self._draw_gates(inputs, packed_ids)
-        else:
-            self._unit_gates()
+        return inputs
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss / self.rule.passes if self.model.training and self.rule.passes > 1 else loss
 
@@ -173,12 +181,14 @@ class GateSamplingMixin:
     def _run_pass(self, *args) -> Tensor:
         # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
         # not outlive the step, not even when it is interrupted.
+        self._is_in_step = True
         try:
             loss = super().training_step(*args)
             if self.rule.wants_sensitivity:
                 self.step_callback.sensitivity += self._drawn.grad.abs().sum(dim=1)  # d loss / d g, [K]
             return loss
         finally:
+            self._is_in_step = False
             self._unit_gates()
 
     def draw_depth(self, seed: int) -> tuple[int, int]:
