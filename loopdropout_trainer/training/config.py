@@ -198,7 +198,8 @@ class LoopDropoutArguments:
         given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
         names = {f.name for f in dataclasses.fields(cls)}
         made = cls(**{name: value for name, value in given.items() if name in names})
-        vars(made).update({name: value for name, value in given.items() if name not in names})  # of the user's subclass
+        own = {name: value for name, value in given.items() if name not in names}  # of the user's subclass
+        vars(made).update(own)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
