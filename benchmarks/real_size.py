@@ -43,7 +43,7 @@ SIZES = {
 NUM_SHARDS = 4
 NUM_ROWS, NUM_PROBLEMS = 24, 2
 MARK = "rehearsal-mark"
-ESTIMATE = re.compile(r"Memory: (?:at most|about) ([\d.]+) (GB|MB)")
+ESTIMATE = re.compile(r"Memory[^\n]*? (?:at most|about) ([\d.]+) (GB|MB)")
 
 
 # What a stage is, and what is measured of it.

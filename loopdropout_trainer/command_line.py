@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from loopdropout_trainer.errors import SetupError, run_command
-from loopdropout_trainer.settings.recipe import recipe_path, recipes_folder
+from loopdropout_trainer.settings.recipe import recipes_folder
 from loopdropout_trainer.startup import announce
 
 
@@ -44,9 +44,7 @@ def summary(script: Path) -> str:
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script of the recipes folder with a command line, in which a recipe may be named as it is listed."""
-    if arguments and not arguments[0].startswith("-"):
-        arguments = [recipe_path(arguments[0]), *arguments[1:]]
+    """Run a script of the recipes folder with a command line."""
     announce(script)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))  # as `python SCRIPT` does
@@ -64,7 +62,7 @@ def list_recipes() -> None:
     """Print every shipped recipe, with the first line of its comment that is not a command."""
     for name in recipe_names():
         header = (recipes_folder() / name).read_text(encoding="utf-8").split("\n\n")[0]
-        texts = re.findall(r"^# *(?!accelerate |python |loopdropout )(\S.*)", header, re.MULTILINE)
+        texts = re.findall(r"^# *(?!accelerate |python |loopdropout |pip )(\S.*)", header, re.MULTILINE)
         print(f"{name:<48} {''.join(texts[:1]).rstrip(' :')}".rstrip())
 
 

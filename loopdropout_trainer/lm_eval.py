@@ -7,15 +7,16 @@ lm-eval 0.4.13 does not look for models in other packages (its development versi
 `lm_eval.models`). Over several processes: `accelerate launch -m loopdropout_trainer.lm_eval ...`.
 """
 
-import sys
-from importlib.util import find_spec
+from loopdropout_trainer.errors import run_command
 
 
-if __name__ == "__main__":
-    if find_spec("lm_eval") is None:
-        sys.exit('lm-eval is not installed, which this command line is of: pip install "loopdropout-trainer[eval]".')
+def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from loopdropout_trainer.evaluation import looped_lm  # noqa: F401 (registers the model)
 
     cli_evaluate()
+
+
+if __name__ == "__main__":
+    run_command(main, "python -m loopdropout_trainer.lm_eval")

@@ -28,7 +28,9 @@ def test_every_script_is_a_command_and_help_says_what_it_does(capsys):
 
 def test_the_recipes_are_listed_and_copied_once(tmp_path, capsys):
     main(["recipes"])
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert not [text for text in lines.values() if "pip install" in text or "recipes/sweep.py" in text]
+    listed = set(lines)
     shipped = {path.relative_to(recipes_folder()).as_posix() for path in recipes_folder().rglob("*.yaml")}
     assert listed == shipped
     assert {"quickstart.yaml", "metamath_gsm/lora.yaml"} <= listed
@@ -110,10 +112,12 @@ def test_a_recipe_is_found_from_any_folder_and_a_file_of_the_users_goes_first(tm
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart.yaml", "recipes/quickstart.yaml"):
         assert recipe_path(name) == str(recipes_folder() / "quickstart.yaml")
+        assert load_recipe(name)["p"] == 0.5
     for name in ("./quickstart.yaml", "recipes/../quickstart.yaml", str(tmp_path / "quickstart.yaml"), "missing.yaml"):
         assert recipe_path(name) == name  # a path is the user's own file, or none
     Path("quickstart.yaml").write_text("p: 0.1\n")
     assert recipe_path("quickstart.yaml") == "quickstart.yaml"
+    assert load_recipe("quickstart.yaml") == {"p": 0.1}
 
     sweep = load_recipe("recipes/sweeps/metamath_gsm_sharing.yaml")  # a sweep finds what it names from any folder
     for name in (sweep["recipe"], *(method for method in sweep["methods"] if method.endswith(".yaml"))):

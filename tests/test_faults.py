@@ -32,7 +32,7 @@ def finished(make_trainer):
 
 
 def cut(file):
-    file.write_bytes(file.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:-2])  # of JSON the last byte is a line's end
 
 
 def flip_a_bit(file):

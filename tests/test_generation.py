@@ -256,11 +256,14 @@ def test_no_update_is_merged_in_bfloat16():
 def test_other_models_are_left_to_transformers_generate(tokenizer, monkeypatch, log):
     log.set_level("INFO", "loopdropout_trainer")
     model = varied(tiny_ouro())
-    want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
+    want = generate_greedy(model, tokenizer, PROMPTS, 12)
     assert log.messages[-1] == "Decoding: eager (`decoding`)."
+    assert "Memory of decoding: about " in log.text  # with the bar, not once for every depth that has none
+    log.clear()
     monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
     assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False, decoding="compiled") == want
     assert "generate, because OuroForCausalLM does not support static caches" in log.messages[-1]
+    assert "Memory" not in log.text
     monkeypatch.undo()
     model.config._attn_implementation = "flex_attention"
     assert "flex_attention" in decoding.why_unsupported(model)

@@ -30,7 +30,7 @@ def rows(make):
 
 @pytest.fixture(scope="module")
 def texts(make, rows):
-    return make.texts(rows)
+    return make.texts(*make.parts(rows))
 
 
 def test_the_documents_are_written_from_the_file(make, texts):
@@ -52,10 +52,19 @@ def test_another_number_changes_them(make, rows):
     chosen = (worse["study"] == "small") & (worse["method"] == "rslora") & (worse["metric"] == "development")
     rate = worse.loc[worse.loc[chosen, "value"].idxmax(), "learning_rate"]
     worse.loc[chosen & (worse["learning_rate"] == rate), "value"] = 0.0
-    tables, _ = make.texts(worse)
+    tables, _ = make.texts(*make.parts(worse))
     for document in make.DOCUMENTS[:1]:
         written = document.read_text(encoding="utf-8")
         assert make.filled(written, tables, {}) != written
+
+
+def test_the_page_begins_with_every_verdict_that_the_correction_takes_away(make, rows, texts):
+    studies, _, _ = make.parts(rows)
+    claims, _ = make.decide(studies)
+    taken = claims[claims["alone"] != claims["verdict"]]
+    assert set(taken["alone"]) == {"seen", "opposite"}
+    tables, _ = texts
+    assert [claim.words for claim in taken["claim"] if claim.words[1:] not in tables["summary"]] == []
 
 
 def test_the_runs_of_a_study_begin_with_one_base(make, rows):

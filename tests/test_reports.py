@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 from loopdropout_trainer.diagnostics.losses import readout_rows, single_loop_rows
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
@@ -587,6 +587,24 @@ def test_what_is_missing_is_named_and_not_invented(runs, two):
     assert "no run with method LoRA" in markdown and "loopdropout sweep sweeps/x.yaml" in markdown
 
 
+def test_tables_of_the_paper_are_dashes_where_nothing_was_trained(tmp_path):
+    """An evaluation of the base alone has none of the columns that tell methods apart."""
+    number = of_number(None, "arithmetic_test")
+    facts = {
+        "writer": "evaluation/base",
+        "identity": identity_key(number),
+        "method": "base",
+        "depth": 4,
+        "gates": "none",
+    }
+    write_measurements(tmp_path, answers("arithmetic_test", 4, [1] * 4).measurements(**facts), [number])
+    table = load_table([tmp_path])
+    for path in {*TABLES} - {ROOT / "recipes/tables/recipes.yaml"}:
+        assert set(build_table(load_spec(path), table)["text"]) == {"–"}, path
+    for path in {*FIGURES} - {ROOT / "recipes/tables/figure_overview.yaml"}:
+        assert paper_figure(load_spec(path), table) is None, path
+
+
 CELLS = {  # what a column says: what the sentence names
     "depht: 4": "`depht`", "filter.x: 1": "`filter.x`", "of: nonexistent": "`nonexistent`", "of: method": "`method` must",
     "of: verdicts": "`verdicts`", "part: missing_in_either": "`part` has no effect", "bold: [zzz]": "`zzz`",
@@ -643,6 +661,16 @@ def test_a_mistake_in_a_file_is_one_sentence(tmp_path, file, line):
 
 
 # --- the report ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_whole_words_on_a_narrow_screen(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    load_script("recipes/report.py").main(
+        [str(runs), "--tables", "math_main", "--output_dir", str(tmp_path / "report")]
+    )
+    printed = capsys.readouterr().out
+    assert "Dropout" in printed and "MATH-500" in printed and "…" not in printed
+    assert "Made by: loopdropout sweep sweeps/metamath_gsm.yaml" in " ".join(printed.split())
 
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{title}}"

@@ -9,7 +9,7 @@ weights and factors stay as they are; the matrices are copies, for as long as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -44,36 +44,34 @@ class PreparedProjections:
         self.layers = [looped.get_submodule(name) for name in looped.recurrent_linears()]
         self.copied_bytes = _copied_bytes([layer.weight for layer in self.layers])
         self._made: dict[tuple[nn.Module, bool], _Matrix | None] = {}  # by the first layer, and whether gates are one
-        self._former: dict[nn.Module, Callable | None] = {}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Answer the model's calls inside the block; its weights must not change there, but may outside."""
+        """Answer the model's calls inside the block, without gradient; its weights must not change there, but may outside."""
         self._made = {}
-        self._former = {layer: getattr(layer, "project_together", None) for layer in self.layers}
+        former = [getattr(layer, "project_together", None) for layer in self.layers]
         for layer in self.layers if self.copied_bytes else ():
             layer.project_together = self
         try:
-            yield
+            with torch.no_grad():
+                yield
         finally:
-            for layer, former in self._former.items():
-                layer.project_together = former
+            for layer, together in zip(self.layers, former, strict=True):
+                layer.project_together = together
 
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
-        """Return the outputs [..., out_i] of x [..., in], or what would be returned without this."""
+        """Return the outputs [..., out_i] of x [..., in], or None if the layers must run one by one."""
         state = self.state
-        running = self.state.running
-        without_gradient = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if without_gradient and not (running.frozen or running.tokens is not None or state.batch.per_module):
-            unit = state.gates is None
-            key = (layers[0], unit)
-            if key not in self._made:
-                self._made[key] = _Matrix.of(layers, state, unit)
-            matrix = self._made[key]
-            if matrix is not None and matrix.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
-                return matrix(x, state.gate_for(x))
-        former = self._former[layers[0]]
-        return None if former is None else former(x, layers)
+        if state.batch.per_module or torch.is_autocast_enabled(x.device.type):
+            return None
+        unit = state.gates is None
+        key = (layers[0], unit)
+        if key not in self._made:
+            self._made[key] = _Matrix.of(layers, state, unit)
+        matrix = self._made[key]
+        if matrix is None or matrix.weight.dtype != x.dtype:
+            return None
+        return matrix(x, state.gate_for(x))
 
 
 @dataclass
@@ -103,7 +101,6 @@ class _Matrix:
         return y.view(*x.shape[:-1], -1).split(self.widths, dim=-1)
 
     @classmethod
-    @torch.no_grad()
     def of(cls, layers: Sequence[nn.Module], state: LoopState, unit: bool) -> _Matrix | None:
         """Return the matrix of some layers, or None if one of them does something else, or memory does not suffice."""
         if not all(_is_plain(layer, state, unit) for layer in layers):

@@ -54,4 +54,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "data")
+    run_command(main, "python -m loopdropout_trainer.data")

@@ -25,4 +25,4 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(lambda: main(sys.argv[1:]), "gates")
+    run_command(lambda: main(sys.argv[1:]), "python -m loopdropout_trainer.gates")

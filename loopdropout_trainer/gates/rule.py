@@ -12,7 +12,7 @@ each of them optional:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -113,17 +113,20 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     """Build the rule `name` from its fields; raise ValueError, with what is valid, for what it does not take."""
     if name not in RULES:
         raise UserError(f"Unknown rule {name!r}. Valid rules: {', '.join(sorted(RULES))}.")
-    cls = RULES[name]
-    valid = field_names(cls)
+    return build(RULES[name], fields, f"The rule {name!r}")
+
+
+def build(cls: type, fields: Mapping[str, Any], name: str, place: str = "") -> Any:
+    """Return a dataclass made of these fields; raise ValueError for one that it does not take.
+
+    Args:
+        name: of the dataclass, as the sentence begins with; place: where its fields stand, as it goes on.
+    """
+    valid = [field.name for field in dataclasses.fields(cls) if field.init]
     for field in fields:
         if field not in valid:
-            raise UserError(f"The rule {name!r} has no field {field!r}; it takes {', '.join(valid) or 'no fields'}.")
+            raise UserError(f"{name} has no field {field!r}{place}; it takes {', '.join(valid) or 'no fields'}.")
     return cls(**fields)
-
-
-def field_names(cls: type[GateRule]) -> list[str]:
-    """Return the fields that the rule takes."""
-    return [field.name for field in dataclasses.fields(cls) if field.init]
 
 
 # Drop probabilities p: one number for all loops, or one for each.

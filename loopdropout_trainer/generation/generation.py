@@ -104,7 +104,7 @@ def generate_greedy(
         max_new_tokens: most tokens of a completion.
         batch_size: rows that are generated together.
         stop_strings: a completion ends before the earliest of them, and at an end token of the tokenizer or the model.
-        progress: show a bar.
+        progress: show a bar, and log before it how much memory decoding takes.
         decoding: `eager` (see `Decoder`), `compiled` (the same with compiled steps), or `generate` (transformers' own, which
             takes any model: one that does not support the first two gets it, and a line in the log says why).
         keep: is given the index of a prompt and its completion as soon as it is there; the longest prompts come first.
@@ -125,8 +125,9 @@ def generate_greedy(
     form = decoding if reason is None else "generate"
     prepared = None if form == "compiled" else PreparedProjections(looped)
     copied_bytes = 0 if prepared is None else prepared.copied_bytes
-    sizes = decoding_memory(looped, list(map(len, token_ids)), max_new_tokens, batch_size, copied_bytes)
-    logger.info(f"Memory: about {shown_parts(sizes)}.")
+    if progress:
+        sizes = decoding_memory(looped, list(map(len, token_ids)), max_new_tokens, batch_size, copied_bytes)
+        logger.info(f"Memory of decoding: about {shown_parts(sizes)}.")
     logger.info(f"Decoding: {form}{f', because {reason}' if reason else ''} (`decoding`).")
     ends = _Ends(looped, tokenizer, stop_strings)
     decoder = DECODINGS[form](looped, token_ids, max_new_tokens, batch_size, ends)
@@ -200,10 +201,9 @@ class _Ends:
     def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
         self.tokenizer = tokenizer
         self.stops = re.compile("|".join(map(re.escape, stops))) if stops else None
-        ids = [tokenizer.eos_token_id, *end_tokens(looped)]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
-        ids += [added[stop] for stop in stops if stop in added]
-        self.end_ids = sorted({token for token in ids if token is not None})
+        stopping = [added[stop] for stop in stops if stop in added]
+        self.end_ids = sorted({*end_tokens(looped, tokenizer), *stopping})
         # Each token holds a byte or more of the text.
         self.window = max((len(stop.encode()) for stop in stops), default=0) + 4
 

@@ -110,7 +110,7 @@ def select_as_trained(rows: pd.DataFrame, wanted: Mapping[str, Any], axis: str =
 
 def is_at_trained_depth(rows: pd.DataFrame) -> pd.Series:
     """Say which rows are at the depth that their models were trained at, if it is known."""
-    trained = rows.get("num_loops", pd.Series(index=rows.index))
+    trained = rows["num_loops"]
     return trained.isna() | (rows["depth"] == trained)
 
 

@@ -42,6 +42,12 @@ _FIRST = (
 OF_ROWS = dict.fromkeys([*_FIRST, *(field.name for field in fields(Measurement)), "source"])
 """The columns that say what was measured, and where; all others come from identities."""
 
+OF_METHODS = (
+    *("rule", "rule_args.m", "rule_args.direction", "rule_args.p_start", "rule_args.p_end", "rule_args.c"),
+    *("p", "rank", "learning_rate", "num_loops"),
+)
+"""The columns that the paper's tables tell methods apart by: they are there also where no run has a value in them."""
+
 OBJECTS = ("of_run", "of_number")
 """Columns with the identities themselves: of the training, and of what the number depends on."""
 
@@ -90,7 +96,7 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     for fault in skipped:
         logger.warning("Left out: %s", fault)
     table = pd.DataFrame(rows, dtype=object)
-    table = table.reindex(columns=list(dict.fromkeys([*OF_ROWS, *table])))
+    table = table.reindex(columns=list(dict.fromkeys([*OF_ROWS, *OF_METHODS, *table])))
     sweeps = table.groupby("run")["sweep"].transform("first")  # of what was evaluated elsewhere, that of its training
     table["sweep"] = table["sweep"].fillna(sweeps)
     table = table.where(table.notna(), None).astype({"value": float})
@@ -122,22 +128,8 @@ def _columns(run: str | None, identity: str, identities: Mapping[str, Identity])
     of_number = identities[identity] if identity != run else None
     columns = {}
     if of_run is not None:
-        columns = {**_flat(of_run, _BEFORE_NAMES_OF_RUN), **_told_apart_by(of_run)}
+        columns = {**_flat(of_run, _BEFORE_NAMES_OF_RUN), "rank": of_run.get("adapter", {}).get("r")}
     return {**columns, **_flat(of_number or {}, _BEFORE_NAMES), **columns, "of_run": of_run, "of_number": of_number}
-
-
-def _told_apart_by(identity: Identity) -> dict[str, Any]:
-    """Return the columns that tables tell methods apart by."""
-    settings = identity.get("settings", {})
-    rule = settings.get("rule")
-    columns = {
-        "rank": identity.get("adapter", {}).get("r"),
-        "masked": rule not in ("lora", None) and settings.get("p") not in (None, 0),
-        "shared": rule != "independent",
-    }
-    if "noise" in str(rule):
-        columns["noise_c"] = (settings.get("rule_args") or {}).get("c", 1.0)
-    return columns
 
 
 def _flat(identity: Identity, before_names: Mapping[str, str]) -> dict[str, Any]:

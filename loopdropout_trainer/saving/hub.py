@@ -25,7 +25,7 @@ from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, base_of, card_on_hub, is_hub_name, save_card
-from loopdropout_trainer.saving.files import staged_files
+from loopdropout_trainer.saving.files import read_json, staged_files
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
@@ -133,12 +133,12 @@ def merge_and_save(
     output_dir = Path(output_dir)
     check_merge_target(output_dir, model)
     base = model.get_base_model()
-    logger.info(f"Memory: about {shown_parts(merging_memory(model))}.")
+    logger.info(f"Memory of merging: about {shown_parts(merging_memory(model))}.")
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
-        code = _bring_code(base.config, base.config.name_or_path or base_of(model, facts), partial)
-        config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        code = _bring_code(base.config, base.config.name_or_path or base_of(model), partial)
+        config = read_json(partial / "config.json")
         config.pop("auto_map", None)
         if code:
             config["auto_map"] = code

@@ -117,12 +117,12 @@ def recipe_path(name: str) -> str:
 def load_recipe(path: str | Path, extending: tuple[Path, ...] = ()) -> Settings:
     """Read a recipe and those that it extends; the extending file's keys win. `extending`: the recipes that led to this one.
 
-    A path `recipes/...` that does not exist means a recipe that ships with the package, as in the sweeps' files.
+    A path that does not exist may name a recipe that ships with the package, as in the sweeps' files; see `recipe_path`.
 
     Raises:
         RecipeError: if a file is missing, is not a flat YAML mapping, extends itself, or would run a stranger's code.
     """
-    path = Path(recipe_path(str(path)) if str(path).startswith("recipes/") else path)
+    path = Path(recipe_path(str(path)))
     place = Path(os.path.realpath(path))  # `resolve` fails where a link leads to itself
     if place in extending:
         raise RecipeError(f"The recipe {path} extends itself.")

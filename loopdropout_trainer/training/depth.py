@@ -32,7 +32,7 @@ from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
 from loopdropout_trainer.checks import MOST_LOOPS, Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
-from loopdropout_trainer.gates.rule import field_names
+from loopdropout_trainer.gates.rule import build
 from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.looped import LoopedModelMixin
 
@@ -48,12 +48,7 @@ def make_choice(field: str, choices: Mapping[str, type], name: str, fields: Mapp
         ValueError: for an unknown name, a field that the choice does not take, or a value that it refuses.
     """
     check_choice(field, name, sorted(choices))
-    fields, valid = fields or {}, field_names(choices[name])
-    for key in fields:
-        if key not in valid:
-            takes = ", ".join(valid) or "no fields"
-            raise UserError(f"`{field}: {name}` has no field {key!r} in `{field}_args`; it takes {takes}.")
-    return choices[name](**fields)
+    return build(choices[name], fields or {}, f"`{field}: {name}`", f" in `{field}_args`")
 
 
 def relative_weights(weights: Sequence[float] | None, name: str) -> list[float]:

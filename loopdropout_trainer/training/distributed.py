@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -197,6 +196,7 @@ def deal_by(sampler_class: type[BatchSamplerShard], loader: DataLoader) -> Any:
     shard = getattr(loader, "batch_sampler", None)
     if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.drop_last:
         shard.__class__ = sampler_class  # the loader lets nobody replace its sampler
+        shard.even_batches = True  # all processes have as many, whatever was asked for
     return shard
 
 
@@ -204,26 +204,17 @@ class _EveryExampleOnce(BatchSamplerShard):
     """One process's batches of an epoch: as many as any other process has, and as long as they are in one process.
 
     Attributes:
-        ends_with_a_filler: whether this process's last batch is the first example again, because none is left.
+        ends_with_a_filler: whether this process's last batch is the dataset's first example, because none is left.
     """
 
     ends_with_a_filler = False
 
-    def __len__(self) -> int:
-        return math.ceil(len(self.batch_sampler) / (1 if self.split_batches else self.num_processes))
-
     def __iter__(self) -> Iterator[list[int]]:
-        batches = list(self.batch_sampler)
-        if self.split_batches:
-            rows = self.batch_size // self.num_processes
-            first = rows * self.process_index
-            parts = [batch[first : first + rows] for batch in batches]
-            own = [part for part in parts if part]
-        else:
-            own = batches[self.process_index :: self.num_processes]
+        layout = (self.num_processes, self.process_index, self.split_batches)
+        own = list(BatchSamplerShard(self.batch_sampler, *layout, even_batches=False))
         self.ends_with_a_filler = len(own) < len(self)
         if self.ends_with_a_filler:
-            own.append(batches[0][:1])
+            own.append([0])
         return iter(own)
 
 

@@ -117,15 +117,16 @@ def _scores(
 def over_batches(model: nn.Module, batches: Iterable[Batch], measure: Callable[[Batch], Value]) -> list[Value]:
     """Return what `measure` finds in every batch, in their order; it runs in evaluation mode and without gradients."""
     state = all_processes()
-    share = list(enumerate(batches))[state.process_index :: state.num_processes]
+    batches = list(batches)
+    own = np.array_split(np.arange(len(batches)), state.num_processes)[state.process_index]
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            measured = [(place, measure(batch)) for place, batch in share]
+            measured = [measure(batches[place]) for place in own]
     finally:
         model.train(was_training)
-    return [value for _, value in sorted(gather_object(measured), key=lambda pair: pair[0])]
+    return gather_object(measured)
 
 
 def split_batch(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch, Tensor]:
