@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     tables, summary = write_report(
         arguments.folders, table_files(arguments.tables), arguments.output_dir, arguments.title
     )
-    console = Console()
+    screen = Console()
+    any_width = Console(width=10_000)
     for cells in tables:
         texts, spec = grid(cells), cells.attrs["spec"]
         out = Table(title=spec.title, title_justify="left", caption="\n".join(notes(cells)), caption_justify="left")
@@ -51,8 +52,9 @@ def main(argv: list[str] | None = None) -> None:
             out.add_column(name, justify="left" if place < len(spec.heads) else "right")
         for row in texts.itertuples(index=False):
             out.add_row(*row)
-        console.print(out)
-    console.print(summary, highlight=False, soft_wrap=True)
+        narrowest = any_width.measure(out).minimum  # on a narrower screen, too, every word is whole
+        Console(width=max(narrowest, screen.width)).print(out)
+    screen.print(summary, highlight=False, soft_wrap=True)
 
 
 def table_files(names: list[str]) -> list[Path]:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 from loopdropout_trainer.diagnostics.losses import readout_rows, single_loop_rows
 from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction
@@ -661,6 +661,16 @@ def test_a_mistake_in_a_file_is_one_sentence(tmp_path, file, line):
 
 
 # --- the report ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_whole_words_on_a_narrow_screen(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    load_script("recipes/report.py").main(
+        [str(runs), "--tables", "math_main", "--output_dir", str(tmp_path / "report")]
+    )
+    printed = capsys.readouterr().out
+    assert "Dropout" in printed and "MATH-500" in printed and "…" not in printed
+    assert "Made by: loopdropout sweep sweeps/metamath_gsm.yaml" in " ".join(printed.split())
 
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{title}}"

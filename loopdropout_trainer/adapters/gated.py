@@ -150,7 +150,7 @@ class GatedLora(LoraVariant):
 
     def _update_to_merge(self, module: LoraLayer, adapter: str) -> Tensor:
         if self.loop_state.gates is not None:
-            raise UserError("Merged weights take no gates: merge the adapter outside of the block of `use_gates`.")
+            raise UserError("Merged weights take no gates: merge outside of the block of `use_gates`.")
         return self.merged_update(module, adapter)
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
@@ -370,7 +370,7 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
     the backward recomputes under the gates, so it must be inside). Gates may be any real numbers and may require
     gradients. `use_gates(model, one_hot)` activates the adapter in a single loop; all zeros is the frozen model. They apply
     to whatever adapters are active: after `model.set_adapter("other")` to the other one, also to several at once, and to
-    each row's own in a batch with `adapter_names`. One thread at a time may be in such blocks of a model.
+    each row's own in a batch with `adapter_names`. A model may be in such blocks of one thread at a time.
 
     Args:
         model: PEFT model over a looped model.

@@ -159,8 +159,13 @@ def _is_finished(folder: str | Path, modified: tuple[int, ...]) -> bool:
     return read_run(folder) is not None
 
 
-def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identity: Identity) -> Result | None:
-    """Return the result of a finished run, if it is this one with these benchmarks and nothing is left to do; or None."""
+def finished_result(
+    settings: Mapping[str, Any], output_dir: str | Path, identity: Identity, problems: Iterable[Mapping[str, str]] = ()
+) -> Result | None:
+    """Return the result of a finished run, if it is this one with these benchmarks and nothing is left to do; or None.
+
+    `problems`: of each benchmark, as measurements on it say in the part `data` of their identity.
+    """
     from loopdropout_trainer.training.checkpoints.sealing import fault_of
 
     run = read_run(output_dir)
@@ -169,6 +174,9 @@ def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identit
         return None
     if _asked_for(run.facts["settings"]) != _asked_for(public_settings(settings)):
         return None  # before gigabytes of weights are hashed
+    measured = [of_row.get("data") for of_row in run.result.identities.values()]
+    if any(data not in measured for data in problems):
+        return None
     for name, digest in run.facts["files"].items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
             return None

@@ -244,7 +244,8 @@ class Run:
         with trainer.only_run_in_output_dir(checkpoint):
             from_main_process(read_measurements, folder)  # beside what is damaged no row could be written
             if checkpoint:
-                read = lambda: finished_result(self.settings, folder, trainer.run_identity)
+                problems = [benchmark.data for benchmark in self.benchmarks]
+                read = lambda: finished_result(self.settings, folder, trainer.run_identity, problems)
                 finished = from_main_process(read)
                 if finished is not None:
                     if config.should_save:

@@ -196,9 +196,9 @@ class LoopDropoutArguments:
             raise UserError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
         # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
         given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
-        own = given.keys() - {f.name for f in dataclasses.fields(cls)}  # fields of a user's subclass
-        own = {name: given.pop(name) for name in own}
-        made = cls(**given)
+        names = {f.name for f in dataclasses.fields(cls)}
+        made = cls(**{name: value for name, value in given.items() if name in names})
+        own = {name: value for name, value in given.items() if name not in names}  # of the user's subclass
         vars(made).update(own)
         return made
 

@@ -147,9 +147,9 @@ class GateSamplingMixin:
         return [(row, 0) for row in range(len(inputs["input_ids"]))]
 
     def _prepare_inputs(self, inputs):
-        return self._under_gates(super()._prepare_inputs(inputs))
+        return self._with_gates(super()._prepare_inputs(inputs))
 
-    def _under_gates(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _with_gates(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return what the model reads of a micro-batch, whose gates are from now on in force if it is trained on.
 
         TRL asks its users to override `compute_loss`, which is therefore not the place to draw them.
@@ -181,7 +181,7 @@ class GateSamplingMixin:
         return loss
 
     def _run_pass(self, *args) -> Tensor:
-        # Gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
+        # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
         # not outlive the step, not even when it is interrupted.
         self._is_in_step = True
         try:
