@@ -165,10 +165,6 @@ class GateSamplingMixin:
         self._draw_gates(inputs, packed_ids)
         return inputs
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss / self.rule.passes if self.model.training and self.rule.passes > 1 else loss
-
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Run the rule's passes over one micro-batch; nearly every rule has one."""
         passes, tokens, loss = self.rule.passes, self._total_train_tokens, 0.0
@@ -177,6 +173,7 @@ class GateSamplingMixin:
             is_last = self._pass_index == passes - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 loss = loss + self._run_pass(model, copy.copy(inputs), num_items_in_batch)
+        loss = loss / passes
         self.step_callback.losses.append(loss)
         return loss
 
@@ -184,6 +181,8 @@ class GateSamplingMixin:
         # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
         # not outlive the step, not even when it is interrupted.
         self._is_in_step = True
+        divisor = self.accelerator.gradient_accumulation_steps  # of any loss, one's own too
+        self.accelerator.gradient_accumulation_steps = divisor * self.rule.passes
         try:
             loss = super().training_step(*args)
             if self.rule.wants_sensitivity:
@@ -191,6 +190,7 @@ class GateSamplingMixin:
             return loss
         finally:
             self._is_in_step = False
+            self.accelerator.gradient_accumulation_steps = divisor
             self._unit_gates()
 
     def draw_depth(self, seed: int) -> tuple[int, int]:
