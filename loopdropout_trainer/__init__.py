@@ -5,9 +5,10 @@ The model families register with transformers' Auto classes: at once if transfor
 
 # ruff: noqa: F401  (handed on)
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.startup import import_with_transformers, late_names
+from loopdropout_trainer.startup import import_with_transformers
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
@@ -22,23 +23,38 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
     from loopdropout_trainer.training.preflight import default_peft_config
     from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
-else:
-    __getattr__, __dir__, __all__ = late_names(
-        __name__,
-        {
-            "adapters": "use_gates",
-            "experimental.grpo_config": "LoopDropoutGRPOConfig",
-            "experimental.grpo_trainer": "LoopDropoutGRPOTrainer",
-            "looped.described": "LoopDescription check_loops register_looped",
-            "saving.adapter_files": "load_adapter",
-            "saving.hub": "merge_and_save push_merged_to_hub",
-            "training.config": "LoopDropoutConfig LoopDropoutDPOConfig",
-            "training.dpo_trainer": "LoopDropoutDPOTrainer",
-            "training.gate_sampling": "GateSamplingMixin",
-            "training.preflight": "default_peft_config",
-            "training.sft_trainer": "LoopDropoutSFTTrainer",
-        },
-    )
+
+_HOMES = {
+    "GateSamplingMixin": "training.gate_sampling",
+    "LoopDescription": "looped.described",
+    "LoopDropoutConfig": "training.config",
+    "LoopDropoutDPOConfig": "training.config",
+    "LoopDropoutDPOTrainer": "training.dpo_trainer",
+    "LoopDropoutGRPOConfig": "experimental.grpo_config",
+    "LoopDropoutGRPOTrainer": "experimental.grpo_trainer",
+    "LoopDropoutSFTTrainer": "training.sft_trainer",
+    "check_loops": "looped.described",
+    "default_peft_config": "training.preflight",
+    "load_adapter": "saving.adapter_files",
+    "merge_and_save": "saving.hub",
+    "push_merged_to_hub": "saving.hub",
+    "register_looped": "looped.described",
+    "use_gates": "adapters",
+}
+"""The public names, each with its module. They are imported when they are asked for, since torch takes seconds."""
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
 
 __version__ = "0.1.0"
 

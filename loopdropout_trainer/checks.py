@@ -120,12 +120,14 @@ _RANGES = (  # fields, what they may hold, and why not more; any other number: f
      "completion_slots live_diagnostics_rows pad_to_multiple_of max_steps max_length max_completion_length "
      "ref_model_sync_steps dataset_num_proc dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout "
      "torch_empty_cache_steps vllm_max_model_length vllm_tensor_parallel_size num_train_examples example_token_limit "
-     "benchmark_batch_size benchmark_limit max_new_tokens num_rows rows_batch_size", Range(1)),  # counts: none is nothing
+     "benchmark_batch_size benchmark_limit max_new_tokens num_rows rows_batch_size max_extensions selection_seeds workers",
+     Range(1)),  # counts: none is nothing
     ("num_loops depths at_depths", Range(1, MOST_LOOPS)),
     ("num_threads", Range(1, 1024)),
     ("num_generations", Range(2)),  # a completion is compared with the others of its prompt
     ("num_train_epochs", Range(most=1e6, above=True)),
     ("save_steps eval_steps logging_steps", Range(above=True)),  # intervals
+    ("learning_rates", Range(above=True)),  # of a sweep, whose runs learn
     ("adam_epsilon", Range(above=True)),  # A's first gradient is zero, B being zero, and 0 / 0 is NaN
     ("adam_beta1 adam_beta2", Range(most=1, below=True)),  # at 1 an average never learns
     ("label_smoothing_factor ref_model_mixup_alpha min_p", Range(most=1)),  # shares
@@ -138,7 +140,7 @@ _RANGES = (  # fields, what they may hold, and why not more; any other number: f
     ("neftune_noise_alpha", Range(most=1e6)),  # beyond it the noise overflows
     ("loraplus_lr_ratio", Range(1)),  # B's rate as a multiple of A's
     ("f_alpha_divergence_coef entropy_coef reward_weights", Range(-math.inf)),  # either sign has a meaning
-    ("seed data_seed", Range(0, 2**32 - 1)),  # of numpy's generators
+    ("seed data_seed seeds", Range(0, 2**32 - 1)),  # of numpy's generators
     ("gate_seed split_seed", Range(-(2**63), 2**63 - 1)),  # of this package's own
     ("vllm_server_port vllm_group_port", Range(1, 65_535)),
 )  # fmt: skip

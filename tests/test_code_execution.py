@@ -285,6 +285,8 @@ def test_verdicts_are_logged_and_completions_without_a_program_fail(tmp_path, mo
     verdicts = benchmark.verdicts(texts, log, progress=False)
     assert all(verdict.startswith("base: ") for verdict in verdicts)
     again = AnswerLog(tmp_path)
-    again.answers = again.read({})
+    again.read({})
     monkeypatch.setattr(programs, "check_program", lambda *_: pytest.fail("a program ran"))
     assert benchmark.verdicts(texts, again, progress=False) == verdicts
+    easier = [{**row, "plus_input": row["plus_input"][:1]} for row in benchmark.rows]
+    assert replace(benchmark, rows=easier).data != benchmark.data  # a verdict is of these tests

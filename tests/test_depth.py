@@ -232,14 +232,13 @@ def test_losses_and_all_gradients_are_those_of_a_direct_computation(train, famil
     fields = {"gradient_checkpointing": False, **fields, "loop_loss": loss, "loop_loss_args": loss_args}
     trainer = train(TINY[family](), **fields, max_steps=1)
     (seen,) = trainer.seen
-    inputs = {name: tensor for name, tensor in seen.batch.items() if name != "example_ids"}
     assert seen.depth == (5 if "depth_sampling" in fields else 4) or loss == "random"
     # The same weights as before the step, and an adapter that acts: by a trainer of the same start.
     given = {"train_dataset": trainer.train_dataset, "processing_class": trainer.processing_class}
     fresh = Watch(TINY[family](), trainer.args, **given)
     fresh.model.train()
     plain = replace(seen.gated, optimisations=Optimisations())
-    want = direct_loss(fresh, plain, inputs, seen.depth, weights_of or drawn_weights(trainer))
+    want = direct_loss(fresh, plain, seen.batch, seen.depth, weights_of or drawn_weights(trainer))
     assert seen.loss.item() == pytest.approx(want.item(), rel=2e-6)
     want.backward()
     wanted = {name: p.grad for name, p in trained_parameters(fresh.model).items()}

@@ -211,6 +211,12 @@ def test_a_diagnostic_of_ones_own_is_one_file(diagnose, tmp_path, capsys):
     assert found == pytest.approx([patterns["0-0-1-1"], patterns["all"]])
     printed = capsys.readouterr().out.splitlines()
     assert any(line.startswith("last_two") and f"{found[0]:.4f}" in line for line in printed)
+    (tmp_path / "my_diagnostic.py").write_text(
+        code.replace("[0.0] * (context.num_loops - 2) + [1.0, 1.0]", "[1, 0, 0, 1]")
+    )
+    with patch.dict(DIAGNOSTICS):
+        rows = diagnose(tmp_path, *options, adapters=("LoRA=lora",))
+    assert values(rows, family="last_two")[0] == pytest.approx(patterns["1-0-0-1"])
 
 
 NO_ROWS = {

@@ -12,6 +12,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,6 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.evaluation import (
     BENCHMARKS,
     GeneratedBenchmark,
-    Metric,
     Subject,
     evaluate_subject,
     generate_greedy,
@@ -40,7 +40,7 @@ from loopdropout_trainer.evaluation.benchmarks import metamath
 from loopdropout_trainer.evaluation.benchmarks.gsm8k import gsm8k_strict
 from loopdropout_trainer.evaluation.results import results_table
 from loopdropout_trainer.evaluation.run import EvaluationArguments
-from loopdropout_trainer.evaluation.subject import load_model
+from loopdropout_trainer.evaluation.subject import load_model, training_of
 from loopdropout_trainer.record.identity import model_identity
 from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, Measurement, read_measurements
 from loopdropout_trainer.reports.averaging import difference
@@ -204,6 +204,10 @@ CHANGES = {  # what is named: the file of the base, and what changes in it
         "config.json", {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}
     ),
     "`eos_token` was '<eos>' and is '<pad>'": ("tokenizer_config.json", {"eos_token": "<pad>"}),
+    "`split_special_tokens` was None and is True": ("tokenizer_config.json", {"split_special_tokens": True}),
+    "`rope_parameters.attention_factor` was None and is 0.05": (
+        "config.json", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "attention_factor": 0.05}}
+    ),
 }  # fmt: skip
 
 
@@ -276,6 +280,13 @@ def test_an_adapter_gives_in_bfloat16_what_it_gave_at_the_end_of_training(tokeni
     assert generate_greedy(*load_model(base, trainer.args.output_dir), PROMPTS, 24, progress=False) == want
     assert generate_greedy(*load_model(base), PROMPTS, 24, progress=False) != want
 
+    folder = Path(trainer.args.output_dir)
+    assert training_of(str(folder)).identity == trainer.run_identity
+    rewrite(folder / "adapter_config.json", base_model_name_or_path="moved")
+    assert training_of(str(folder)).identity == trainer.run_identity
+    rewrite(folder / "adapter_config.json", lora_alpha=64)  # what is measured now, that training has not made
+    assert training_of(str(folder)).identity["adapter"]["lora_alpha"] == 64
+
 
 def test_depths_and_single_loops_are_rows_of_one_evaluation(saved, tokenizer, tmp_path):
     options = on_samples(saved, tmp_path, adapter=saved / "adapter", benchmark_limit=2, max_new_tokens=8)
@@ -303,8 +314,6 @@ def test_weights_that_are_not_finite_are_refused_and_nan_is_never_written(tokeni
     tokenizer.save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="base holds NaN or infinity in `lm_head.weight`"):
         load_model(ModelArguments(str(tmp_path / "base"), dtype="float32"))
-    with pytest.raises(ValueError, match="not a finite number"):
-        Metric.of([1.0, float("nan")])
     with pytest.raises(ValueError):
         AnswerLog(tmp_path).keep([("a", float("nan"))])
     assert not list(tmp_path.glob("*.jsonl"))
@@ -320,11 +329,28 @@ def test_a_damaged_line_of_a_log_is_named_and_an_unfinished_one_removed(tmp_path
     log.keep([(0, "x"), (1, "y")])
     complete = path.read_bytes()
     path.write_bytes(complete + line.encode("latin-1"))
-    assert AnswerLog(tmp_path).read(LOGGED) == {0: "x", 1: "y"} and path.read_bytes() == complete
+    again = AnswerLog(tmp_path)
+    again.read(LOGGED)
+    assert again.answers == {0: "x", 1: "y"} and path.read_bytes() == complete
     path.write_bytes(complete + line.encode("latin-1") + b"\n")
     with pytest.raises(ValueError, match="00000.jsonl, line 3, .*remove") as caught:
         AnswerLog(tmp_path).read(LOGGED)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["another answer", "another key", "of another model", "of no model"])
+def test_an_answer_that_was_edited_or_is_another_models_is_named(tmp_path, change):
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for folder, logged in ((ours, LOGGED), (other, {"settings": {"a": 2}})):
+        log = AnswerLog(folder)
+        log.read(logged)
+        log.keep([(0, "x")])
+    line = json.loads((ours / "00000.jsonl").read_text())
+    own = {"another answer": {**line, "answer": "#### 5"}, "another key": {**line, "key": 1}}
+    foreign = (other / "00000.jsonl").read_text() if change == "of another model" else '{"key": 1, "answer": "x"}\n'
+    (ours / "00001.jsonl").write_text(json.dumps(own[change]) + "\n" if change in own else foreign)
+    with pytest.raises(ValueError, match="00001.jsonl, line 1, holds no answer of this evaluation as it was written"):
+        AnswerLog(ours).read(LOGGED)
 
 
 @pytest.mark.parametrize("path", [*sorted((RECIPES / "evaluation").glob("*.yaml")), RECIPES / "quickstart.yaml"])

@@ -28,6 +28,7 @@ from loopdropout_trainer.diagnostics.rows import RowArguments
 from loopdropout_trainer.evaluation.run import EvaluationArguments
 from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
 from loopdropout_trainer.gates.__main__ import main as gates_main
+from loopdropout_trainer.runs.sweep import SweepArguments
 from loopdropout_trainer.settings.arguments import TINY_OURO_PATH, ModelArguments, RunArguments
 
 
@@ -195,7 +196,7 @@ def test_no_number_of_any_configuration_may_be_nan_or_infinite(cls, tmp_path):
 
 
 def test_the_table_of_ranges_names_fields_that_exist():
-    own = (ModelArguments, RunArguments, EvaluationArguments, RowArguments)
+    own = (ModelArguments, RunArguments, EvaluationArguments, RowArguments, SweepArguments)
     assert set(RANGES) <= {field.name for cls in (*CONFIGS, *own) for field in fields(cls)}
 
 

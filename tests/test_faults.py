@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import STEPS, flat_weights, randomise, tiny_ouro, trained_parameters
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from peft import get_peft_model
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
@@ -32,7 +32,7 @@ def finished(make_trainer):
 
 
 def cut(file):
-    file.write_bytes(file.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:-2])  # of JSON the last byte is a line's end
 
 
 def flip_a_bit(file):
@@ -118,6 +118,8 @@ def test_data_that_cannot_be_trained_on_is_one_error(make_trainer, dataset, tmp_
     for rows, fault in ((empty, "is empty"), (other, "columns 'answer'"), (streamed, "cannot be read")):
         with pytest.raises(ValueError, match=f"`train_dataset` .*{fault}"):
             make_trainer(rows=rows)
+    with pytest.raises(TypeError, match="`train_dataset` must be .*, got `DatasetDict`"):
+        make_trainer(rows=DatasetDict(train=dataset))
 
 
 def test_a_run_without_a_single_step_is_refused(make_trainer, dataset):
@@ -167,6 +169,9 @@ def test_without_a_token_a_run_that_should_be_pushed_is_refused_before_training(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(PushError, match="did not take 'someone/model' .* Nothing was trained yet; log in with"):
         make_trainer(push_to_hub=True, hub_model_id="someone/model")
+    with pytest.raises(PushError, match="The adapter is safe in") as error:
+        make_trainer().push_to_hub()  # which makes the repository first
+    assert str(error.value).count("did not take") == 1 and "Nothing was trained" not in str(error.value)
 
 
 def test_a_refused_push_leaves_the_adapter_on_disk_and_never_tells_the_token(

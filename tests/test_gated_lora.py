@@ -5,12 +5,13 @@
 
 import copy
 import functools
+import pickle
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from conftest import TINY, randomise, tiny_hrm, trained_parameters, with_adapter
+from conftest import TINY, randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
@@ -85,6 +86,8 @@ def test_use_gates_puts_back_what_was_there_also_after_an_exception():
         (torch.ones(4, 0), "K = 4 loops"),
         (torch.full((4,), float("nan")), "finite"),
         (torch.full((4, 3), 0.5), "3 examples, but the batch has 4"),
+        ("1-0-0-0", "'1-0-0-0' are no gates"),
+        (None, "None are no gates"),
     ],
 )
 def test_gates_of_a_wrong_shape_are_refused(gates, message):
@@ -183,6 +186,8 @@ def test_gates_are_refused_where_they_reach_nothing(model):
         with pytest.raises(ValueError, match="merged into the weights"), use_gates(merged, torch.zeros(4)):
             pass
         merged.unmerge_adapter()
+        with use_gates(merged, torch.zeros(4)), pytest.raises(ValueError, match="merge outside of the block"):
+            merged.merge_adapter()
         with use_gates(merged, torch.zeros(4)):
             pass
 
@@ -275,3 +280,14 @@ def test_pefts_default_is_the_recurrent_block_and_torch_save_keeps_the_model(mak
     gates = torch.eye(looped.config.num_loops)[0]
     assert torch.equal(logits(again, gates), logits(peft_model, gates))
     assert find_looped_model(again).loop_state is not looped.loop_state
+
+
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm], ids=["ouro", "hrm_text"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_trained_model_has_gates_of_its_own(train, make, duplicate):
+    model = train(make(), max_steps=2).model.eval()
+    again, gates = duplicate(model), torch.eye(find_looped_model(model).config.num_loops)[0]
+    ungated, gated = logits(model), logits(model, gates)
+    assert not torch.equal(gated, ungated)
+    with use_gates(again, gates):
+        assert torch.equal(logits(again), gated) and torch.equal(logits(model), ungated)

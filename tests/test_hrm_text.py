@@ -47,7 +47,7 @@ def test_training_batches_mark_the_prompt_and_score_as_transformers_does(make_sf
     with torch.no_grad():
         want = reference(**batch).loss
         causal = reference(**{**batch, "token_type_ids": None}).loss
-        got = trainer.compute_loss(trainer.model.eval(), dict(collated))
+        got = trainer.compute_loss(trainer.model.eval(), trainer._prepare_inputs(collated))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert abs(causal - want) > 1e-4
     trainer.train()
@@ -69,7 +69,7 @@ def test_preferences_are_scored_behind_the_prefix_mask(config, tokenizer):
         scored[name] = (tokens * answer[:, 1:]).sum(dim=1)[:3].mean().item()
     trainer.model.eval()
     with torch.no_grad():
-        trainer.compute_loss(trainer.model, dict(collated))
+        trainer.compute_loss(trainer.model, trainer._prepare_inputs(collated))
     assert trainer._metrics["eval"]["logps/chosen"][-1] == pytest.approx(scored["prefix"], abs=1e-3)
     assert abs(scored["prefix"] - scored["causal"]) > 0.01
     trainer.train()

@@ -43,8 +43,12 @@ TOKEN = "hf_averysecrettokenaverysecrettoken12"
 load = AutoModelForCausalLM.from_pretrained
 
 
-def adapted(model=None, **lora):
-    return with_adapter(model, **lora).eval()
+def adapted(model=None, base=None, **trained_with):
+    """A model with an adapter on it that was trained on `base`."""
+    model = with_adapter(model).eval()
+    model.peft_config["default"].base_model_name_or_path = base
+    find_looped_model(model).trained_with = trained_with
+    return model
 
 
 def card_of(folder):
@@ -89,7 +93,7 @@ def trained(base, train):
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}])
 @pytest.mark.parametrize("gated", [False, True])
 def test_merged_logits_are_those_of_unit_gates_and_the_model_stays_unmerged(tmp_path, lora, gated):
-    model = adapted(**lora)
+    model = with_adapter(None, **lora).eval()
     if gated:
         add_gates(model)
     before = model(IDS).logits
@@ -125,9 +129,10 @@ OUTSIDE |= {f"model.early_exit_gate.{name}" for name in ("weight", "bias")}
 
 
 def test_a_merged_ouro_has_the_tensors_and_fields_that_vllm_reads(tmp_path, tokenizer):
-    facts = ModelCardFields("ByteDance/Ouro-1.4B", "loop_dropout", 0.5, recipe="p: 0.5\n", data="GSM8K")
+    facts = ModelCardFields(recipe="p: 0.5\n", data="GSM8K")
     facts.results = {"gsm8k": CardScore(61.5, 1319, 40.25), "mine": CardScore(0.5)}
-    folder = merge_and_save(adapted(), tmp_path / "merged", tokenizer, facts, repo_id="someone/ouro-gsm8k")
+    model = adapted(base="ByteDance/Ouro-1.4B", rule="loop_dropout", p=0.5)
+    folder = merge_and_save(model, tmp_path / "merged", tokenizer, facts, repo_id="someone/ouro-gsm8k")
     layers = [f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in (*MODULES, *NORMS)]
     assert tensors_of(folder / "model.safetensors") == {*OUTSIDE, *layers} == set(tiny_ouro().state_dict())
     config = config_of(folder)
@@ -308,7 +313,11 @@ def test_the_auto_map_finds_the_code_of_the_base_and_the_model_in_hand_keeps_its
     model = adapted()
     config = model.get_base_model().config
     config.auto_map = dict(AUTO_MAP)
-    merge = lambda name, base: merge_and_save(model, tmp_path / name, facts=ModelCardFields(base))
+
+    def merge(name, base):
+        model.peft_config["default"].base_model_name_or_path = base
+        return merge_and_save(model, tmp_path / name)
+
     on_hub = merge("on_hub", "ByteDance/Ouro-1.4B")
     found = {key: f"ByteDance/Ouro-1.4B--{value}" for key, value in AUTO_MAP.items()}
     assert config_of(on_hub)["auto_map"] == found and config.auto_map == AUTO_MAP
@@ -329,9 +338,9 @@ def test_the_auto_map_finds_the_code_of_the_base_and_the_model_in_hand_keeps_its
 def test_a_model_merged_from_a_folder_with_code_loads_without_this_package(tmp_path):
     (tmp_path / "base").mkdir()
     shutil.copy(HUB_CODE, tmp_path / "base")
-    model = adapted()
+    model = adapted(base=str(tmp_path / "base"))
     model.get_base_model().config.auto_map = dict(AUTO_MAP)
-    folder = merge_and_save(model, tmp_path / "merged", facts=ModelCardFields(str(tmp_path / "base")))
+    folder = merge_and_save(model, tmp_path / "merged")
     code = f"""{run_in(folder, blocks_of(folder)[1])}
 import sys
 assert type(model).__name__ == "PlainOuroForCausalLM" and "loopdropout_trainer" not in sys.modules
@@ -409,10 +418,11 @@ def test_cards_say_base_rule_p_depths_and_loss(tmp_path, train, tokenizer, caplo
 
 def test_nothing_that_a_card_quotes_breaks_out_of_its_place(tmp_path):
     recipe = "a: 1\n```\n<script>alert(1)</script>\n\n# Not a heading"
-    facts = ModelCardFields("x/y", "<img src=x onerror=alert(2)>", data="[a](javascript:b)|c", recipe=recipe)
+    facts = ModelCardFields(data="[a](javascript:b)|c", recipe=recipe)
     facts.results = {"<b>acc</b>": CardScore("`1`", "<i>")}
     name = 'x/y"); import os  # ```'
-    folder = merge_and_save(adapted(), tmp_path / "merged", facts=facts, repo_id=name)
+    model = adapted(base="x/y", rule="<img src=x onerror=alert(2)>")
+    folder = merge_and_save(model, tmp_path / "merged", facts=facts, repo_id=name)
     before, _, block = card_of(folder).partition("## Recipe\n")
     assert block.strip("\n") == recipe.replace("\n", "\n    ").replace("    \n", "\n").join(("    ", ""))
     for harmful in ("<script", "<img", "<b>", "[a](javascript", 'y"); import os'):
@@ -424,8 +434,8 @@ def test_a_card_has_no_local_paths(tmp_path):
     recipe = (
         "model_name_or_path: /home/me/models/Ouro-1.4B\ndata: ~/rows/a.jsonl\nurl: https://a.b/c/d\nname: user/model\n"
     )
-    facts = ModelCardFields("/home/me/models/Ouro-1.4B", data="/home/me/rows.jsonl", recipe=recipe)
-    card = card_of(merge_and_save(adapted(), tmp_path / "merged", facts=facts))
+    facts = ModelCardFields(data="/home/me/rows.jsonl", recipe=recipe)
+    card = card_of(merge_and_save(adapted(base="/home/me/models/Ouro-1.4B"), tmp_path / "merged", facts=facts))
     assert "/home" not in card and "~" not in card and str(tmp_path) not in card
     for kept in (
         "name_or_path: Ouro-1.4B",

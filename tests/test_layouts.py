@@ -242,7 +242,9 @@ def test_packed_loss_and_gradients_are_those_of_unpacked_rows_under_the_same_gat
     batch, gates, segments = seen.batch, seen.gates, seen.gated.segments
     examples = len(gates.T)
     assert segments.max() == examples - 1 and examples >= (4 if args.packing else 2)
-    draw = Draw(seed=args.seed, step=0, example_ids=batch["example_ids"].tolist(), num_loops=4)
+    ids = seen.gated.draw.example_ids
+    assert ids == sorted(set(ids)) and len(ids) == examples and {row for row, _ in ids} == {0, 1}
+    draw = Draw(seed=args.seed, step=0, example_ids=ids, num_loops=4)
     assert torch.equal(gates, LoopDropout(0.5).sample(draw)) and len(set(map(tuple, gates.T.tolist()))) > 1
 
     ids, labels, mask = unpacked(batch, segments)

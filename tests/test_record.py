@@ -25,6 +25,7 @@ from loopdropout_trainer.record.measurement import (
     WRITERS_FILE,
     Measurement,
     RecordError,
+    as_json,
     read_measurements,
     write_measurements,
 )
@@ -34,11 +35,13 @@ from loopdropout_trainer.settings.arguments import RunArguments
 # --- identities -------------------------------------------------------------------------------------------------------
 
 
-def identity(model=None, tokenizer=None, rows=3, **settings):
-    data = Dataset.from_list([{"input_ids": [i, i + 1]} for i in range(rows)])
+def identity(model=None, tokenizer=None, rows=3, held_out=2, **settings):
+    data, other = (
+        Dataset.from_list([{"input_ids": [i, i + 1]} for i in range(number)]) for number in (rows, held_out)
+    )
     args = LoopDropoutConfig("out", bf16=False, report_to="none", **settings)
     tokenizer = tokenizer or byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>")
-    return make_identity(model or with_adapter(), tokenizer, data, args)
+    return make_identity(model or with_adapter(), tokenizer, data, args, held_out=other)
 
 
 def changed(**fields):
@@ -76,6 +79,14 @@ CHANGES = {  # the sentence: how the run is changed
     "`alpha_pattern` was {} and is": {"model": lambda: with_adapter(alpha_pattern={"q_proj": 3})},
     "`init_lora_weights` was True and is 'gaussian'": {"model": lambda: with_adapter(init_lora_weights="gaussian")},
     "the training data are others": {"rows": 4},
+    "the held-out rows are others": {"held_out": 3},
+    "`made_up` was None and is 3": {"model": lambda: changed(made_up=3)},  # which one file leaves out
+    "`exclude_modules` was None and is": {"model": lambda: with_adapter(exclude_modules=["lm_head"])},
+    "`split_special_tokens` was None and is True": {
+        "tokenizer": lambda: byte_tokenizer(
+            ["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>", split_special_tokens=True
+        )
+    },
     "`learning_rate` was 2e-05 and is 0.001": {"learning_rate": 1e-3},
     "`rule` was 'loop_dropout' and is 'lora'": {"rule": "lora"},
     "`num_loops` was 4 and is 3": {"model": lambda: with_adapter(tiny_ouro(total_ut_steps=3))},
@@ -105,7 +116,20 @@ def test_what_changes_no_result_does_not_count(change):
     data = Dataset.from_list([{"input_ids": [i, i + 1]} for i in range(3)])
     tokenizer = byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>")
     tokenizer("long", truncation=True, max_length=2, padding="max_length")  # which its backend remembers
-    assert make_identity(with_adapter(), tokenizer, data, args) == identity()
+    assert make_identity(with_adapter(), tokenizer, data, args, held_out=data.select(range(2))) == identity()
+
+
+def test_what_checkpoints_there_are_counts_where_the_best_one_is_kept():
+    fields = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True}
+    assert not differences(identity(eval_steps=2), identity(eval_steps=4))
+    found = differences(identity(eval_steps=2, **fields), identity(eval_steps=4, **fields))
+    assert list(map(str, found)) == ["`eval_steps` was 2 and is 4"]
+
+
+def test_a_field_that_only_one_names_says_nothing_if_other_libraries_have_read_the_file():
+    one, other = identity(), identity(changed(made_up=3))
+    assert not differences(one, {**other, "versions": {**other["versions"], "transformers": "1.0"}}, ONE_RUN)
+    assert not differences(one, {"base": other["base"]})
 
 
 def test_every_field_without_effect_is_one_and_stands_there_once():
@@ -207,6 +231,20 @@ def test_a_row_that_somebody_changed_is_left_out_with_a_sentence(tmp_path, sente
     assert rows == [row()] and fault.startswith(f"{path}, line 2: ") and sentence in fault and "\n" not in fault
     write_measurements(tmp_path, [row(writer="x")], [OF])  # what was measured is written all the same
     assert row(writer="x") in read_measurements(tmp_path)[0]
+
+
+@pytest.mark.parametrize("where", ["beside", "before"])
+def test_rows_that_no_writer_of_the_folder_wrote_are_left_out(tmp_path, where):
+    write_measurements(tmp_path, [row()], [OF])
+    path, foreign = tmp_path / MEASUREMENTS_FILE, row(writer="evaluation/good/b", value=99.0)
+    if where == "before":  # an earlier version wrote it: it is known from the next measurement on
+        (tmp_path / WRITERS_FILE).unlink()
+        write_measurements(tmp_path, [row(writer="x")], [OF])
+    rows = read_measurements(tmp_path)[0]
+    path.write_text(path.read_text() + json.dumps(as_json(foreign)) + "\n")
+    left, _, (fault,) = read_measurements(tmp_path)
+    assert left == rows and row() in rows
+    assert fault == f"{path}: rows of `evaluation/good/b` are not in writers.json."
 
 
 @pytest.mark.parametrize("change", ["deleted", "another number", "twice"])

@@ -572,6 +572,21 @@ def test_a_row_or_file_that_cannot_be_read_is_named_and_left_out(runs):
         write_report([old], [], runs / "report")
 
 
+def test_a_number_that_was_measured_again_with_another_value_is_named(runs):
+    for correct, name in ((11, "alike"), (9, "other")):
+        measure(runs.parent / name, correct, rule="lora", seed=1)
+    assert load_table([runs, runs.parent / "alike"]).attrs["skipped"] == []
+    table = load_table([runs, runs.parent / "other"])
+    assert len(table) == len(load_table([runs])) and only_cell(runs.parent, "seed: 1")["mean"] == pytest.approx(
+        100 * 11 / 30
+    )
+    (fault,) = table.attrs["skipped"]
+    assert fault == (
+        f"{runs.parent / 'other'}: `b` of LoRA is 30, and 36.6667 in a folder read before, though both depend on the same "
+        "(numbers that differ so: 1)."
+    )
+
+
 # --- files of tables ----------------------------------------------------------------------------------------------------
 
 
@@ -665,7 +680,9 @@ def test_a_mistake_in_a_file_is_one_sentence(tmp_path, file, line):
 
 def test_the_command_prints_whole_words_on_a_narrow_screen(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    load_script("recipes/report.py").main([str(runs), "--tables", "math_main", "--output_dir", str(tmp_path / "report")])
+    load_script("recipes/report.py").main(
+        [str(runs), "--tables", "math_main", "--output_dir", str(tmp_path / "report")]
+    )
     printed = capsys.readouterr().out
     assert "Dropout" in printed and "MATH-500" in printed and "…" not in printed
     assert "Made by: loopdropout sweep sweeps/metamath_gsm.yaml" in " ".join(printed.split())

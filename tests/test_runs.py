@@ -145,11 +145,25 @@ def test_results_of_other_weights_are_not_those_of_a_finished_run(tmp_path, name
     assert finished_result({"seed": 1}, out, run) == result
     assert finished_result({"seed": 1}, out, {"settings": {"seed": 2}}) is None
     assert finished_result({"seed": 1, "depths": [2]}, out, run) is None
+    assert finished_result({"seed": 1}, out, run, [{"benchmark": "b", "problems": "others"}]) is None
     if damage == "missing":
         (out / name).unlink()
     else:
         (out / name).write_bytes(bytes(range(99)) if damage == "truncated" else bytes(range(99)) + b"x")
     assert finished_result({"seed": 1}, out, run) is None
+
+
+def test_a_finished_run_is_measured_again_on_other_problems(command, tmp_path, monkeypatch):
+    file = tmp_path / "problems.jsonl"
+    problems = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(2)]
+    file.write_text(problems[0])
+    fields = {"benchmarks": ["gsm8k"], "benchmark_files": {"gsm8k": str(file)}, "max_new_tokens": 4}
+    words = command("--resume_from_checkpoint", "true", **fields)
+    sft.main(words)
+    monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", lambda *given: pytest.fail("a step is taken"))
+    file.write_text("".join(problems))
+    sft.main(words)
+    assert read_run(tmp_path / "out").result.scores()["gsm8k"].total == 2
 
 
 def test_a_run_of_an_earlier_version_is_measured_again_and_named(command, tmp_path, log, monkeypatch):

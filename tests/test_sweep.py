@@ -594,12 +594,13 @@ UNTRAINED = {"log.txt", "expected.json", "_run.lock"}
 
 
 def test_a_real_sweep_goes_on_only_with_its_own_data_and_base(tmp_path, capsys):
-    """Real trainings: between two starts of the command the data, or a field of the base's config.json, are changed."""
+    """Real trainings: between two starts the data, a field of the base's config.json, or the problems are changed."""
     base, rows = shutil.copytree(TINY_OURO_PATH, tmp_path / "base"), tmp_path / "train.jsonl"
-    config = json.loads((base / "config.json").read_text())
+    config, problems = json.loads((base / "config.json").read_text()), tmp_path / "problems.jsonl"
 
-    def write(answer=5, **changed):
+    def write(answer=5, problem=1, **changed):
         (base / "config.json").write_text(json.dumps({**config, **changed}))
+        problems.write_text(json.dumps({"question": f"{problem} + 1?", "answer": f"#### {problem + 1}"}) + "\n")
         lines = [
             json.dumps({"prompt": f"{number} + {answer} = ", "completion": f"{number + answer}"})
             for number in range(8)
@@ -607,7 +608,13 @@ def test_a_real_sweep_goes_on_only_with_its_own_data_and_base(tmp_path, capsys):
         rows.write_text("\n".join(lines))
 
     recipe = {name: value for name, value in RECIPE.items() if name not in ("preparation", "num_train_examples")}
-    recipe |= {"model_name_or_path": str(base), "train_files": [str(rows)], "single_loop_batches": 0}
+    recipe |= {
+        "model_name_or_path": str(base),
+        "train_files": [str(rows)],
+        "single_loop_batches": 0,
+        "max_new_tokens": 4,
+    }
+    recipe |= {"benchmarks": ["gsm8k"], "benchmark_files": {"gsm8k": str(problems)}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     fields = {"recipe": str(tmp_path / "recipe.yaml"), "learning_rates": [0.001], "output_dir": str(tmp_path / "out")}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**fields, "methods": ["lora"]}))
@@ -621,7 +628,11 @@ def test_a_real_sweep_goes_on_only_with_its_own_data_and_base(tmp_path, capsys):
             sweep("1", "2")
         assert [run["seed"] for run in load_runs(tmp_path / "out")] == [1]
         assert {file.name for file in (tmp_path / "out/lora/lr_0.001/seed_2").iterdir()} <= UNTRAINED
+    write(problem=2)
+    with pytest.raises(SweepError, match="seed_2 cannot stand beside lora/lr_0.001/seed_1: the problems are others"):
+        sweep("1", "2")
     write()
+    shutil.rmtree(tmp_path / "out/lora/lr_0.001/seed_2")
     capsys.readouterr()
     sweep("1", "2")
     assert "(2)" in capsys.readouterr().out

@@ -1,21 +1,31 @@
 """`LoopDropoutSFTTrainer` as a drop-in for `SFTTrainer`: the same run but for the gates, which stay inside training steps."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model_state_dict
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
 from loopdropout_trainer.looped import NotLoopedError, find_looped_model
 
 
-def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, tmp_path):
-    args = SFTConfig(str(tmp_path), max_steps=1, report_to="none", bf16=False, use_cpu=True)
+@dataclass
+class OwnConfig(SFTConfig):
+    nickname: str = "mine"
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, OwnConfig])
+def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, tmp_path, cls):
+    args = cls(str(tmp_path), max_steps=1, report_to="none", bf16=False, use_cpu=True)
     trainer = LoopDropoutSFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
     assert (trainer.args.rule, trainer.args.p) == ("loop_dropout", 0.5)
+    assert getattr(trainer.args, "nickname", None) == getattr(args, "nickname", None)
     lora = trainer.model.peft_config["default"]
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (16, 32, 0)
     assert lora.target_modules == set(find_looped_model(model).recurrent_linears())
@@ -43,6 +53,50 @@ def test_evaluating_in_the_middle_leaves_training_as_it_was(train):
     assert_same_weights(plain, evaluated)
     losses = [log["eval_loss"] for log in evaluated.state.log_history if "eval_loss" in log]
     assert len(losses) == 4 and evaluated.evaluate()["eval_loss"] == losses[-1]
+
+
+def test_an_evaluation_is_under_the_gates_that_the_caller_applies(train):
+    trainer = train(per_device_eval_batch_size=4)
+    (batch,) = trainer.get_eval_dataloader()
+    losses = []
+    for gates in (torch.zeros(4), torch.eye(4)[0], torch.ones(4)):
+        with use_gates(trainer.model, gates), torch.no_grad():
+            losses.append(trainer.evaluate()["eval_loss"])
+            assert trainer.model(**batch).loss.item() == pytest.approx(losses[-1], rel=1e-6)
+    assert len(set(losses)) == 3
+
+
+class OwnLoss(LoopDropoutSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class OwnBatches(LoopDropoutSFTTrainer):
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=self.data_collator)
+
+
+@pytest.mark.parametrize("cls", [OwnLoss, OwnBatches])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"padding_free": True, "max_length": None}, {"rule": "lora_dropout", "rule_args": {"num_masks": 3}}],
+    ids=str,
+)
+def test_a_subclass_with_a_loss_or_batches_of_its_own_is_trained_under_the_same_gates(train, cls, fields):
+    fields |= {
+        "train_sampling_strategy": "sequential",
+        "adam_epsilon": 1e-3,
+        "max_grad_norm": 0,
+        "eval_strategy": "epoch",
+    }
+    own, plain = train(cls=cls, **fields), train(**fields)
+    assert_same_weights(own, plain, atol=1e-6, rtol=1e-4)
+    assert own.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-5)
+
+
+def test_rows_in_the_format_of_numpy_are_trained_on_alike(train, dataset):
+    assert_same_weights(train(rows=dataset.with_format("numpy")), train())
 
 
 class GatesAtEvents(TrainerCallback):

@@ -1,10 +1,10 @@
-"""Adapted linear maps of one input as one autograd function: y_i = W_i x + B_i (g s_i A_i x), with a frozen W_i.
+"""Adapted linear maps of one input as one autograd function: y_i = W_i x + B_i (g s A_i x), with a frozen W_i.
 
 The gate g and the scaling s are in the rank dimension, and only the tokens whose gate is not zero take part in the update.
 The backward pass needs the input in its own dtype and the rank-r activations, and adds everything up in place:
 
     z = [A_1; A_2; ..] x;  u = g s z;  y_i = W_i x;  y_i += B_i u_i
-    dx = sum of W_i' dy_i;  dB_i = dy_i u_i';  dz_i = g s_i B_i' dy_i;  dA = dz x';  dx += A' dz
+    dx = sum of W_i' dy_i;  dB_i = dy_i u_i';  dz_i = g s B_i' dy_i;  dA = dz x';  dx += A' dz
 
 (A token is a column here, and a row in the code.) For q, k and v of a hidden size of 32 with rank 4, and 10 tokens of which 6
 have an active gate: x [10, 32], z = x[:6] A' [6, 12], u_q, u_k, u_v [6, 4] each, y_q[:6] += u_q B_q'. Autograd keeps x and u.
@@ -37,7 +37,7 @@ class Projections(NamedTuple):
         factors: stacked A [sum of r, in], then each B [out_i, r_i], in the trained parameters' dtype and part of their graph:
             all loops add their gradients up here, and the parameters get the sum.
         down, up: the same, cast to the dtype of the activations.
-        scaling: of the updates, a number or [sum of r].
+        scaling: of the updates.
         widths: of the outputs that the caller wants.
     """
 
@@ -46,7 +46,7 @@ class Projections(NamedTuple):
     factors: list[torch.Tensor]
     down: torch.Tensor
     up: list[torch.Tensor]
-    scaling: float | torch.Tensor
+    scaling: float
     widths: list[int]
 
     @classmethod
@@ -59,12 +59,7 @@ class Projections(NamedTuple):
         down = [linear.weight for linear in downs]
         up = [linear.weight for linear in ups]
         widths = [len(weight) for weight in weights]
-        scalings = [layer.scaling[layer.active_adapters[0]] for layer in layers]
-        scaling: float | torch.Tensor = scalings[0]
-        if len(set(scalings)) > 1:  # one number for each channel of z, [sum of r]
-            ranks = torch.tensor([len(a) for a in down])
-            scaling = torch.tensor(scalings).repeat_interleave(ranks)
-            scaling = scaling.to(x.device)
+        scaling = layers[0].scaling[layers[0].active_adapters[0]]
         if len(layers) > 1 and _stacking_pays(x, weights, down):
             # W [sum of out, in], B [sum of out, sum of r] with zeros beside the blocks: one map, I = 1
             biases = [stacked_bias(weights, biases)]
@@ -84,7 +79,7 @@ class FusedUpdate(torch.autograd.Function):
     """`FusedUpdate.apply(x, scale, num_active, maps, *maps.factors)`: the outputs [..., out_i] of x [..., in], n tokens.
 
     Args:
-        scale: gate times scaling, in float32: a number, [sum of r], [m, 1] or [m, sum of r].
+        scale: gate times scaling, in float32: a number or [m, 1].
         num_active: m <= n, the number of tokens, counted from the first, whose update is added.
         maps: `Projections`. Neither their weights nor the gates get a gradient.
     """
@@ -96,7 +91,7 @@ class FusedUpdate(torch.autograd.Function):
         # every token alike.
         low = _first(rows, num_active) @ maps.down.T
         low = (low * scale).to(x.dtype)
-        updates = low.split([b.shape[1] for b in maps.up], dim=1)  # u_i = g s_i A_i x, each [m, r_i]
+        updates = low.split([b.shape[1] for b in maps.up], dim=1)  # u_i = g s A_i x, each [m, r_i]
         outputs = []
         for weight, bias, b, update in zip(maps.weights, maps.biases, maps.up, updates, strict=True):
             y = F.linear(rows, weight, bias)  # [n, out_i], a new tensor: its first m rows get the update in place
@@ -192,8 +187,7 @@ class FusedProjection:
         if running.gate is None:
             return maps.scaling
         shape = x.shape[:-1]
-        own = id(maps) if isinstance(maps.scaling, torch.Tensor) else maps.scaling
-        key = (own, shape, x.device)
+        key = (maps.scaling, shape, x.device)
         if key not in running.scales:
             gate = self.loop_state.gate_for(x)
             gate = gate.expand(*shape, 1).reshape(-1, 1)  # [n, 1], of each token
@@ -210,9 +204,9 @@ class FusedProjection:
         if prepared is None:
             return None
         if key not in prepared:
-            prepared[key] = None
-            if dtype == x.dtype and all(self._is_mine(layer, dtype) for layer in layers):
-                prepared[key] = Projections.prepare(x, layers)
+            are_mine = dtype == x.dtype and all(self._is_mine(layer, dtype) for layer in layers)
+            are_scaled_alike = are_mine and len({layer.scaling[self.adapter] for layer in layers}) == 1
+            prepared[key] = Projections.prepare(x, layers) if are_scaled_alike else None
         return prepared[key]
 
     def _is_mine(self, layer: nn.Module, dtype: torch.dtype) -> bool:

@@ -140,13 +140,18 @@ class GatedLora(LoraVariant):
     # Merging happens at unit gates, where the layer is plain LoRA.
 
     def merge_safe(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return orig_weight + self.merged_update(module, active_adapter).to(orig_weight.dtype)
+        return orig_weight + self._update_to_merge(module, active_adapter).to(orig_weight.dtype)
 
     def merge_unsafe(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> None:
-        orig_weight.data += self.merged_update(module, active_adapter)
+        orig_weight.data += self._update_to_merge(module, active_adapter)
 
     def unmerge(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
         return orig_weight - self.merged_update(module, active_adapter).to(orig_weight.dtype)
+
+    def _update_to_merge(self, module: LoraLayer, adapter: str) -> Tensor:
+        if self.loop_state.gates is not None:
+            raise UserError("Merged weights take no gates: merge outside of the block of `use_gates`.")
+        return self.merged_update(module, adapter)
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         """Return the one [out, in] matrix that unit gates add to the weight in every loop.
@@ -365,7 +370,7 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
     the backward recomputes under the gates, so it must be inside). Gates may be any real numbers and may require
     gradients. `use_gates(model, one_hot)` activates the adapter in a single loop; all zeros is the frozen model. They apply
     to whatever adapters are active: after `model.set_adapter("other")` to the other one, also to several at once, and to
-    each row's own in a batch with `adapter_names`.
+    each row's own in a batch with `adapter_names`. A model may be in such blocks of one thread at a time.
 
     Args:
         model: PEFT model over a looped model.

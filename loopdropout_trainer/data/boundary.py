@@ -38,6 +38,7 @@ def tokenise(
         assistant_only_loss: whether targets are what the chat template marks as the assistant's.
     """
     tokenizer = as_in_its_file(tokenizer)
+    batch = {name: list(column) for name, column in batch.items()}  # a dataset in numpy's format has arrays
     prompts = batch.get("prompt")
     texts = next(batch[name] for name in ("completion", "messages", "text") if name in batch)
     is_chat = not isinstance(texts[0], str)

@@ -14,9 +14,9 @@ from loopdropout_trainer.data import DataArguments, DataError, load_data
 from loopdropout_trainer.data.boundary import tokenise
 from loopdropout_trainer.data.load import LossArguments
 from loopdropout_trainer.data.preparations import without_calculator
-from loopdropout_trainer.evaluation.benchmarks import load_benchmark
+from loopdropout_trainer.evaluation.benchmarks import load_from
 from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.arguments import setting
+from loopdropout_trainer.settings.arguments import BenchmarkSources, setting
 from loopdropout_trainer.training.scores import Batch
 
 
@@ -24,17 +24,11 @@ HELD_OUT = "held_out"
 
 
 @dataclass
-class RowArguments(LossArguments, DataArguments):
+class RowArguments(LossArguments, DataArguments, BenchmarkSources):
     """Which rows losses are measured on. The recipe's data settings are needed for held-out rows only."""
 
     rows: str = setting(
         HELD_OUT, "`held_out` for the recipe's held-out rows, or a benchmark for its prompts with reference solutions."
-    )
-    benchmark_files: dict[str, str] | None = setting(
-        None, "Local files of benchmarks, as a mapping name: path (JSON on the command line)."
-    )
-    benchmark_revisions: dict[str, str] | None = setting(
-        None, "{benchmark: branch, tag or commit of its dataset on the Hub} (JSON on the command line)."
     )
     num_rows: int = setting(500, "At most so many rows, from the first on.")
     rows_batch_size: int = setting(8, "Rows that one process computes at a time.")
@@ -90,10 +84,7 @@ def load_rows_to_score(
             )
         rows = rows[: arguments.num_rows]
     else:
-        name = arguments.rows
-        files = arguments.benchmark_files or {}
-        revisions = arguments.benchmark_revisions or {}
-        benchmark = load_benchmark(name, files.get(name), arguments.num_rows, revision=revisions.get(name))
+        benchmark = load_from(arguments, arguments.rows, arguments.num_rows)
         published = getattr(benchmark, "rows", [])
         columns = [name for name in ("solution", "answer") if published and isinstance(published[0].get(name), str)]
         if not columns:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import logging
 import runpy
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,7 +28,7 @@ from loopdropout_trainer.processes import all_processes, from_main_process
 from loopdropout_trainer.record.identity import ONE_SETTING, Identity, differences, identity_key
 from loopdropout_trainer.record.measurement import ALL, NONE, Measurement, read_measurements, write_measurements
 from loopdropout_trainer.saving.adapter_files import WEIGHTS_FILE, adapter_folder
-from loopdropout_trainer.saving.files import folder_lock_for_all, sha256_of_weights
+from loopdropout_trainer.saving.files import folder_lock_for_all, read_json, sha256, sha256_of_weights
 from loopdropout_trainer.settings.arguments import ModelArguments, setting
 from loopdropout_trainer.settings.recipe import RecipeError
 from loopdropout_trainer.training.scores import Batch
@@ -137,7 +137,7 @@ def _find_model(model: ComparedModel) -> ComparedModel:
     run = folder / "run.json"
     if run.is_file():
         with user_supplied(f"{run} is not the file of a training"):
-            model.trained_on = _trained_on(dict(json.loads(run.read_bytes())["settings"]))
+            model.trained_on = _trained_on(dict(read_json(run)["settings"]))
     model.weights = sha256_of_weights(folder.glob(pattern)) if folder.is_dir() else model.path
     return model
 
@@ -192,7 +192,7 @@ def run_diagnostics(model: ModelArguments, rows: RowArguments, arguments: Diagno
         for compared in tqdm(models, unit="model", disable=not processes.is_main_process):
             context, of_model = _load(compared, model, arguments, batches)
             for diagnostic in diagnostics:
-                settings = {"diagnostic": diagnostic.name}
+                settings = {"diagnostic": diagnostic.name, **_own_code(diagnostic, arguments.imports)}
                 if diagnostic.runs_at_depths:
                     settings["depths"] = list(context.depths)
                 identity = {**of_model, "data": row_facts, "settings": settings}
@@ -260,6 +260,14 @@ def choose(arguments: DiagnosticArguments) -> list[Diagnostic]:
     for name in arguments.diagnostics or ():
         check_choice("diagnostics", name, list(DIAGNOSTICS))
     return [DIAGNOSTICS[name]() for name in arguments.diagnostics or DIAGNOSTICS]
+
+
+def _own_code(diagnostic: Diagnostic, imports: Sequence[str]) -> dict[str, list[str]]:
+    """Return the hashes of the files that a user's own diagnostic may come from; of this package's its version says enough."""
+    if type(diagnostic).__module__.startswith("loopdropout_trainer."):
+        return {}
+    files = [given if given.endswith(".py") else sys.modules[given].__file__ for given in imports]
+    return {"code": [sha256(Path(file)) for file in files]}
 
 
 def _load(

@@ -16,8 +16,15 @@ from loopdropout_trainer.errors import UserError, user_supplied, writing
 from loopdropout_trainer.evaluation.results import BenchmarkResult, write_predictions
 from loopdropout_trainer.evaluation.subject import Subject
 from loopdropout_trainer.processes import all_processes, from_main_process
-from loopdropout_trainer.record.identity import ONE_RUN, Identity, differences, model_identity, read_identity
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
+from loopdropout_trainer.record.identity import (
+    ONE_RUN,
+    Identity,
+    differences,
+    identity_key,
+    model_identity,
+    read_identity,
+)
+from loopdropout_trainer.saving.files import read_json, sha256_of_json, write_json
 
 
 logger = logging.getLogger(__name__)
@@ -33,20 +40,20 @@ class SettingsChangedError(ValueError):
 class AnswerLog:
     """What a model has answered, by key: completions by the problem's index, other requests by their hash.
 
-    On disk it is a folder with `identity.json` and one JSON Lines file for each process, `{"key": ..., "answer": ...}`.
+    On disk it is a folder with `identity.json` and one JSON Lines file for each process, `{"key": ..., "answer": ...,
+    "hash": ...}`. The hash is of these two and the identity: a line that was edited, or is another model's, is noticed.
 
     Args:
         folder: of one benchmark's answers; None: nothing is written.
-        process: index of this process, which writes its own file.
 
     Attributes:
         answers: those that are known.
     """
 
-    def __init__(self, folder: str | Path | None = None, process: int = 0) -> None:
+    def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
-        self.process = process
         self.answers: dict[Any, Any] = {}
+        self._identity: str | None = None  # key of what is on disk
 
     def check(self, identity: Identity) -> bool:
         """Return whether there is anything on disk, after comparing what it depends on.
@@ -57,24 +64,28 @@ class AnswerLog:
         path = self.folder / IDENTITY_FILE
         if path.is_file():
             with user_supplied(f"{path} cannot be read"):
-                check_same(read_identity(json.loads(path.read_bytes())), identity, self.folder)
+                check_same(read_identity(read_json(path)), identity, self.folder)
         elif any(self.folder.glob(ANSWER_FILES)):
             raise SettingsChangedError(f"{self.folder} holds answers without {IDENTITY_FILE}: remove that folder.")
         return path.is_file()
 
-    def read(self, identity: Identity) -> dict[Any, Any]:
-        """Return the answers of all processes on disk; write what they depend on if there are none yet.
+    def read(self, identity: Identity) -> None:
+        """Read the answers of all processes on disk; write what they depend on if there are none yet.
 
-        It is called in one process before any writes: a line that a killed process left unfinished is removed.
+        It is called in all processes, and the first one reads: a line that a killed process left unfinished is removed.
 
         Raises:
             SettingsChangedError: as `check`.
             ValueError: if a file is damaged; it names the file and the line.
         """
+        self._identity, self.answers = from_main_process(self._read, identity)
+
+    def _read(self, identity: Identity) -> tuple[str, dict[Any, Any]]:
+        path = self.folder / IDENTITY_FILE
         if not self.check(identity):
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(identity, indent=1, ensure_ascii=False) + "\n"
-            write_atomically(self.folder / IDENTITY_FILE, text)
+            write_json(path, identity)
+        of_log = identity_key(read_json(path))
         answers = {}
         for path in self.folder.glob(ANSWER_FILES):
             with path.open("r+b") as file:
@@ -84,19 +95,28 @@ class AnswerLog:
             for number, line in enumerate(lines, start=1):
                 try:
                     row = json.loads(line)
+                    is_own = row["hash"] == _hash(of_log, row["key"], row["answer"])
                     answers[row["key"]] = row["answer"]
                 except (ValueError, KeyError, TypeError):
-                    raise UserError(f"{path}, line {number}, holds no answer: remove that line.") from None
-        return answers
+                    is_own = False
+                if not is_own:
+                    raise UserError(
+                        f"{path}, line {number}, holds no answer of this evaluation as it was written: remove that line, or "
+                        "the file."
+                    )
+        return of_log, answers
 
     def keep(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Add (key, answer) pairs, and write them to this process's file; ValueError for NaN or infinity."""
         pairs = list(pairs)
-        lines = [json.dumps({"key": key, "answer": answer}, allow_nan=False) + "\n" for key, answer in pairs]
+        lines = []
+        for key, answer in pairs:
+            row = {"key": key, "answer": answer, "hash": _hash(self._identity, key, answer)}
+            lines.append(json.dumps(row, allow_nan=False) + "\n")
         self.answers.update(pairs)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"{self.process:05d}.jsonl"
+            path = self.folder / f"{all_processes().process_index:05d}.jsonl"
             with writing(path), path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
@@ -104,6 +124,10 @@ class AnswerLog:
         """Give all processes what each has answered under keys of its own, which they have shared out."""
         for part in gather_object([{key: self.answers[key] for key in keys}]):
             self.answers.update(part)
+
+
+def _hash(identity: str | None, key: Any, answer: Any) -> str:
+    return sha256_of_json([identity, key, answer])[:16]
 
 
 def check_same(before: Identity, now: Identity, where: Any, parts: Iterable[str] = ONE_RUN) -> None:
@@ -135,10 +159,14 @@ class Benchmark(ABC):
     def settings(self, subject: Subject) -> dict[str, Any]:
         """Return how problems are asked and scored, as JSON values."""
 
+    @property
+    def data(self) -> dict[str, str]:
+        """What tells the problems from others: a part of the identity of what is measured."""
+        return {"benchmark": self.name, "problems": sha256_of_json(self.problems())}
+
     def identity(self, subject: Subject, model: Identity) -> Identity:
         """Return what the answers depend on; `model`: that part of it which is the model's (`model_identity`)."""
-        data = {"benchmark": self.name, "problems": sha256_of_json(self.problems())}
-        return {**model, "data": data, "settings": self.settings(subject), "loops": subject.loops}
+        return {**model, "data": self.data, "settings": self.settings(subject), "loops": subject.loops}
 
     @abstractmethod
     def run(self, subject: Subject, log: AnswerLog, progress: bool = True) -> BenchmarkResult:
@@ -205,11 +233,11 @@ def evaluate_subject(
             "The model's weights are sharded over processes, but each process evaluates problems of its own: leave "
             "`benchmarks` out of the training, and evaluate the saved adapter with recipes/evaluate.py."
         )
-    log = AnswerLog(log_dir, all_processes().process_index)
+    log = AnswerLog(log_dir)
     if log_dir is not None:
         if model is None:
             model = from_main_process(model_identity, subject.model, subject.tokenizer)
-        log.answers = from_main_process(lambda: log.read(benchmark.identity(subject, model)))
+        log.read(benchmark.identity(subject, model))
     result = benchmark.run(subject, log, progress)
     if log_dir is not None and all_processes().is_main_process:
         write_predictions(log_dir, result.predictions)

@@ -86,17 +86,12 @@ class LoopedLM(HFLM):
         super().__init__(self.subject.model, tokenizer=self.subject.tokenizer, **options)
         self._rank = self.state.process_index
         self._world_size = self.state.num_processes
-        self.in_turns = False  # once the chat template is in use
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return gather(tensor) if self.world_size > 1 else tensor
 
     def barrier(self) -> None:
         self.state.wait_for_everyone()
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        self.in_turns = True
-        return super().apply_chat_template(chat_history, add_generation_prompt)
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.errors import user_supplied
 from loopdropout_trainer.record.measurement import Measurement
 from loopdropout_trainer.saving.files import write_atomically
 
@@ -101,12 +100,9 @@ class Metric:
 
     @classmethod
     def of(cls, values: Sequence[bool | float]) -> Metric:
-        """Return the metric of the problems' values, each from 0 to 1; ValueError for NaN, which has no average."""
-        total = sum(values)
-        if not math.isfinite(total):
-            raise UserError("A problem's value is not a finite number: the model's outputs hold NaN or infinity.")
+        """Return the metric of the problems' values, each from 0 to 1."""
         verdicts = [int(value) if value in (0, 1) else value for value in values]
-        return cls(100 * float(total) / len(values), verdicts)
+        return cls(100 * float(sum(values)) / len(values), verdicts)
 
     @property
     def correct(self) -> int | None:

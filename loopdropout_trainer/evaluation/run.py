@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.checks import check_distinct, check_folder
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.evaluation.benchmark import AnswerLog, Benchmark, check_same, evaluate_subject
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_benchmark
+from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, find_task, load_from
 from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, BenchmarkResult, answers_folder
 from loopdropout_trainer.evaluation.subject import Subject, load_in_all_processes, training_of
 from loopdropout_trainer.processes import all_processes, from_main_process
@@ -59,7 +59,7 @@ class EvaluationArguments(BenchmarkArguments):
     )
     use_cpu: bool = setting(False, "Evaluate on the CPU, also where there is an accelerator.")
     readout: int | None = setting(None, "Loop, from 1, whose readout gives the logits. Default: the last.")
-    averages: dict[str, list[str]] | str | None = setting(
+    averages: dict[str, list[str]] | None = setting(
         None, "Averages of metrics, as a mapping name: [metric, ...] (JSON on the command line)."
     )
     output_dir: str = setting(
@@ -72,15 +72,12 @@ class EvaluationArguments(BenchmarkArguments):
         check_folder("output_dir", self.output_dir)
         if not self.benchmarks:
             raise UserError("`benchmarks` must name one or more benchmarks, such as [gsm8k].")
-        self.benchmark_files = self.benchmark_files or {}
-        for name in (*self.benchmarks, *self.benchmark_files):
+        for name in (*self.benchmarks, *(self.benchmark_files or ())):
             find_task(name)
         self.averages = self.averages or {}
-        averages = self.averages if isinstance(self.averages, dict) else {"": self.averages}
-        for name, metrics in averages.items():
+        for name, metrics in self.averages.items():
             _check_average(name, metrics)
         check_distinct("at_depths", self.at_depths or [])
-        self.gates = [self.gates] if isinstance(self.gates, str) else self.gates  # text in a recipe
         if len(self.at_depths or ()) > 1 and set(self.gates or ()) - {SINGLE_LOOP}:
             raise UserError(
                 f"`gates` must be {SINGLE_LOOP} where there are several `at_depths`; got {', '.join(self.gates)}."
@@ -94,8 +91,8 @@ class EvaluationArguments(BenchmarkArguments):
     def rows(self) -> list[Row]:
         """Return a row for each adapter (none: the model alone) at each depth; `under_gates` makes those under gates of it."""
         rows: list[Row] = []
-        for given in [self.adapter] if isinstance(self.adapter, str) else self.adapter or ["none"]:
-            name, mark, path = str(given).partition("=")
+        for given in self.adapter or ["none"]:
+            name, mark, path = given.partition("=")
             if not mark:
                 name, path = "", name
             adapter = None if path == "none" else path
@@ -124,11 +121,10 @@ class EvaluationArguments(BenchmarkArguments):
         return rows
 
 
-def _check_average(name: str, metrics: Any) -> None:
-    """Refuse what is no list of metrics: those of this package's benchmarks, or lm-eval's own, written `metric,filter`."""
+def _check_average(name: str, metrics: Sequence[str]) -> None:
+    """Refuse what are no metrics: those of this package's benchmarks, or lm-eval's own, written `metric,filter`."""
     valid = {metric for benchmark, task in BENCHMARKS.items() for metric in task.metric_names(benchmark)}
-    is_list = isinstance(metrics, list) and len(metrics) > 0
-    if not is_list or not all(metric in valid or "," in str(metric) for metric in metrics):
+    if not metrics or not all(metric in valid or "," in metric for metric in metrics):
         raise UserError(f"`averages` must map names to lists of {', '.join(sorted(valid))}; got `{name}: {metrics}`.")
     check_distinct("averages", metrics)
 
@@ -249,11 +245,10 @@ def _writer(row: Row, benchmark: Benchmark) -> str:
 
 def _load_benchmarks(arguments: EvaluationArguments) -> list[Benchmark]:
     """Return the benchmarks that are asked for, but those that are parts of others among them."""
-    benchmarks, revisions = [], arguments.benchmark_revisions or {}
-    options = {"limit": arguments.benchmark_limit, "confirm_run_unsafe_code": arguments.confirm_run_unsafe_code}
+    limit, confirmed = arguments.benchmark_limit, arguments.confirm_run_unsafe_code
+    benchmarks = []
     for name in arguments.benchmarks:
         if find_task(name).part_of not in arguments.benchmarks:
-            files = arguments.benchmark_files.get(name)
             with user_supplied(f"The benchmark `{name}` cannot be loaded"):
-                benchmarks.append(load_benchmark(name, files, revision=revisions.get(name), **options))
+                benchmarks.append(load_from(arguments, name, limit, confirmed))
     return benchmarks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,10 +17,16 @@ from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model
 from loopdropout_trainer.processes import all_processes, from_main_process
-from loopdropout_trainer.record.identity import Identity, identity_key, model_identity
+from loopdropout_trainer.record.identity import (
+    Identity,
+    adapter_identity,
+    differences,
+    identity_key,
+    model_identity,
+)
 from loopdropout_trainer.record.measurement import NONE, gates_text
 from loopdropout_trainer.saving import adapter_files
-from loopdropout_trainer.saving.files import sha256_of_json
+from loopdropout_trainer.saving.files import read_json, sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, ModelArguments
 from loopdropout_trainer.settings.recipe import method_title
 from loopdropout_trainer.settings.tokenizer import (
@@ -83,7 +88,8 @@ class Training(NamedTuple):
 def training_of(adapter: str | None) -> Training:
     """Return the training that an adapter comes from.
 
-    The identity is that of its manifest, if the weights are those that were sealed; else what was saved with the adapter.
+    The identity is that of its manifest, if weights and configuration are those that were sealed; else what was saved with
+    the adapter.
     """
     if adapter is None:
         return Training()
@@ -92,7 +98,7 @@ def training_of(adapter: str | None) -> Training:
         identity = _sealed_identity(folder) or _saved_identity(folder)
     fields = {**identity.get("adapter", {}), **identity.get("settings", {})}
     try:
-        steps = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+        steps = read_json(folder / "trainer_state.json")["global_step"]
     except (OSError, ValueError, KeyError, TypeError):
         steps = None
     seed = identity.get("seeds", {}).get("seed")
@@ -106,9 +112,11 @@ def training_of(adapter: str | None) -> Training:
 
 def _sealed_identity(folder: Path) -> Identity | None:
     try:
-        return run_of(folder) if is_sealed(folder, adapter_files.WEIGHTS_FILE) else None
+        run = run_of(folder) if is_sealed(folder, adapter_files.WEIGHTS_FILE) else None
     except CheckpointError:  # of another version
         return None
+    adapter = adapter_identity(adapter_files.read_adapter_config(folder))
+    return None if differences(run, adapter, ("adapter",)) else run
 
 
 def _saved_identity(folder: Path) -> Identity:

@@ -219,8 +219,8 @@ class LoopDropoutGRPOTrainer(CheckpointsMixin, GateSamplingMixin, GRPOTrainer):
         return loss
 
     def _prepare_inputs(self, generation_batch):
-        if self.model.training and self._pass_index > 0:
-            return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        if self._is_in_step and self._pass_index > 0:
+            return self._with_gates(self._buffered_inputs[self._step % self.args.steps_per_generation])
         return super()._prepare_inputs(generation_batch)
 
     # Resuming

@@ -201,10 +201,9 @@ class _Ends:
     def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
         self.tokenizer = tokenizer
         self.stops = re.compile("|".join(map(re.escape, stops))) if stops else None
-        ids = [tokenizer.eos_token_id, *end_tokens(looped)]
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
-        ids += [added[stop] for stop in stops if stop in added]
-        self.end_ids = sorted({token for token in ids if token is not None})
+        stopping = [added[stop] for stop in stops if stop in added]
+        self.end_ids = sorted({*end_tokens(looped, tokenizer), *stopping})
         # Each token holds a byte or more of the text.
         self.window = max((len(stop.encode()) for stop in stops), default=0) + 4
 

@@ -86,7 +86,7 @@ DESCRIPTIONS: dict[type, type[LoopDescription]] = {}
 def _both(added: type, own: type) -> type:
     """Return a subclass of both classes that goes by the second one's name, which libraries choose modules by."""
     # What `torch.save` keeps of an instance: no module holds the class under its name.
-    reduced = lambda module, protocol: (_empty, (added, own), module.__dict__)
+    reduced = lambda module, protocol: (_empty, (added, own), module.__getstate__())
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (added, own), {**names, "__reduce_ex__": reduced})
 

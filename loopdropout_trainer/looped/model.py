@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from loopdropout_trainer.checks import MOST_LOOPS
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.checks import MOST_LOOPS, shown
+from loopdropout_trainer.errors import UserError, user_supplied
 
 
 logger = logging.get_logger(__name__)
@@ -252,9 +253,10 @@ def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
     """Return gates [K], [K, N] or [K, N, M] as a floating-point tensor, [K] as [K, 1], the others as they are.
 
     Raises:
-        ValueError: for another shape, K other than `num_loops`, or a gate that is not finite.
+        ValueError: for what is no array of numbers, another shape, K other than `num_loops`, or a gate that is not finite.
     """
-    gates = torch.as_tensor(gates)
+    with user_supplied(f"{shown(gates)} are no gates"):
+        gates = torch.as_tensor(gates)
     if not gates.is_floating_point():
         gates = gates.to(torch.float32)
     if gates.dim() == 1:
@@ -321,6 +323,13 @@ class LoopedModelMixin:
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a collated batch of examples with what else the model reads of it; by default nothing."""
         return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the model is made of: without TRL's `forward`, which would run this very model in it."""
+        state = dict(self.__dict__)
+        if isinstance(state.get("forward"), types.MethodType):
+            del state["forward"]
+        return state
 
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient; by a hook that `torch.save` can keep, which transformers' own is not."""

@@ -115,9 +115,6 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
             return Qwen3Config(**present).to_dict()
         return {name: value if "rope" in name else present.get(name, value) for name, value in stored.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "base_config_dict": self.nested()}
-
     def hub_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         saved = {name: value for name, value in fields.items() if name not in _QWEN3_FIELDS}
         sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.saving.files import sha256_of_json
 
 
 if TYPE_CHECKING:  # sweeps compare identities, and wait for no model to be imported
+    from peft import PeftConfig
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
@@ -91,6 +91,8 @@ WITHOUT_EFFECT = {
 """The settings that leave every result as it is, by the reason. All others count: what nobody thought of is compared."""
 
 _WITHOUT_EFFECT = {name for names in WITHOUT_EFFECT.values() for name in names.split()}
+_CHOOSING = {"eval_strategy", "eval_steps", "eval_delay", "save_strategy", "save_steps"}
+"""What counts where a training ends with its best checkpoint (`load_best_model_at_end`): which there are to choose from."""
 _SEEDS = ("seed", "data_seed", "gate_seed")
 # Of a base's configuration: what says how it is stored and what it returns, labels of other tasks, and tokens, which count as
 # the tokenizer's and as `end_tokens`.
@@ -103,6 +105,7 @@ _OF_NO_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft
 _NAMES = {
     ("data", "rows"): "the number of training rows",
     ("data", "sha256"): "the training data",
+    ("data", "validation"): "the held-out rows",
     ("data", "problems"): "the problems",
     ("base", "weights"): "the base weights",
     ("base", "tokenizer"): "the tokenizer",
@@ -113,7 +116,8 @@ _NAMES = {
 }
 """What a sentence calls a field whose name says too little."""
 _HASHES = {*(name for name in _NAMES if name[0] != "settings")} - {("data", "rows")}
-_MAY_BE_UNKNOWN = {("base", "weights"), ("data", "sha256"), ("data", "rows")}
+_MAY_BE_UNKNOWN = {("base", "weights"), ("data", "sha256"), ("data", "rows"), ("data", "validation")}
+_OF_FILES = ("base", "adapter")
 
 
 class Difference(NamedTuple):
@@ -140,6 +144,7 @@ def make_identity(
     data: Any = None,
     settings: Any = None,
     unsharded: bool = True,
+    held_out: Any = None,
 ) -> Identity:
     """Return the identity of a training; or what a measurement shares with it, the model's parts of it.
 
@@ -149,6 +154,7 @@ def make_identity(
         data: rows, whose content counts.
         settings: arguments of a training: `settings`, `seeds` and `length`.
         unsharded: whether this process holds all of the base's weights; they stay out of it otherwise.
+        held_out: rows that a training is evaluated on: of its curves, and of what may choose its best checkpoint or its rate.
     """
     from peft import PeftModel
 
@@ -161,15 +167,19 @@ def make_identity(
         "versions": computing_versions(),
     }
     if isinstance(model, PeftModel):
-        config = model.peft_config[model.active_adapters[0]].to_dict()
-        identity["adapter"] = {
-            key: value for key, value in config.items() if key not in _OF_NO_ADAPTER and value is not None
-        }
+        identity["adapter"] = _adapter(model.peft_config[model.active_adapters[0]])
     if data is not None:
         identity["data"] = _data(data)
+    if held_out is not None:
+        identity["data"]["validation"] = _data(held_out)["sha256"]
     if settings is not None:
         identity |= _settings(settings)
-    return json.loads(json.dumps(identity, default=_plain, sort_keys=True))
+    return _as_json(identity)
+
+
+def adapter_identity(config: PeftConfig) -> Identity:
+    """Return the identity of an adapter of which nothing is known but PEFT's configuration."""
+    return _as_json({"adapter": _adapter(config)})
 
 
 def model_identity(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Identity:
@@ -205,16 +215,23 @@ def read_identity(content: Any) -> Identity:
 def differences(before: Identity | None, now: Identity | None, parts: Iterable[str] = PARTS) -> list[Difference]:
     """Return what two identities differ in, of these parts; nothing where one of them is not known.
 
-    They are compared in the fields that both name, since a younger version of a library may know more; and a hash that was not
+    They are compared in the fields that both name, since a younger version of a library may know more; of what files say that
+    anybody can edit, also in those that one of them leaves out, if the same libraries have read them. A hash that was not
     taken, as of sharded weights, says nothing.
     """
+    before, now = before or {}, now or {}
+    same_libraries = "versions" in before and before["versions"] == now.get("versions")
     changed = []
     for part in parts:
-        old, new = ((identity or {}).get(part, {}) for identity in (before, now))
-        for name in sorted(old.keys() & new.keys()):
-            is_unknown = (part, name) in _MAY_BE_UNKNOWN and None in (old[name], new[name])
-            if old[name] != new[name] and not is_unknown:
-                changed.append(Difference(part, name, old[name], new[name]))
+        if part not in before or part not in now:
+            continue
+        old, new = before[part], now[part]
+        names = old.keys() | new.keys() if same_libraries and part in _OF_FILES else old.keys() & new.keys()
+        for name in sorted(names):
+            was, value = old.get(name), new.get(name)
+            is_unknown = (part, name) in _MAY_BE_UNKNOWN and None in (was, value)
+            if was != value and not is_unknown:
+                changed.append(Difference(part, name, was, value))
     return changed
 
 
@@ -233,6 +250,8 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
     """Return what tells a base model and its tokenizer from any other, whatever adapter is on it."""
     from transformers.utils import flatten_dict
 
+    from loopdropout_trainer.settings.tokenizer import end_tokens
+
     config = looped.config
     depth = type(config).attribute_map.get("num_loops", "num_loops")
     frozen = {name: weight for name, weight in looped.named_parameters() if ".lora_" not in name}
@@ -244,12 +263,7 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
     facts["dtype"] = str(next(iter(frozen.values())).dtype).removeprefix("torch.")
     facts["attn_implementation"] = getattr(config, "_attn_implementation", None)
     facts["weights"] = _weights_sha256(frozen) if unsharded else None
-    ends = getattr(own, "eos_token_id", None)
-    ends = ends if isinstance(ends, list) else [ends]
-    if not all(isinstance(token, int | None) for token in ends):
-        raise UserError(
-            f"`eos_token_id` in the model's generation_config.json must be one id or a list; got {shown(ends)}."
-        )
+    facts["end_tokens"] = sorted(end_tokens(looped, tokenizer))
     if tokenizer is not None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         rules = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
@@ -257,9 +271,14 @@ def _base(looped: nn.Module, tokenizer: PreTrainedTokenizerBase | None, unsharde
         facts["tokenizer"] = sha256_of_json(rules)
         facts |= {name: str(text) for name, text in tokenizer.special_tokens_map.items() if name != "pad_token"}
         facts["chat_template"] = tokenizer.chat_template and sha256_of_json(tokenizer.chat_template)
-        ends.append(tokenizer.eos_token_id)
-    facts["end_tokens"] = sorted({token for token in ends if token is not None})
+        if tokenizer.split_special_tokens:  # which its rules do not say
+            facts["split_special_tokens"] = True
     return facts
+
+
+def _adapter(config: PeftConfig) -> dict[str, Any]:
+    fields = config.to_dict().items()
+    return {name: value for name, value in fields if name not in _OF_NO_ADAPTER and value is not None}
 
 
 def _settings(settings: Any) -> Identity:
@@ -274,13 +293,18 @@ def _settings(settings: Any) -> Identity:
         "max_steps": settings.max_steps if by_steps else None,
         "num_train_epochs": None if by_steps else float(settings.num_train_epochs),
     }
-    facts |= {name: value for name, value in given.items() if name not in {*_WITHOUT_EFFECT, *length, *seeds}}
+    without_effect = _WITHOUT_EFFECT - _CHOOSING if settings.load_best_model_at_end else _WITHOUT_EFFECT
+    facts |= {name: value for name, value in given.items() if name not in {*without_effect, *length, *seeds}}
     return {"settings": facts, "seeds": seeds, "length": length}
 
 
 def _says_something(name: str) -> bool:
     """Return whether a field of a configuration, under its dotted name, says something of a model."""
     return not any(part in _OF_NO_MODEL or part.startswith("_") for part in name.split("."))
+
+
+def _as_json(identity: dict[str, Any]) -> Identity:
+    return json.loads(json.dumps(identity, default=_plain, sort_keys=True))
 
 
 def _plain(value: Any) -> Any:

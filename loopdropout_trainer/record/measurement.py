@@ -21,13 +21,13 @@ from filelock import FileLock
 from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.record.identity import Identity, identity_key, read_identity
-from loopdropout_trainer.saving.files import sha256_of_json, write_atomically
+from loopdropout_trainer.saving.files import sha256_of_json, write_atomically, write_json
 
 
 MEASUREMENTS_FILE, IDENTITIES_FILE = "measurements.jsonl", "identities.json"
 
 WRITERS_FILE = "writers.json"
-"""Holds a hash of each writer's rows, by which it is noticed that one was changed or deleted."""
+"""Holds a hash of each writer's rows, by which it is noticed that one was changed, deleted or added."""
 
 DIVERGED_FILE = "diverged.json"
 """What a training that stopped at NaN leaves in the place of its measurements."""
@@ -160,10 +160,13 @@ def write_measurements(
         named = read_identities(folder)
         named |= {identity_key(identity): identity for identity in identities if identity}
         named = {key: identity for key, identity in named.items() if key in used}
-        kept = {writer: digest for writer, digest in _read_hashes(folder).items() if writer not in replaced}
+        before = _read_hashes(folder)
+        if before is None:  # of an earlier version: from now on they are known
+            before = _hashes(map(as_json, read_measurements(folder)[0]))
+        kept = {writer: digest for writer, digest in before.items() if writer not in replaced}
         hashes = {**kept, **_hashes(new)}
-        write_atomically(folder / IDENTITIES_FILE, json.dumps(named, indent=1, ensure_ascii=False) + "\n")
-        write_atomically(folder / WRITERS_FILE, json.dumps(hashes, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / IDENTITIES_FILE, named)
+        write_json(folder / WRITERS_FILE, hashes)
         write_atomically(folder / MEASUREMENTS_FILE, "".join(f"{line}\n" for line in lines))
 
 
@@ -178,7 +181,7 @@ _DEFAULTS = {field.name: field.default for field in fields(Measurement)}
 def read_measurements(folder: str | Path) -> tuple[list[Measurement], dict[str, Identity], list[str]]:
     """Return a folder's rows, its identities by key, and a sentence about each line and writer that is left out.
 
-    A writer is left out if its rows are not those that it wrote: some were changed or deleted.
+    A writer is left out if its rows are not those that it wrote: some were changed, deleted or added.
 
     Raises:
         RecordError: if a file cannot be read at all.
@@ -193,11 +196,13 @@ def read_measurements(folder: str | Path) -> tuple[list[Measurement], dict[str, 
         except RecordError as error:
             faults.append(f"{folder / MEASUREMENTS_FILE}, line {number}: {error}.")
     hashes = _hashes(map(as_json, rows))
-    changed = [writer for writer, digest in _read_hashes(folder).items() if hashes.get(writer) != digest]
+    written = _read_hashes(folder)
+    if written is None:
+        return rows, identities, faults
+    changed = [writer for writer in {**written, **hashes} if hashes.get(writer) != written.get(writer)]
     for writer in changed:
-        faults.append(
-            f"{folder / MEASUREMENTS_FILE}: rows of `{writer}` were changed or deleted since they were written."
-        )
+        what = "were changed or deleted since they were written" if writer in written else f"are not in {WRITERS_FILE}"
+        faults.append(f"{folder / MEASUREMENTS_FILE}: rows of `{writer}` {what}.")
     return [row for row in rows if row.writer not in changed], identities, faults
 
 
@@ -209,11 +214,11 @@ def _hashes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {writer: sha256_of_json(of_writer) for writer, of_writer in by_writer.items()}
 
 
-def _read_hashes(folder: Path) -> dict[str, str]:
-    """Return the hash of each writer's rows; none of writers of earlier versions, whose rows are taken as they are."""
+def _read_hashes(folder: Path) -> dict[str, str] | None:
+    """Return the hash of each writer's rows; None where earlier versions wrote, whose rows are taken as they are."""
     path = folder / WRITERS_FILE
     try:
-        return dict(json.loads(_text(path) or "{}"))
+        return dict(json.loads(_text(path))) if path.exists() else None
     except (ValueError, TypeError, RecursionError):
         raise RecordError(f"{path} cannot be read as JSON; {_REMEDY}") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,16 @@ OF_ROWS = dict.fromkeys([*_FIRST, *(field.name for field in fields(Measurement))
 """The columns that say what was measured, and where; all others come from identities."""
 
 OF_METHODS = (
-    *("rule", "rule_args.m", "rule_args.direction", "rule_args.p_start", "rule_args.p_end", "noise_c"),
-    *("p", "masked", "shared", "rank", "learning_rate", "num_loops"),
+    *("rule", "rule_args.m", "rule_args.direction", "rule_args.p_start", "rule_args.p_end", "rule_args.c"),
+    *("p", "rank", "learning_rate", "num_loops"),
 )
 """The columns that the paper's tables tell methods apart by: they are there also where no run has a value in them."""
 
 OBJECTS = ("of_run", "of_number")
 """Columns with the identities themselves: of the training, and of what the number depends on."""
+
+_ONE_NUMBER = ["identity", "run", "method", "benchmark", "metric", "sweep", "steps", *PLACES]
+"""The columns by which a number stands in the table once."""
 
 _OLD = ("results.json", "evaluation.json")
 _BEFORE_NAMES_OF_RUN = {"adapter": "", "settings": "", "loops": "", "seeds": "", "length": ""}
@@ -68,8 +71,8 @@ class Missing(ReportError):
 def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
     """Read all measurements below the folders into one long table.
 
-    A number that was measured twice, such as the base's beside each adapter of a sweep, stands there once. `attrs["skipped"]`
-    holds a sentence about each row and file that is left out.
+    A number that was measured twice, such as the base's beside each adapter of a sweep, stands there once, as read first.
+    `attrs["skipped"]` holds a sentence about each row and file that is left out.
 
     Raises:
         ReportError: if a folder is missing.
@@ -93,20 +96,32 @@ def load_table(folders: Iterable[str | Path]) -> pd.DataFrame:
         beside = {"source": str(folder), "sweep": _sweep_of(folder)}
         columns = {key: _columns(*key, identities) for key in {(row.run, row.identity) for row in measurements}}
         rows += [{**columns[row.run, row.identity], **asdict(row), **beside} for row in measurements]
-    for fault in skipped:
-        logger.warning("Left out: %s", fault)
     table = pd.DataFrame(rows, dtype=object)
     table = table.reindex(columns=list(dict.fromkeys([*OF_ROWS, *OF_METHODS, *table])))
     sweeps = table.groupby("run")["sweep"].transform("first")  # of what was evaluated elsewhere, that of its training
     table["sweep"] = table["sweep"].fillna(sweeps)
     table = table.where(table.notna(), None).astype({"value": float})
-    once = ["identity", "run", "method", "benchmark", "metric", "sweep", "steps", *PLACES]
-    table = table.drop_duplicates(once, ignore_index=True)
+    skipped += _contradictions(table)
+    for fault in skipped:
+        logger.warning("Left out: %s", fault)
+    table = table.drop_duplicates(_ONE_NUMBER, ignore_index=True)
     costs = table[table["family"] == "cost"].drop_duplicates(["run", "metric"])
     costs = costs.pivot(index="run", columns="metric", values="value").add_prefix("cost.")
     table = table.join(costs, on="run").copy()  # in one piece, which pandas warns about else
     table.attrs["skipped"] = skipped
     return table
+
+
+def _contradictions(table: pd.DataFrame) -> Iterator[str]:
+    """Yield a sentence for each folder with numbers that another one holds with other values, and that depend on the same."""
+    measured = table[table["family"] != "cost"]  # what a training takes differs each time
+    first = measured.groupby(_ONE_NUMBER, dropna=False)["value"].transform("first")
+    for folder, rows in measured[measured["value"] != first].groupby("source", sort=False):
+        row = rows.iloc[0]
+        yield (
+            f"{folder}: `{row['metric']}` of {row['method']} is {row['value']:g}, and {first[row.name]:g} in a folder "
+            f"read before, though both depend on the same (numbers that differ so: {len(rows)})."
+        )
 
 
 def folders_with_results(folders: Iterable[str | Path]) -> list[Path]:
@@ -128,22 +143,8 @@ def _columns(run: str | None, identity: str, identities: Mapping[str, Identity])
     of_number = identities[identity] if identity != run else None
     columns = {}
     if of_run is not None:
-        columns = {**_flat(of_run, _BEFORE_NAMES_OF_RUN), **_told_apart_by(of_run)}
+        columns = {**_flat(of_run, _BEFORE_NAMES_OF_RUN), "rank": of_run.get("adapter", {}).get("r")}
     return {**columns, **_flat(of_number or {}, _BEFORE_NAMES), **columns, "of_run": of_run, "of_number": of_number}
-
-
-def _told_apart_by(identity: Identity) -> dict[str, Any]:
-    """Return the columns that tables tell methods apart by."""
-    settings = identity.get("settings", {})
-    rule = settings.get("rule")
-    columns = {
-        "rank": identity.get("adapter", {}).get("r"),
-        "masked": rule not in ("lora", None) and settings.get("p") not in (None, 0),
-        "shared": rule != "independent",
-    }
-    if "noise" in str(rule):
-        columns["noise_c"] = (settings.get("rule_args") or {}).get("c", 1.0)
-    return columns
 
 
 def _flat(identity: Identity, before_names: Mapping[str, str]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ COSTS = {
 }
 """The columns of the summary's costs."""
 
-_OF_METHODS = {"rule", "rule_args", "p", "masked", "shared", "noise_c"}
+_OF_METHODS = {"rule", "rule_args", "p"}
 """Settings that a method has and LoRA has not."""
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -17,10 +16,8 @@ from loopdropout_trainer.record.measurement import BASE
 from loopdropout_trainer.runs.result import Result
 
 
-class _Table(NamedTuple):
-    title: str
-    columns: list[str]
-    rows: list[list[str]]  # the method, and a cell for each column
+Cells = list[tuple[str, str]]
+"""A row of a table: titles of its columns, each with the text below it."""
 
 
 def print_results(results: Sequence[Result], depths: Sequence[int] = (), console: Console | None = None) -> None:
@@ -34,14 +31,14 @@ def print_results(results: Sequence[Result], depths: Sequence[int] = (), console
         console: default: standard output.
     """
     console = console or Console()
-    for title, columns, rows in _tables(results, depths):
+    for title, rows in _tables(results, depths):
         console.print(title, style="bold", highlight=False)  # a table's own title is broken at the table's width
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
-        for column in columns:
+        for column, _ in rows[-1][1]:
             table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row)
+        for method, cells in rows:
+            table.add_row(method, *(text for _, text in cells))
         console.print(table)
     if len(results) == 2 and results[0].scores():
         console.print(compared(*results, depths), highlight=False)
@@ -54,10 +51,9 @@ def compared(one: Result, other: Result, depths: Sequence[int] = ()) -> str:
     """Return a sentence on which of two methods is more accurate with how many loops, and by how much."""
     first = one.training
     second = other.training
-    benchmark = next(iter(one.scores()))
     ahead = {}
     for depth in sorted({first.depth, *depths}):
-        gain = round(one.scores(depth)[benchmark].value - other.scores(depth)[benchmark].value, 1)
+        gain = round(_first_score(one, depth=depth) - _first_score(other, depth=depth), 1)
         words = f"as accurate as {second.method}"
         if gain:
             words = f"{'more' if gain > 0 else 'less'} accurate than {second.method}"
@@ -66,70 +62,70 @@ def compared(one: Result, other: Result, depths: Sequence[int] = ()) -> str:
     return f"{first.method} is {'; '.join(parts)} (points, one seed)."
 
 
-def _tables(results: Sequence[Result], depths: Sequence[int]) -> Iterator[_Table]:
-    yield _training_table(results)
+def _first_score(result: Result, **place: int) -> float:
+    """Return the accuracy on the first benchmark, the one that is evaluated at other depths and in single loops, too."""
+    return next(iter(result.scores(**place).values())).value
+
+
+def _tables(results: Sequence[Result], depths: Sequence[int]) -> Iterator[tuple[str, list[tuple[str, Cells]]]]:
+    """Yield the title of each table, and its rows: methods with their cells."""
+
+    def of_methods(cells: Callable[[Result], Cells]) -> list[tuple[str, Cells]]:
+        return [(result.training.method, cells(result)) for result in results]
+
     first = results[0]
-    loops = range(1, first.training.depth + 1)
+    num_loops = first.training.depth
+    loops = range(1, num_loops + 1)
+    yield f"Training at K = {num_loops}", of_methods(_costs)
     if benchmarks := list(first.scores()):
-        yield _accuracy_table(results)
-        places = {}
+        before = [("before training", _accuracies(first, BASE))] if first.scores(method=BASE) else []
+        yield f"Accuracy at the training depth K = {num_loops}, in %", before + of_methods(_accuracies)
+        title = f"Accuracy on {benchmarks[0]} with"
         if depths:
-            places["K loops at inference"] = {f"K={depth}": {"depth": depth} for depth in depths}
+            at_depths = lambda result: [(f"K={depth}", f"{_first_score(result, depth=depth):.1f}") for depth in depths]
+            yield f"{title} K loops at inference, in %", of_methods(at_depths)
         if first.scores(loop=1):
-            places["the adapter in one loop only"] = {f"loop {loop}": {"loop": loop} for loop in loops}
-        name = benchmarks[0]
-        for where, columns in places.items():
-            rows = []
-            for result in results:
-                rows.append(_row(result, [result.scores(**place)[name].value for place in columns.values()]))
-            yield _Table(f"Accuracy on {name} with {where}, in %", list(columns), rows)
+            alone = lambda result: [(f"loop {loop}", f"{_first_score(result, loop=loop):.1f}") for loop in loops]
+            yield f"{title} the adapter in one loop only, in %", of_methods(alone)
     if any(row.family == "single_loop" for row in first.rows):
-        rows = []
-        for result in results:
-            reductions = [result.value("loss_reduction", loop) for loop in (*loops, None)]  # Section 5
-            rows.append([*_row(result, reductions), f"{result.value('frozen_loss'):.4f}"])
-        columns = [*(f"loop {loop}" for loop in loops), "all loops", "frozen loss"]
-        yield _Table("Loss reduction with the adapter in one loop only, rho_t in %", columns, rows)
+        yield "Loss reduction with the adapter in one loop only, rho_t in %", of_methods(_loss_reductions)
 
 
-def _row(result: Result, values: Sequence[float]) -> list[str]:
-    return [result.training.method, *(f"{value:.1f}" for value in values)]
+def _costs(result: Result) -> Cells:
+    training = result.training
+    p = result.identities[training.run]["settings"]["p"]
+    losses = {"loss": "train_loss"}
+    if any(row.metric == "reward_first" for row in result.rows):
+        losses = {"reward, first": "reward_first", "last": "reward_last"}
+    return [
+        ("p", "-" if p is None else str(p)),
+        ("trainable", f"{result.value('trainable_parameters'):,}"),
+        ("examples", f"{result.value('examples'):,}"),
+        ("steps", f"{training.steps:,}"),
+        *((column, f"{result.value(metric):.4f}") for column, metric in losses.items()),
+        ("seconds", f"{result.value('train_seconds'):.0f}"),
+    ]
 
 
-def _training_table(results: Sequence[Result]) -> _Table:
-    is_rewarded = any(row.metric == "reward_first" for row in results[0].rows)
-    losses = {"reward_first": "reward, first", "reward_last": "last"} if is_rewarded else {"train_loss": "loss"}
-    rows = []
-    for result in results:
-        training = result.training
-        p = result.identities[training.run]["settings"]["p"]
-        counts = (result.value("trainable_parameters"), result.value("examples"), training.steps)
-        cells = [f"{count:,}" for count in counts] + [f"{result.value(name):.4f}" for name in losses]
-        seconds = f"{result.value('train_seconds'):.0f}"
-        rows.append([training.method, "-" if p is None else str(p), *cells, seconds])
-    columns = ["p", "trainable", "examples", "steps", *losses.values(), "seconds"]
-    return _Table(f"Training at K = {results[0].training.depth}", columns, rows)
-
-
-def _accuracy_table(results: Sequence[Result]) -> _Table:
-    first = results[0]
-    rows = [["before training", *_cells(first, BASE).values()]] if first.scores(method=BASE) else []
-    rows += [[result.training.method, *_cells(result, result.training.method).values()] for result in results]
-    columns = [name for name, _ in _cells(first, first.training.method)]
-    return _Table(f"Accuracy at the training depth K = {first.training.depth}, in %", columns, rows)
-
-
-def _cells(result: Result, method: str) -> dict[tuple[str, str], str]:
+def _accuracies(result: Result, method: str | None = None) -> Cells:
     """Return each benchmark's accuracy; of `#### N` answers also that of the last number, wherever it stands."""
     last_numbers = result.scores(method=method, families=[LAST_NUMBER])
-    cells = {}
+    cells = []
     for name, row in result.scores(method=method).items():
         correct = Metric(row.value, row.verdicts).correct  # None: a problem may be solved in part
         count = "" if correct is None else f"{correct}/{row.total}  "
-        cells[name, name] = f"{count}{row.value:.1f}"
+        cells.append((name, f"{count}{row.value:.1f}"))
         if name in last_numbers:
-            cells["last number", name] = f"{last_numbers[name].value:.1f}"
+            cells.append(("last number", f"{last_numbers[name].value:.1f}"))
     return cells
+
+
+def _loss_reductions(result: Result) -> Cells:
+    """Return those of Section 5, and the loss that they are relative to."""
+    loops = range(1, result.training.depth + 1)
+    columns = {f"loop {loop}": loop for loop in loops} | {"all loops": None}
+    reductions = [(column, f"{result.value('loss_reduction', loop):.1f}") for column, loop in columns.items()]
+    return [*reductions, ("frozen loss", f"{result.value('frozen_loss'):.4f}")]
 
 
 # While it runs.

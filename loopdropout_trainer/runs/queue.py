@@ -6,7 +6,6 @@ A run joins the finished ones only if it has their base, data, settings and vers
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
@@ -44,18 +43,20 @@ from loopdropout_trainer.runs.result import (
 )
 from loopdropout_trainer.runs.summary import SUMMARY_FILE, summary_text
 from loopdropout_trainer.runs.sweep import Job, Sweep
-from loopdropout_trainer.saving.files import LOCK_FILE, write_atomically
-from loopdropout_trainer.settings.arguments import AdapterArguments
+from loopdropout_trainer.saving.files import LOCK_FILE, read_json, write_atomically, write_json
+from loopdropout_trainer.settings.arguments import AdapterArguments, BenchmarkArguments
 from loopdropout_trainer.settings.recipe import settings_yaml
 
 
 HEARTBEAT, GRACE = 10, 60  # seconds; of a process on this machine it is known at once that it has died
 _OF_ADAPTER = {"rule", "p", "rule_args", *(f.name for f in fields(AdapterArguments))}
+_OF_BENCHMARKS = {f.name for f in fields(BenchmarkArguments)}
 _OF_SUMMARY = ("method", "learning_rate", "seed", "benchmarks", "train_seconds", "peak_memory_gb")
 _DAMAGED = (OSError, ValueError, KeyError, TypeError)  # a file that is not there or not complete
 
 Outcome = dict[str, Any]
-"""What a finished run's trial keeps: its `identity`, and its `benchmarks` and costs, or the `error` at which it diverged."""
+"""What a finished run's trial keeps: its `identity`, and its `benchmarks`, their `problems` and costs, or the `error` at which
+it diverged."""
 
 
 class SweepError(RuntimeError):
@@ -191,10 +192,12 @@ class Queue:
         run = read_run(folder)
         if run is not None and run.facts["run_name"] == run_name:
             costs = {row.metric: row.value for row in run.result.rows if row.family == "cost"}
-            benchmarks = {name: row.value for name, row in run.result.scores().items()}
-            return {**costs, "identity": run.identity, "benchmarks": benchmarks}
+            scores = run.result.scores()
+            benchmarks = {name: row.value for name, row in scores.items()}
+            problems = {name: run.result.identities[row.identity].get("data", {}) for name, row in scores.items()}
+            return {**costs, "identity": run.identity, "benchmarks": benchmarks, "problems": problems}
         with suppress(*_DAMAGED):
-            diverged = json.loads((folder / DIVERGED_FILE).read_text(encoding="utf-8"))
+            diverged = read_json(folder / DIVERGED_FILE)
             if diverged["run_name"] == run_name:
                 return {"identity": diverged["run"], "error": diverged["error"]}
         return None
@@ -217,14 +220,32 @@ class Queue:
             expected.get("settings", {}).pop("learning_rate", None)
             yield "its own earlier results" if other == run else other, expected
 
+    def _problems_expected(self, job: Job) -> Iterator[tuple[str, dict[str, dict]]]:
+        """Yield each finished run that was asked what a job asks, with the problems of its benchmarks."""
+        for other, facts in self._last.items():
+            of_other = Job(*(facts[name] for name in Job._fields))
+            is_of_now = of_other.method in self.sweep.methods and facts["run_name"] == self.sweep.run_name(of_other)
+            if is_of_now and self._asked(of_other) == self._asked(job):
+                yield other, facts.get("problems", {})
+
+    def _asked(self, job: Job) -> dict[str, Any]:
+        """Return the settings that a job's problems come from."""
+        settings = self.sweep.settings(job.method, job.selects)
+        of_training = self.sweep.settings(job.method, selects=True)
+        asked = {**of_training, **{name: settings.get(name) for name in _OF_BENCHMARKS}}
+        return {name: value for name, value in asked.items() if name not in {*_OF_ADAPTER, "benchmarks"}}
+
+    def _check_finished(self, job: Job, outcome: Outcome) -> None:
+        """Raise SweepError if a finished job's numbers depend on something else than those of the others do."""
+        self._check_alike(job.run, outcome["identity"], job.method)
+        for other, problems in self._problems_expected(job):
+            for name, data in outcome.get("problems", {}).items():
+                _check_same(job.run, other, {"data": problems.get(name, {})}, {"data": data})
+
     def _check_alike(self, run: str, identity: Identity, method: str = "") -> None:
-        """Raise SweepError if a run's numbers depend on something else than those of the finished runs do."""
+        """Raise SweepError if a run depends on something else than the finished runs do."""
         for other, expected in self._expected(run, method):
-            if changed := differences(expected, identity):
-                raise SweepError(
-                    f"{run} cannot stand beside {other}: {changed[0]}. Put it back and delete the folder of the one that is "
-                    "wrong, or choose another `output_dir`."
-                )
+            _check_same(run, other, expected, identity)
 
     def _write_expected(self, job: Job) -> None:
         """Write into a job's folder what its training compares itself with before its first step."""
@@ -234,7 +255,7 @@ class Queue:
         if runs:
             run, expected = max(runs, key=lambda pair: len(pair[1]))  # they are alike: the one that says most
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps({"run": run, "identity": expected}, indent=1) + "\n")
+            write_json(file, {"run": run, "identity": expected})
 
     def _beside_adapter(self, method: str) -> dict[str, Any]:
         """Return a method's settings without those of its rule and adapter."""
@@ -292,7 +313,7 @@ class Queue:
         jobs = self.sweep.jobs(self._scores, self.is_done)
         for job in jobs:  # done without a trial: by a scheduler, or before the storage was lost
             if job.run not in self._active and (outcome := self._outcome(job)):
-                self._check_alike(job.run, outcome["identity"], job.method)
+                self._check_finished(job, outcome)
                 self._end(self._begin(job), outcome)
                 return self._ready_jobs()
         self._write_summary()
@@ -338,7 +359,7 @@ class Queue:
                 outcome = self._train(job)
             with self.lock:
                 self._refresh()  # others have worked in the meantime
-                self._check_alike(job.run, outcome["identity"], job.method)
+                self._check_finished(job, outcome)
                 self._end(trial, outcome)
                 self._refresh()
         except BaseException as error:
@@ -421,8 +442,16 @@ class Queue:
     def _write_summary(self) -> None:
         summary = self.summary()
         self.study.set_user_attr("choices", summary["choices"])
-        write_atomically(self.output_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+        write_json(self.output_dir / SUMMARY_FILE, summary)
         write_atomically(self.output_dir / "summary.txt", self.table() + "\n")
+
+
+def _check_same(run: str, other: str, expected: Identity, identity: Identity) -> None:
+    if changed := differences(expected, identity):
+        raise SweepError(
+            f"{run} cannot stand beside {other}: {changed[0]}. Put it back and delete the folder of the one that is wrong, or "
+            "choose another `output_dir`."
+        )
 
 
 def _work(sweep: Sweep, scripts: Path, gpu: str) -> None:

@@ -22,7 +22,7 @@ from loopdropout_trainer.record.measurement import (
     read_measurements,
     write_measurements,
 )
-from loopdropout_trainer.saving.files import sha256, staged_files
+from loopdropout_trainer.saving.files import read_json, sha256, staged_files, write_json
 
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ def write_result(result: Result, facts: Mapping[str, Any], run: Identity, output
     of_run = {"identity": identity_key(run), "saved": saved, "files": hashes}
     with staged_files(output_dir, "The results", "The adapter is safe there; free some space and resume.") as folder:
         (folder / "recipe.yaml").write_text(settings_yaml(facts["settings"]), encoding="utf-8")
-        text = json.dumps({**facts, **of_run}, indent=1, ensure_ascii=False) + "\n"
-        (folder / RUN_FILE).write_text(text, encoding="utf-8")
+        write_json(folder / RUN_FILE, {**facts, **of_run})
 
 
 class FinishedRun(NamedTuple):
@@ -140,7 +139,7 @@ class FinishedRun(NamedTuple):
 def read_run(folder: str | Path) -> FinishedRun | None:
     """Return what a finished run has left in a folder; None if there is none, or its run.json or rows are damaged."""
     try:
-        facts = json.loads(Path(folder, RUN_FILE).read_text(encoding="utf-8"))
+        facts = read_json(Path(folder, RUN_FILE))
         facts |= {name: dict(facts[name]) for name in ("settings", "saved", "files")}
         result = training_result(folder)
         result.saved = {what: str(Path(folder, path)) for what, path in facts["saved"].items()}
@@ -160,8 +159,13 @@ def _is_finished(folder: str | Path, modified: tuple[int, ...]) -> bool:
     return read_run(folder) is not None
 
 
-def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identity: Identity) -> Result | None:
-    """Return the result of a finished run, if it is this one with these benchmarks and nothing is left to do; or None."""
+def finished_result(
+    settings: Mapping[str, Any], output_dir: str | Path, identity: Identity, problems: Iterable[Mapping[str, str]] = ()
+) -> Result | None:
+    """Return the result of a finished run, if it is this one with these benchmarks and nothing is left to do; or None.
+
+    `problems`: of each benchmark, as measurements on it say in the part `data` of their identity.
+    """
     from loopdropout_trainer.training.checkpoints.sealing import fault_of
 
     run = read_run(output_dir)
@@ -170,6 +174,9 @@ def finished_result(settings: Mapping[str, Any], output_dir: str | Path, identit
         return None
     if _asked_for(run.facts["settings"]) != _asked_for(public_settings(settings)):
         return None  # before gigabytes of weights are hashed
+    measured = [of_row.get("data") for of_row in run.result.identities.values()]
+    if any(data not in measured for data in problems):
+        return None
     for name, digest in run.facts["files"].items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
             return None

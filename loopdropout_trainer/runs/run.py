@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -21,15 +20,15 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
-from loopdropout_trainer import diagnostics
 from loopdropout_trainer.checks import check_choice
 from loopdropout_trainer.data import DataArguments, check_vocabulary, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop, readout_rows, single_loop_rows
+from loopdropout_trainer.diagnostics import Context
+from loopdropout_trainer.diagnostics.losses import Readouts, SingleLoop
 from loopdropout_trainer.diagnostics.rows import HELD_OUT, facts_of_batches
 from loopdropout_trainer.errors import one_line, public_settings, user_supplied
-from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject, load_benchmark
+from loopdropout_trainer.evaluation import Benchmark, Subject, evaluate_subject
 from loopdropout_trainer.evaluation.benchmark import SettingsChangedError
-from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, check_development, development_benchmark
+from loopdropout_trainer.evaluation.benchmarks import DEVELOPMENT, check_development, development_benchmark, load_from
 from loopdropout_trainer.evaluation.results import answers_folder
 from loopdropout_trainer.evaluation.subject import run_as
 from loopdropout_trainer.processes import from_main_process, show_log
@@ -62,7 +61,7 @@ from loopdropout_trainer.runs.result import (
     write_result,
 )
 from loopdropout_trainer.saving.cards import ModelCardFields, save_card
-from loopdropout_trainer.saving.files import write_atomically
+from loopdropout_trainer.saving.files import read_json, write_json
 from loopdropout_trainer.saving.hub import check_merge_target, merge_and_save, push_merged_to_hub
 from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
 from loopdropout_trainer.settings.recipe import (
@@ -79,7 +78,7 @@ from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
 from loopdropout_trainer.training.memory import device_name, memory_advice
 from loopdropout_trainer.training.preflight import check_run, default_peft_config
-from loopdropout_trainer.training.scores import score_readouts
+from loopdropout_trainer.training.scores import evaluation_batches
 
 
 logger = logging.getLogger(__name__)
@@ -197,9 +196,7 @@ class Run:
         limit = self.script.benchmark_limit
         if name == DEVELOPMENT:  # the held-out training rows
             return development_benchmark(self.data.eval, self.data_args.preparation, limit)
-        file = (self.script.benchmark_files or {}).get(name)
-        revision = (self.script.benchmark_revisions or {}).get(name)
-        return load_benchmark(name, file, limit, self.script.confirm_run_unsafe_code, revision)
+        return load_from(self.script, name, limit, self.script.confirm_run_unsafe_code)
 
     def announce(self) -> None:
         """Print what became of the data, and what is about to be done with it."""
@@ -247,7 +244,8 @@ class Run:
         with trainer.only_run_in_output_dir(checkpoint):
             from_main_process(read_measurements, folder)  # beside what is damaged no row could be written
             if checkpoint:
-                read = lambda: finished_result(self.settings, folder, trainer.run_identity)
+                problems = [benchmark.data for benchmark in self.benchmarks]
+                read = lambda: finished_result(self.settings, folder, trainer.run_identity, problems)
                 finished = from_main_process(read)
                 if finished is not None:
                     if config.should_save:
@@ -277,7 +275,7 @@ class Run:
             if is_main:  # for a sweep: this rate is out, the others go on
                 run = {"run_name": config.run_name, "run": trainer.run_identity}
                 report = {**run, "step": trainer.state.global_step, "error": str(error)}
-                write_atomically(diverged, json.dumps(report) + "\n")
+                write_json(diverged, report)
             raise
         if is_main:
             diverged.unlink(missing_ok=True)
@@ -343,17 +341,15 @@ class Run:
     def measure_losses(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Measure the losses of held-out rows with the adapter in one loop only, and of each loop's readout."""
         num_rows = self.script.single_loop_batches * trainer.args.per_device_eval_batch_size
-        batches = diagnostics.evaluation_batches(trainer, num_rows)
-        rows = {
-            SingleLoop.name: single_loop_rows(diagnostics.single_loop_activation(trainer.model, batches)),
-            Readouts.name: readout_rows(score_readouts(trainer.model, batches)),
-        }
+        batches = evaluation_batches(trainer, num_rows)
+        context = Context(trainer.model, "adapter", batches, depths=())
         model = from_main_process(self.identity_of_model, trainer)
         data = {"source": HELD_OUT, **facts_of_batches(batches)}
         identity = {**model, "data": data, "loops": {"num_loops": trainer.num_loops}}
         facts = {**self.facts(trainer), "benchmark": HELD_OUT, "identity": identity_key(identity)}
-        for name, of_diagnostic in rows.items():
-            result.keep(identity, [Measurement(**{**facts, "family": name, **row}) for row in of_diagnostic])
+        for diagnostic in (SingleLoop(), Readouts()):
+            rows = diagnostic.measure(context)
+            result.keep(identity, [Measurement(**{**facts, "family": diagnostic.name, **row}) for row in rows])
 
     def save(self, result: Result, trainer: GateSamplingMixin) -> None:
         """Write the cards, the merged model if it is wanted, and what was measured."""
@@ -464,7 +460,7 @@ def check_expected(folder: str | Path, run: Identity) -> None:
     if not path.is_file():
         return
     with user_supplied(f"{path} cannot be read"):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         other = content["run"]
         expected = read_identity(content["identity"])
     if changed := differences(expected, run):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pandas as pd
 
 from loopdropout_trainer.record.measurement import mean_sd
 from loopdropout_trainer.runs.result import training_result
+from loopdropout_trainer.saving.files import read_json
 
 
 SUMMARY_FILE = "summary.json"
@@ -27,7 +27,7 @@ def load_runs(output_dir: str | Path) -> list[dict[str, Any]]:
     Raises:
         OSError, ValueError: if the folder holds no summary of a sweep, or a file is damaged.
     """
-    runs = json.loads((Path(output_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))["runs"]
+    runs = read_json(Path(output_dir) / SUMMARY_FILE)["runs"]
     for run in runs:
         run["result"] = training_result(Path(output_dir) / run["folder"])
     return runs

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.checks import check_choice, check_folder, check_integer, check_number, shown
+from loopdropout_trainer.checks import check_choice, check_folder, check_number, check_numbers, shown
 from loopdropout_trainer.errors import RecipeError, UserError, public_settings, user_supplied
 from loopdropout_trainer.saving.files import sha256_of_json
 from loopdropout_trainer.settings.arguments import BenchmarkArguments, RunArguments, setting
@@ -62,14 +62,10 @@ class PartArguments:
             values = list(getattr(self, name))
             if not values or len(set(map(str, values))) != len(values):
                 raise UserError(f"`{name}` must be one or more different values; got {values!r}.")
-        for rate in self.learning_rates:
-            check_number("learning_rates", rate, above=True)
-        for seed in self.seeds:
-            check_integer("seeds", seed, least=0, most=2**32 - 1)
+        check_numbers(self)
         for name in self.measure or ():
             check_choice("measure", name, sorted(_MEASURED))
-        check_integer("max_extensions", self.max_extensions)
-        self.learning_rates = sorted(float(rate) for rate in self.learning_rates)
+        self.learning_rates = sorted(self.learning_rates)
         if self.extend_grid and len(self.learning_rates) == 1:
             raise UserError(
                 f"`extend_grid` needs two or more `learning_rates`, whose distance says where the next one is; got "
@@ -102,8 +98,6 @@ class SweepArguments(PartArguments):
     def __post_init__(self):
         super().__post_init__()
         check_folder("output_dir", self.output_dir)
-        check_integer("workers", self.workers)
-        check_integer("selection_seeds", self.selection_seeds)
         for factor in (self.rate_factors or {}).values():
             check_number("rate_factors", factor, above=True)
         with user_supplied(f"`launcher` {self.launcher!r} cannot be split into words"):

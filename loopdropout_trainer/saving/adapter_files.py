@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.looped.model import check_num_loops
 from loopdropout_trainer.saving import authors_format
 from loopdropout_trainer.saving.cards import is_hub_name
-from loopdropout_trainer.saving.files import sha256_of_weights, staged_files
+from loopdropout_trainer.saving.files import read_json, sha256_of_weights, staged_files, write_json
 from loopdropout_trainer.settings.tokenizer import add_end_tokens, end_tokens
 
 
@@ -48,7 +47,7 @@ def base_sha256(base: PreTrainedModel) -> str | None:
     files = [Path(name, SAFE_WEIGHTS_NAME)]
     index = Path(name, SAFE_WEIGHTS_INDEX_NAME)
     if index.is_file() and not files[0].is_file():  # the shards, whatever else lies there
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        shards = read_json(index)["weight_map"].values()
         files = [Path(name, shard) for shard in set(shards)]
     files = list(filter(Path.is_file, files))
     return sha256_of_weights(files) if files else None
@@ -61,7 +60,7 @@ def save_adapter_metadata(model: PeftModel, folder: str | Path, **facts: Any) ->
     """
     facts["base_sha256"] = base_sha256(model.get_base_model())
     facts["eos_token_id"] = end_tokens(model.get_base_model())
-    (Path(folder) / ADAPTER_METADATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_json(Path(folder, ADAPTER_METADATA), facts)
 
 
 def adapter_metadata(folder: str | Path) -> dict:
@@ -71,7 +70,7 @@ def adapter_metadata(folder: str | Path) -> dict:
         fields = authors_format.read_fields(Path(folder))
         return {} if fields is None else authors_format.training_facts(fields)
     with user_supplied(f"{file} is not what was saved with the adapter"):
-        metadata = dict(json.loads(file.read_text(encoding="utf-8")))
+        metadata = dict(read_json(file))
         for name, kind in _KINDS.items():
             type_validator(name, metadata.get(name), kind | None)
         depths = metadata.get("depths") or [1, 1]

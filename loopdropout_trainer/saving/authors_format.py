@@ -21,6 +21,7 @@ from torch import Tensor
 from loopdropout_trainer.checks import MOST_LOOPS
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.models.layers import PROJECTIONS
+from loopdropout_trainer.saving.files import read_json
 
 
 # The base, and its depth, that the authors' program takes.
@@ -46,7 +47,7 @@ def read_fields(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     with user_supplied(f"{path} cannot be read"):
-        fields = dict(json.loads(path.read_text(encoding="utf-8")))
+        fields = dict(read_json(path))
         if "peft_type" in fields or "rank" not in fields:
             return None
         for name, kind in FIELDS.items():
@@ -155,4 +156,4 @@ def _is_the_base(name: str | None) -> bool:
     if name == MODEL_ID or not config.is_file():
         return name == MODEL_ID
     with user_supplied(f"{config} cannot be read"):
-        return json.loads(config.read_text(encoding="utf-8")).get("model_type") == "ouro"
+        return read_json(config).get("model_type") == "ouro"

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING
 
 from loopdropout_trainer.adapters import kind_of
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.files import read_json
 
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -41,20 +42,15 @@ class CardScore(NamedTuple):
 
 @dataclass
 class ModelCardFields:
-    """What a model card states of a run that the model does not tell by itself, or otherwise; None: what the model tells."""
+    """What a model card states of a run that the model does not tell by itself."""
 
-    base_model: str | None = None  # hub name or path of the model that was fine-tuned
-    rule: str | None = None
-    p: float | list[float] | None = None
     recipe: str | None = None  # YAML text of the run's settings
     data: str | None = None  # name of the training data
     results: dict[str, CardScore] = field(default_factory=dict)  # by benchmark
 
 
-def base_of(model: PeftModel, given: ModelCardFields | None = None) -> str | None:
+def base_of(model: PeftModel) -> str | None:
     """Return the Hub name or path of the model that an adapter was trained on, if it is known."""
-    if given is not None and given.base_model:
-        return given.base_model
     config = model.peft_config[model.active_adapters[0]]
     return config.base_model_name_or_path or find_looped_model(model).config.name_or_path or None
 
@@ -93,7 +89,7 @@ def save_card(
     adapter, looped = model.active_adapters[0], find_looped_model(model)
     lora, num_loops = model.peft_config[adapter], looped.config.num_loops
     trained = looped.trained_with
-    base, rule = base_of(model, given), fields.rule or trained.get("rule")
+    base, rule = base_of(model), trained.get("rule")
     license_fields = _license_of(base)
     on_hub = is_hub_name(base)
     metadata = ModelCardData(
@@ -108,7 +104,7 @@ def save_card(
         "Base model": base if base is None or on_hub else Path(base).name,
         "License of the base": license_fields.get("license"),
         "Training rule": "Loop Dropout" if rule == "loop_dropout" else rule,
-        "Drop probability p": trained.get("p") if fields.p is None else fields.p,
+        "Drop probability p": trained.get("p"),
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
         "Recurrence depth K": num_loops,
         "Trained at depths": None if depths == [str(num_loops)] else " to ".join(depths),
@@ -149,7 +145,7 @@ def merged_loading(folder: Path, repo_id: str | None) -> str:
         folder: of the model.
         repo_id: as for `save_card`.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     own_code = config.get("auto_map", {})
     model_type = config["model_type"]
     config_class = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (`get` does not load)

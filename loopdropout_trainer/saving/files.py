@@ -73,6 +73,16 @@ def write_atomically(path: str | Path, text: str) -> None:
     flush_to_disk(path.parent)
 
 
+def write_json(path: str | Path, value: Any) -> None:
+    """Write a value as a file of JSON, complete or not at all; see `write_atomically`."""
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Return what a file of JSON holds."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def flush_to_disk(path: str | Path) -> None:
     """Return when a file's content, or the names in a folder, have reached the disk.
 

@@ -25,7 +25,7 @@ from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.processes import LIBRARY_BYTES
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import ModelCardFields, base_of, card_on_hub, is_hub_name, save_card
-from loopdropout_trainer.saving.files import staged_files
+from loopdropout_trainer.saving.files import read_json, staged_files
 from loopdropout_trainer.settings.tokenizer import as_in_its_file
 
 
@@ -137,8 +137,8 @@ def merge_and_save(
     with staged_files(output_dir, "The merged model") as partial:
         with TemporaryDirectory(dir=partial) as files:
             base.save_pretrained(partial, state_dict=merged_state_dict(model, Path(files)))
-        code = _bring_code(base.config, base.config.name_or_path or base_of(model, facts), partial)
-        config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        code = _bring_code(base.config, base.config.name_or_path or base_of(model), partial)
+        config = read_json(partial / "config.json")
         config.pop("auto_map", None)
         if code:
             config["auto_map"] = code
@@ -225,6 +225,8 @@ def push_merged_to_hub(
 
 def push_error(error: Exception, repo_id: str, safe: str, *tokens: str | None) -> PushError:
     """Say in one sentence, without any of the tokens, why the Hub did not take a model, and what is `safe`."""
+    if isinstance(error, PushError):  # already said, by a call inside of this one that knew less of what is safe
+        error = error.__context__
     reason = one_line(error)
     for token in filter(None, tokens):
         reason = reason.replace(token, "***")

@@ -90,14 +90,20 @@ class AdapterArguments:
 
 
 @dataclass
-class BenchmarkArguments:
-    """Which benchmarks to evaluate on, by greedy generation, and how."""
+class BenchmarkSources:
+    """Where the problems of benchmarks come from, if not from the newest revision of their datasets on the Hub."""
 
-    benchmarks: list[str] | None = setting(None, "Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's.")
     benchmark_files: dict[str, str] | None = setting(None, "{benchmark: local file} (JSON when typed).")
     benchmark_revisions: dict[str, str] | None = setting(
         None, "{benchmark: branch, tag or commit of its dataset on the Hub} (JSON when typed)."
     )
+
+
+@dataclass
+class BenchmarkArguments(BenchmarkSources):
+    """Which benchmarks to evaluate on, by greedy generation, and how."""
+
+    benchmarks: list[str] | None = setting(None, "Names such as `gsm8k`; `lm_eval:TASK`: one of lm-eval's.")
     benchmark_limit: int | None = setting(None, "Number of problems of each benchmark. Default: all.")
     benchmark_batch_size: int = setting(16, "Problems that one process decodes at a time.")
     decoding: Literal["eager", "compiled", "generate"] = setting(

@@ -351,12 +351,21 @@ def _trained_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(compress(encoded["input_ids"], encoded["assistant_masks"]))
 
 
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the ids of the tokens at which a model's `generation_config` lets generation stop."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        return []
-    return ids if isinstance(ids, list) else [ids]
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """Return the ids of the tokens at which generation stops: those of a model's `generation_config`, and its tokenizer's.
+
+    Raises:
+        ValueError: if `generation_config` has something else than ids there.
+    """
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = list(given) if isinstance(given, list) else [given]
+    if not all(isinstance(token, int | None) for token in ids):
+        raise UserError(
+            f"`eos_token_id` in the model's generation_config.json must be one id or a list; got {shown(given)}."
+        )
+    if tokenizer is not None:
+        ids.append(tokenizer.eos_token_id)
+    return [token for token in dict.fromkeys(ids) if token is not None]
 
 
 def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:

@@ -195,7 +195,12 @@ class LoopDropoutArguments:
         if not isinstance(args, trl_class) and type(args) is not TrainingArguments:
             raise UserError(f"`args` must be a {cls.__name__} or {trl_class.__name__}; got {type(args).__name__}.")
         # Not `to_dict`, which puts words such as <PAD_TOKEN> in the place of all tokens.
-        return cls(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
+        given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
+        names = {f.name for f in dataclasses.fields(cls)}
+        made = cls(**{name: value for name, value in given.items() if name in names})
+        own = {name: value for name, value in given.items() if name not in names}  # of the user's subclass
+        vars(made).update(own)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainer pickles its arguments into every checkpoint, which may be pushed: never with a secret.

@@ -141,6 +141,8 @@ class EveryExampleOnceMixin(EvaluationLossMixin):
     The evaluation loss is the mean over tokens.
     """
 
+    _train_batches: Any = None  # also of a trainer whose `get_train_dataloader` is its owner's
+
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
         counts_labels = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs

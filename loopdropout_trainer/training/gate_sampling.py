@@ -46,9 +46,10 @@ logger = logging.get_logger(__name__)
 class GateSamplingMixin:
     """Draws gates [K, N] in each training micro-batch of the TRL trainer that it stands before in the list of bases.
 
-    The trainer keeps its own loss. All forward passes of one micro-batch see the same gates, and so does the backward
-    pass; evaluation, generation and saving see unit gates. A subclass names its arguments class in `args_class` and the
-    columns of its data in `dataset_formats`, and overrides `example_ids_of` if the rows of its batches are not its examples.
+    They are drawn right before `compute_loss`, which stays the trainer's own, or a subclass's. All forward passes of one
+    micro-batch see the same gates, and so does the backward pass; evaluation, generation and saving see unit gates, unless
+    `use_gates` applies others. A subclass names its arguments class in `args_class` and the columns of its data in
+    `dataset_formats`, and overrides `example_ids_of` if the rows of its batches are not its examples.
 
     Raises:
         NotLoopedError: for a model without loops.
@@ -58,6 +59,7 @@ class GateSamplingMixin:
 
     args_class: type[LoopDropoutArguments]
     _own_depth: int | None = None  # the model's, while a training step runs it at another
+    _is_in_step = False  # whether a micro-batch is trained on
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         call = inspect.signature(super().__init__).bind(*positional, **keywords)
@@ -144,20 +146,24 @@ class GateSamplingMixin:
         """
         return [(row, 0) for row in range(len(inputs["input_ids"]))]
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        """Draw this micro-batch's gates in training, and leave the rest to TRL."""
+    def _prepare_inputs(self, inputs):
+        return self._with_gates(super()._prepare_inputs(inputs))
+
+    def _with_gates(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what the model reads of a micro-batch, whose gates are from now on in force if it is trained on.
+
+        TRL asks its users to override `compute_loss`, which is therefore not the place to draw them.
+        """
         inputs = dict(self.looped.complete_batch(inputs))
         packed_ids = inputs.pop("example_ids", None)
-        if self.model.training:
-            if packed_ids is None and "position_ids" in inputs:
-                distributed.check_rows(inputs)
-            if getattr(self.looped, "is_loaded_in_4bit", False):
-                distributed.check_quantised_base(self.model, self.accelerator)
-            self._draw_gates(inputs, packed_ids)
-        else:
-            self._unit_gates()
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss / self.rule.passes if self.model.training and self.rule.passes > 1 else loss
+        if not self._is_in_step:
+            return inputs
+        if packed_ids is None and "position_ids" in inputs:
+            distributed.check_rows(inputs)
+        if getattr(self.looped, "is_loaded_in_4bit", False):
+            distributed.check_quantised_base(self.model, self.accelerator)
+        self._draw_gates(inputs, packed_ids)
+        return inputs
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Run the rule's passes over one micro-batch; nearly every rule has one."""
@@ -167,18 +173,24 @@ class GateSamplingMixin:
             is_last = self._pass_index == passes - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 loss = loss + self._run_pass(model, copy.copy(inputs), num_items_in_batch)
+        loss = loss / passes
         self.step_callback.losses.append(loss)
         return loss
 
     def _run_pass(self, *args) -> Tensor:
         # The gates must outlive compute_loss, since checkpointing recomputes under them in the backward pass, and must
         # not outlive the step, not even when it is interrupted.
+        self._is_in_step = True
+        divisor = self.accelerator.gradient_accumulation_steps  # of any loss, one's own too
+        self.accelerator.gradient_accumulation_steps = divisor * self.rule.passes
         try:
             loss = super().training_step(*args)
             if self.rule.wants_sensitivity:
                 self.step_callback.sensitivity += self._drawn.grad.abs().sum(dim=1)  # d loss / d g, [K]
             return loss
         finally:
+            self._is_in_step = False
+            self.accelerator.gradient_accumulation_steps = divisor
             self._unit_gates()
 
     def draw_depth(self, seed: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
@@ -230,8 +230,8 @@ def _looped_config(model: str | nn.Module, args: TrainingArguments) -> PreTraine
 
 def check_dataset(dataset: Any, formats: list[set[str]]) -> None:
     """Raise ValueError for training data that is empty, cannot be read, or has none of the sets of columns in `formats`."""
-    if dataset is None:
-        return
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return  # TRL says what it needs
     try:
         columns = set(next(iter(dataset)))
     except StopIteration:

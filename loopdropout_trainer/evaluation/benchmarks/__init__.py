@@ -14,6 +14,7 @@ from loopdropout_trainer.evaluation.benchmark import Benchmark, Task
 from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark
 from loopdropout_trainer.evaluation.benchmarks.lm_eval_tasks import LmEvalTask
 from loopdropout_trainer.evaluation.benchmarks.metamath import extract_number
+from loopdropout_trainer.settings.arguments import BenchmarkSources
 
 
 BENCHMARKS: dict[str, Task] = {}
@@ -64,6 +65,13 @@ def load_benchmark(
     if revision is not None and files is None:
         task = task.at_revision(name, revision)
     return task.load(name, files and list(map(Path, files)), limit, confirm_run_unsafe_code)
+
+
+def load_from(sources: BenchmarkSources, name: str, limit: int | None = None, confirmed: bool = False) -> Benchmark:
+    """Load a benchmark from where a recipe says; see `load_benchmark`."""
+    files = (sources.benchmark_files or {}).get(name)
+    revision = (sources.benchmark_revisions or {}).get(name)
+    return load_benchmark(name, files, limit, confirmed, revision)
 
 
 def check_development(preparation: str | None, has_held_out: bool) -> None:

@@ -82,6 +82,9 @@ class CodeBenchmark(GeneratedBenchmark):
     in_turns: ClassVar[bool] = True
     beginning: ClassVar[str] = COMPLETION_BEGINNING
 
+    def problems(self) -> list[list[str]]:
+        return [*super().problems(), list(map(repr, self.rows))]  # their tests
+
     def settings(self, subject: Subject) -> dict[str, Any]:
         return {**super().settings(subject), "evalplus": metadata.version("evalplus")}
 

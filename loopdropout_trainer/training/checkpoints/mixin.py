@@ -73,7 +73,8 @@ class CheckpointsMixin:
     def run_identity(self) -> Identity:
         """What makes this run the run that it is; its checkpoints carry it."""
         unsharded = not distributed.shards_weights(self.args)
-        return make_identity(self.model, self.processing_class, self.train_dataset, self.args, unsharded)
+        data = {"data": self.train_dataset, "held_out": self.eval_dataset}
+        return make_identity(self.model, self.processing_class, settings=self.args, unsharded=unsharded, **data)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train, from the beginning or from a checkpoint.

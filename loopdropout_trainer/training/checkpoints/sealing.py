@@ -7,7 +7,6 @@ SHA-256 of all others, and the identity of the run that they belong to.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.record.identity import WHOLE_RUN, Identity, continues, differences, read_identity
 from loopdropout_trainer.saving.adapter_files import ADAPTER_METADATA
-from loopdropout_trainer.saving.files import PARTIAL, flush_to_disk, sha256, write_atomically
+from loopdropout_trainer.saving.files import PARTIAL, flush_to_disk, read_json, sha256, write_json
 
 
 logger = logging.get_logger(__name__)
@@ -44,7 +43,7 @@ def seal(folder: str | Path, run: Identity | None = None, names: Iterable[str | 
     for path in (*files, *{file.parent for file in files}):
         flush_to_disk(path)
     hashes = {file.relative_to(folder).as_posix(): sha256(file) for file in files}
-    write_atomically(folder / MANIFEST, json.dumps({"run": run, "files": hashes}, indent=1))
+    write_json(folder / MANIFEST, {"run": run, "files": hashes})
 
 
 def unseal(folder: str | Path) -> None:
@@ -83,7 +82,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what
 
 def _read_manifest(folder: Path) -> tuple[Identity | None, dict[str, str]]:
     """Return the identity of the run, if it is known, and the hash of each file; one of `_UNREADABLE` for another form."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_json(folder / MANIFEST)
     run, hashes = manifest.get("run"), manifest["files"]
     type_validator("files", hashes, dict[str, str])
     type_validator("run", run, dict[str, dict] | None)
