@@ -140,18 +140,13 @@ class GatedLora(LoraVariant):
     # Merging happens at unit gates, where the layer is plain LoRA.
 
     def merge_safe(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        return orig_weight + self._update_to_merge(module, active_adapter).to(orig_weight.dtype)
+        return orig_weight + self.merged_update(module, active_adapter).to(orig_weight.dtype)
 
     def merge_unsafe(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> None:
-        orig_weight.data += self._update_to_merge(module, active_adapter)
+        orig_weight.data += self.merged_update(module, active_adapter)
 
     def unmerge(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
         return orig_weight - self.merged_update(module, active_adapter).to(orig_weight.dtype)
-
-    def _update_to_merge(self, module: LoraLayer, adapter: str) -> Tensor:
-        if self.loop_state.gates is not None:
-            raise UserError("Merged weights take no gates: merge outside of the block of `use_gates`.")
-        return self.merged_update(module, adapter)
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         """Return the one [out, in] matrix that unit gates add to the weight in every loop.
