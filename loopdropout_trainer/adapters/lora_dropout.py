@@ -19,6 +19,8 @@ class SparseLora(GatedLora, kind="lora_dropout"):
     It reads `GatedBatch.seeds` as [M], and `p` from the rule.
     """
 
+    _expanded: tuple[int | None, tuple] = (None, ())  # a seed, and the masks that it gives
+
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
         if self.loop_state.batch.seeds is None:
             return super().down(module, adapter, x)
@@ -38,10 +40,13 @@ class SparseLora(GatedLora, kind="lora_dropout"):
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [d_in] and [d_out] masks of the pass, rescaled; all its loops, and their recomputation, share them."""
         seed = int(self.loop_state.batch.seeds[self.module])
+        if self._expanded[0] == seed:
+            return self._expanded[1]
         p = self.rule.p
         d_in = module.in_features
         d_out = module.out_features
         generator = torch.Generator(device).manual_seed(seed)
         drawn = torch.rand(d_in + d_out, generator=generator, device=device)
         masks = (drawn >= p).to(torch.float32) / (1 - p)
-        return masks.split((d_in, d_out))
+        self._expanded = (seed, masks.split((d_in, d_out)))
+        return self._expanded[1]

@@ -222,10 +222,11 @@ class Queue:
 
     def _problems_expected(self, job: Job) -> Iterator[tuple[str, dict[str, dict]]]:
         """Yield each finished run that was asked what a job asks, with the problems of its benchmarks."""
+        asked = self._asked(job)
         for other, facts in self._last.items():
             of_other = Job(*(facts[name] for name in Job._fields))
             is_of_now = of_other.method in self.sweep.methods and facts["run_name"] == self.sweep.run_name(of_other)
-            if is_of_now and self._asked(of_other) == self._asked(job):
+            if is_of_now and self._asked(of_other) == asked:
                 yield other, facts.get("problems", {})
 
     def _asked(self, job: Job) -> dict[str, Any]:
