@@ -30,7 +30,7 @@ from peft import get_peft_model
 from speed import clock, cpu_name, random_ouro, report, synchronize, versions
 
 from loopdropout_trainer import default_peft_config
-from loopdropout_trainer.adapters import PreparedProjections, add_gates
+from loopdropout_trainer.lora import PreparedProjections, add_gates
 from loopdropout_trainer.generation.generation import DECODINGS
 
 

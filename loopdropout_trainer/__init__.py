@@ -12,7 +12,7 @@ from loopdropout_trainer.startup import import_with_transformers
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
-    from loopdropout_trainer.adapters import use_gates
+    from loopdropout_trainer.lora import use_gates
     from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
     from loopdropout_trainer.experimental.grpo_trainer import LoopDropoutGRPOTrainer
     from loopdropout_trainer.looped.described import LoopDescription, check_loops, register_looped
@@ -39,7 +39,7 @@ _HOMES = {
     "merge_and_save": "saving.hub",
     "push_merged_to_hub": "saving.hub",
     "register_looped": "looped.described",
-    "use_gates": "adapters",
+    "use_gates": "lora",
 }
 """The public names, each with its module. They are imported when they are asked for, since torch takes seconds."""
 

@@ -15,7 +15,7 @@ from test_generation import adapted
 from torch.nn import functional as F
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
-from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.data.boundary import token_lengths
 from loopdropout_trainer.diagnostics import (
     DIAGNOSTICS,

@@ -8,8 +8,8 @@ import torch
 from conftest import randomise, trained_parameters, with_adapter
 
 from loopdropout_trainer import default_peft_config, use_gates
-from loopdropout_trainer.adapters import adapted_layers, add_gates
-from loopdropout_trainer.adapters import fused as fused_module
+from loopdropout_trainer.lora import adapted_layers, add_gates
+from loopdropout_trainer.lora import fused as fused_module
 from loopdropout_trainer.looped import find_looped_model
 
 

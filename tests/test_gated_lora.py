@@ -17,7 +17,7 @@ from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
 
 from loopdropout_trainer import default_peft_config, use_gates
-from loopdropout_trainer.adapters import adapted_layers, add_gates, check_peft_config, gated_layers, remove_gates
+from loopdropout_trainer.lora import adapted_layers, add_gates, check_peft_config, gated_layers, remove_gates
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 

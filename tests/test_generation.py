@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_ouro, two_families, with_adapter
 
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.adapters import PreparedProjections, adapted_layers, add_gates, prepared
+from loopdropout_trainer.lora import PreparedProjections, adapted_layers, add_gates, prepared
 from loopdropout_trainer.generation import decoding, generate_greedy
 from loopdropout_trainer.generation.decoding import SlotCache
 from loopdropout_trainer.generation.generation import decoding_memory, sample_completions

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import load_adapter, merge_and_save, push_merged_to_hub, use_gates
-from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.adapter_files import base_sha256
 from loopdropout_trainer.saving.cards import CardScore, ModelCardFields

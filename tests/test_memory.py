@@ -13,7 +13,7 @@ from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
+from loopdropout_trainer.lora import add_gates, trained_lora_parameters
 from loopdropout_trainer.looped import GatedBatch, Optimisations, applied_gates, costs
 from loopdropout_trainer.training import memory
 from loopdropout_trainer.training.distributed import CHECKPOINTING_FIELDS

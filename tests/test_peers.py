@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.lora import add_gates
 
 
 pytestmark = pytest.mark.peer

@@ -13,7 +13,7 @@ from loopdropout_trainer import (
     LoopDropoutGRPOConfig,
     LoopDropoutGRPOTrainer,
 )
-from loopdropout_trainer.adapters import add_gates
+from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.gates import make_rule
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import default_peft_config, load_adapter, merge_and_save
-from loopdropout_trainer.adapters import ADAPTER_KINDS, adapted_layers, add_gates, physical_layers
-from loopdropout_trainer.adapters.weight_noise import update_norm
+from loopdropout_trainer.lora import ADAPTER_KINDS, adapted_layers, add_gates, physical_layers
+from loopdropout_trainer.lora.weight_noise import update_norm
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.looped import GatedBatch
 

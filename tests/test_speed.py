@@ -12,7 +12,7 @@ from peft import get_peft_model
 from test_layouts import forked, layouts
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.adapters import add_gates, trained_lora_parameters
+from loopdropout_trainer.lora import add_gates, trained_lora_parameters
 from loopdropout_trainer.looped import Optimisations, applied_gates, costs, find_looped_model
 from loopdropout_trainer.models.speed import packed_attention
 from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from loopdropout_trainer.adapters import kind_of
+from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.training.scores import Batch, Scores, score

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.diagnostics.diagnostic import Context, Diagnostic, Row, by_loop, by_two_loops
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models.backbone import LoopedBackbone

@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from loopdropout_trainer.adapters import add_gates, use_gates
+from loopdropout_trainer.lora import add_gates, use_gates
 from loopdropout_trainer.checks import check_integer
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import as_gate_matrix, find_looped_model

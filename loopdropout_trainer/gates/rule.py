@@ -3,7 +3,7 @@
 Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at several points,
 each of them optional:
 
-- `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.adapters`) that applies the rule. The two
+- `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.lora`) that applies the rule. The two
   meet in numbers only: the layer gets the gates, the rule's public fields, and the `seeds` from which it expands random
   factors too large to pass around (weight noise, sparse factors).
 - `passes`, `wants_sensitivity`, `state_dict`, `alpha_factor` and `mergeable` say what is more than `sample`: see `GateRule`.

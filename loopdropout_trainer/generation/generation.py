@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import PreparedProjections
+from loopdropout_trainer.lora import PreparedProjections
 from loopdropout_trainer.checks import check_choice, shown_parts
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation.decoding import (

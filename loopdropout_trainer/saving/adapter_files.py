@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from loopdropout_trainer.adapters import attach_adapter, check_peft_config
+from loopdropout_trainer.lora import attach_adapter, check_peft_config
 from loopdropout_trainer.checks import shown
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.looped import find_looped_model

@@ -19,7 +19,7 @@ from jinja2 import Environment
 from peft import PeftModel
 from transformers import CONFIG_MAPPING
 
-from loopdropout_trainer.adapters import kind_of
+from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.files import read_json
 

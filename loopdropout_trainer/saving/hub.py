@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import check_adapter, merged_update
+from loopdropout_trainer.lora import check_adapter, merged_update
 from loopdropout_trainer.checks import shown_parts
 from loopdropout_trainer.errors import UserError, one_line
 from loopdropout_trainer.processes import LIBRARY_BYTES

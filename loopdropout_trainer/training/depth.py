@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.adapters.gated import ADAPTER_KINDS
+from loopdropout_trainer.lora.gated import ADAPTER_KINDS
 from loopdropout_trainer.checks import MOST_LOOPS, Range, check_choice, check_numbers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import add_gates, physical_layers, trained_lora_parameters
-from loopdropout_trainer.adapters.reference import references_like_the_policy
+from loopdropout_trainer.lora import add_gates, physical_layers, trained_lora_parameters
+from loopdropout_trainer.lora.reference import references_like_the_policy
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.gates.streams import ExampleId

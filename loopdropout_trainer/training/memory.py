@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.adapters import physical_layers
+from loopdropout_trainer.lora import physical_layers
 from loopdropout_trainer.checks import shown_bytes, shown_parts
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.training.config import LoopDropoutArguments

@@ -20,7 +20,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.optimization import get_scheduler
 
-from loopdropout_trainer.adapters import add_gates, check_adapter, check_peft_config
+from loopdropout_trainer.lora import add_gates, check_adapter, check_peft_config
 from loopdropout_trainer.checks import check_folder, shown
 from loopdropout_trainer.errors import UserError, user_supplied
 from loopdropout_trainer.gates import GateRule

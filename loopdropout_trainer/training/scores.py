@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 
-from loopdropout_trainer.adapters import use_gates
+from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import all_processes, random_states_kept

@@ -13,7 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
+from loopdropout_trainer.lora.gated import GatedLora, adapted_layers
 from loopdropout_trainer.errors import UserError
 
 

@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.gated import GatedLora, adapted_layers
+from loopdropout_trainer.lora.gated import GatedLora, adapted_layers
 from loopdropout_trainer.errors import UserError
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.prepared import linear_maps, stacked_bias
+from loopdropout_trainer.lora.prepared import linear_maps, stacked_bias
 from loopdropout_trainer.looped import LoopState, RunningLoop, launches_pay
 
 

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from loopdropout_trainer.adapters.gated import adapted_layers, kind_of
+from loopdropout_trainer.lora.gated import adapted_layers, kind_of
 from loopdropout_trainer.looped import UNIT_GATES, LoopState, find_looped_model
 
 

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.gated import GatedLora
+from loopdropout_trainer.lora.gated import GatedLora
 from loopdropout_trainer.errors import UserError
 
 

@@ -20,8 +20,8 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.adapters.compatibility import check_adapter, check_layers, check_variant
-from loopdropout_trainer.adapters.fused import FusedProjection
+from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
+from loopdropout_trainer.lora.fused import FusedProjection
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
 

@@ -10,7 +10,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.adapters.gated import ADAPTER_KINDS, add_gates
+from loopdropout_trainer.lora.gated import ADAPTER_KINDS, add_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 

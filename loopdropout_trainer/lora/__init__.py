@@ -1,0 +1,22 @@
+"""How a LoRA layer uses a gate; one file for each kind of layer that a rule can ask for by its `adapter`."""
+
+# ruff: noqa: F401  (handed on)
+from loopdropout_trainer.lora.compatibility import check_adapter, check_peft_config
+from loopdropout_trainer.lora.gated import (
+    ADAPTER_KINDS,
+    adapted_layers,
+    add_gates,
+    gated_layers,
+    kind_of,
+    merged_update,
+    physical_layers,
+    remove_gates,
+    trained_lora_parameters,
+    use_gates,
+)
+from loopdropout_trainer.lora.learned import LearnedGatesLora
+from loopdropout_trainer.lora.loading import attach_adapter
+from loopdropout_trainer.lora.lora_dropout import SparseLora
+from loopdropout_trainer.lora.per_loop import PerLoopLora
+from loopdropout_trainer.lora.prepared import PreparedProjections
+from loopdropout_trainer.lora.weight_noise import NoisyLora
