@@ -1,22 +1,85 @@
-"""User errors, and the one place of every script that turns them into one sentence and exit code 2, without secrets.
-
-Faults of this package keep their traceback.
-"""
+"""User errors, and the handler of the scripts that prints them in one line without secrets."""
 
 from __future__ import annotations
 
+import difflib
 import gc
 import os
 import re
+import reprlib
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+_repr.maxdict = _repr.maxlist = 6
+
+
+class UserError(ValueError):
+    """A value or file that the user can fix, described in one sentence.
+
+    `run_script` prints the sentence without a traceback.
+    """
+
+
+def short_repr(value: Any) -> str:
+    """Return `repr(value)`, shortened to fit into a sentence."""
+    return _repr.repr(value)
+
+
+def closest_match(name: str, choices: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close."""
+    matches = difflib.get_close_matches(str(name), list(choices), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def hide_secrets(text: str) -> str:
+    """Replace Hub tokens in a text by `***`."""
+    token = os.environ.get("HF_TOKEN", "")
+    text = text.replace(token, "***") if len(token) > 3 else text
+    return _HUB_TOKEN.sub("***", text)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's `main` and print a `UserError` in one line.
+
+    The exit code is 2 after a `UserError`, 130 after Ctrl-C and 143 after SIGTERM. Other exceptions keep their traceback.
+
+    Args:
+        main: function that parses the command line and does the work.
+    """
+    script = Path(sys.argv[0]).name
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        _print_from_first_process(f"{script}: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt as error:
+        _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}")
+        sys.exit(143 if getattr(error, "signal", None) == "SIGTERM" else 130)
+    except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_from_first_process(message: str) -> None:
+    """Print to standard error; the other processes wait, because the launcher ends them after the first one."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(30)
+    sys.stdout.flush()
+    print(hide_secrets(" ".join(message.splitlines())), file=sys.stderr, flush=True)
+
+
+# Old names. They go with their last users.
 
 _PACKAGE = "loopdropout_trainer"
 # Libraries that raise ValueError for what they are given, and not for what is wrong with their caller.
@@ -37,17 +100,12 @@ _EXTRAS = {
     "sweeps": ("optuna", "psutil"),
     "deepspeed": ("deepspeed",),
 }  # what setup.cfg installs with each
-_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
-_typed: list[str] = []  # names of the commands that run, the outermost first
+_typed: list[str] = []
 
 
 def program_name() -> str:
     """Return the command as the user typed it: `loopdropout sft`, or the script's file name."""
     return _typed[0] if _typed else Path(sys.argv[0]).name
-
-
-class UserError(ValueError):
-    """Something that the user can mend, in one sentence: what this package raises for a value that it does not take."""
 
 
 class SetupError(UserError):
@@ -199,12 +257,3 @@ def public_settings(settings: Any) -> Any:
     if isinstance(settings, (list, tuple)):
         return [public_settings(item) for item in settings]
     return _HUB_TOKEN.sub("***", settings) if isinstance(settings, str) else settings
-
-
-def hide_secrets(text: str) -> str:
-    """Return a message without Hub tokens, and without what this process was given as a secret."""
-    options = re.findall(r"--(\S+?)[= ](?!--)(\S+)", " ".join(sys.argv))
-    secrets = [os.environ.get("HF_TOKEN", ""), *(value for option, value in options if is_secret(option))]
-    for secret in secrets:
-        text = text.replace(secret, "***") if len(secret) > 3 else text
-    return _HUB_TOKEN.sub("***", text)
