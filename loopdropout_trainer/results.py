@@ -1,0 +1,137 @@
+"""Read and write the results of a run.
+
+A folder of results has three files:
+
+- `results.jsonl`: one flat JSON object per line, with at least the columns of `COLUMNS`.
+- `recipe.yaml`: the settings of the run.
+- `run.json`: facts such as versions and the device. It is written last, and only by a run that finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import loopdropout_trainer
+from loopdropout_trainer.errors import UserError, short_repr
+
+
+RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
+
+COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loops", "gates", "n")
+"""The columns of every result.
+
+`task` is a benchmark, a diagnostic or "training". `method` is the title of the rule, or "base model". `step` is the optimizer
+step, or None for the base model. `num_loops` is the recurrence depth of the measurement. `gates` is "unit", "none" (the base
+model), "loop 1" or "1-1-0-0". `n` is the number of problems, examples or tokens.
+"""
+
+UNCOMPARED = {
+    *("output_dir", "run_name", "compare_with", "dry_run", "resume_from_checkpoint", "resume_with_changed_settings"),
+    *("num_threads", "benchmark_batch_size", "dataset_num_proc", "dataloader_num_workers"),
+    *("logging_steps", "report_to", "disable_tqdm", "save_total_limit"),
+}
+"""Settings that `compare_recipes` ignores by default, since they do not change a result."""
+
+_LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+
+
+def write_results(output_dir: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add results to `results.jsonl`; a result replaces an older one that differs in `value` and `n` only.
+
+    Args:
+        output_dir: folder of the run, created if it is missing.
+        rows: flat mappings with the columns of `COLUMNS`, and any further columns. Columns that are None may be left out.
+    """
+    path = Path(output_dir, RESULTS_FILE)
+    by_key = {_key(row): row for row in [*_read_lines(path), *rows]}
+    _write(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
+
+
+def read_results(*folders: str | Path) -> list[dict[str, Any]]:
+    """Return all results below the folders.
+
+    Each result gets the column `folder` and one column `recipe_<field>` for each field of the `recipe.yaml` next to it.
+
+    Raises:
+        UserError: if a folder does not exist, or a file is not readable.
+    """
+    from loopdropout_trainer.recipe import load_recipe
+
+    rows = []
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"The folder {folder} does not exist.")
+        for path in sorted(Path(folder).rglob(RESULTS_FILE)):
+            recipe_path = path.with_name(RECIPE_FILE)
+            recipe = load_recipe(recipe_path) if recipe_path.exists() else {}
+            columns = {f"recipe_{name}": value for name, value in recipe.items()}
+            rows += [{**columns, **row, "folder": str(path.parent)} for row in _read_lines(path)]
+    return rows
+
+
+def write_run(output_dir: str | Path, **facts: Any) -> None:
+    """Write `run.json`, which marks a run as finished, with the versions of the libraries and further facts."""
+    versions = {"python": platform.python_version(), "loopdropout-trainer": loopdropout_trainer.__version__}
+    versions |= {name: version(name) for name in _LIBRARIES}
+    facts = {"status": "finished", **facts, "versions": versions}
+    _write(Path(output_dir, RUN_FILE), json.dumps(facts, indent=2, default=str) + "\n")
+
+
+def read_run(output_dir: str | Path) -> dict[str, Any]:
+    """Return the facts of `run.json`, or an empty dict if there is no readable file."""
+    try:
+        return dict(json.loads(Path(output_dir, RUN_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def is_finished(output_dir: str | Path) -> bool:
+    """Return whether the run in a folder has finished."""
+    return read_run(output_dir).get("status") == "finished"
+
+
+def compare_recipes(
+    saved: Mapping[str, Any], new: Mapping[str, Any], ignored: Collection[str] = UNCOMPARED
+) -> str | None:
+    """Describe the first difference between two recipes.
+
+    Args:
+        saved: settings of the earlier run. new: settings of the later run.
+        ignored: fields that may differ.
+
+    Returns:
+        A clause such as "`learning_rate` changed from 0.001 to 0.0003", or None without a difference.
+    """
+    for name in {**saved, **new}:
+        if name not in ignored and saved.get(name) != new.get(name):
+            return f"`{name}` changed from {short_repr(saved.get(name))} to {short_repr(new.get(name))}"
+    return None
+
+
+def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    return frozenset(
+        (name, str(value)) for name, value in row.items() if name not in ("value", "n") and value is not None
+    )
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise UserError(f"{path} is not a file of JSON lines ({error}). Remove it and measure again.") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one step, so that an interrupted write leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
