@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
     from loopdropout_trainer.experimental.grpo_trainer import LoopDropoutGRPOTrainer
     from loopdropout_trainer.looped.described import LoopDescription, check_loops, register_looped
-    from loopdropout_trainer.saving.adapter_files import load_adapter
-    from loopdropout_trainer.saving.hub import merge_and_save, push_merged_to_hub
+    from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
     from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig
     from loopdropout_trainer.training.dpo_trainer import LoopDropoutDPOTrainer
     from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
@@ -35,9 +34,10 @@ _HOMES = {
     "LoopDropoutSFTTrainer": "training.sft_trainer",
     "check_loops": "looped.described",
     "default_peft_config": "training.preflight",
-    "load_adapter": "saving.adapter_files",
-    "merge_and_save": "saving.hub",
-    "push_merged_to_hub": "saving.hub",
+    "load_adapter": "hub",
+    "load_model": "hub",
+    "merge_and_save": "hub",
+    "push_merged_to_hub": "hub",
     "register_looped": "looped.described",
     "use_gates": "lora",
 }

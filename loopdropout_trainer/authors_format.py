@@ -1,0 +1,123 @@
+"""Read and write adapters in the format of the paper authors' program (GitHub NUS-HPC-AI-Lab/loop-dropout).
+
+The numbers are the same as in PEFT's format, under other names. The tensors are `layers.0.self_attn.q_proj.lora_A` [r, in] and
+`.lora_B` [out, r]. `adapter_config.json` has the fields `rank`, `alpha`, `dropout` (p of Loop Dropout, 0 for LoRA),
+`model_id`, `model_revision` and `num_loops`. The adapter is on all seven projections of every layer of Ouro-1.4B.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from loopdropout_trainer.errors import UserError
+
+
+# The base model and the depth that the authors' program supports.
+MODEL_ID = "ByteDance/Ouro-1.4B"
+MODEL_REVISION = "574fa66cb8bf5abdc979642d01cf2b79b16bfab1"
+NUM_LOOPS = 4
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+_PROJECTIONS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+_PREFIX = "base_model.model.model."  # of PEFT's names
+
+
+def read_authors_config(folder: Path) -> dict[str, Any] | None:
+    """Return the fields of an adapter's `adapter_config.json`, or None if the adapter is in PEFT's format."""
+    fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    return fields if "rank" in fields and "peft_type" not in fields else None
+
+
+def to_peft_config(fields: Mapping[str, Any]) -> LoraConfig:
+    """Return PEFT's configuration of an adapter in the authors' format."""
+    alpha = float(fields["alpha"])
+    return LoraConfig(
+        r=fields["rank"],
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,
+        target_modules=[name.rpartition(".")[2] for name in _PROJECTIONS],
+        base_model_name_or_path=fields["model_id"],
+        revision=fields["model_revision"],
+        task_type="CAUSAL_LM",
+    )
+
+
+def to_metadata(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training settings of an adapter in the authors' format, as `read_adapter_metadata` does."""
+    p = fields["dropout"]
+    return {"rule": "loop_dropout" if p else "lora", "p": p, "num_loops": fields["num_loops"]}
+
+
+def to_peft_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter in the authors' format, under PEFT's names."""
+    return {f"{_PREFIX}{name}.weight": tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+
+
+def write_authors_format(
+    folder: Path, config: LoraConfig, metadata: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> None:
+    """Write an adapter in the authors' format.
+
+    Args:
+        folder: Existing folder for the two files.
+        config: PEFT's configuration of the adapter.
+        metadata: Training settings `rule`, `p` and `num_loops`.
+        weights: Tensors of the adapter under PEFT's names.
+
+    Raises:
+        UserError: If the format cannot represent the adapter.
+    """
+    layers = set(re.findall(rf"^{_PREFIX}layers\.(\d+)\.", "\n".join(weights), re.MULTILINE))
+    modules = [f"layers.{layer}.{name}" for layer in range(len(layers)) for name in _PROJECTIONS]
+    names = {
+        f"{_PREFIX}{module}.lora_{factor}.weight": f"{module}.lora_{factor}" for module in modules for factor in "AB"
+    }
+    rule, p, num_loops = (metadata.get(name) for name in ("rule", "p", "num_loops"))
+    required = {
+        f"the base model {MODEL_ID}, got {config.base_model_name_or_path}": _is_supported(
+            config.base_model_name_or_path
+        ),
+        f"revision {MODEL_REVISION} of the base model, got {config.revision}": config.revision
+        in (None, "main", MODEL_REVISION),
+        "the scale alpha / r, got `use_rslora`": not config.use_rslora,
+        "one rank and one alpha, got `rank_pattern` or `alpha_pattern`": not (
+            config.rank_pattern or config.alpha_pattern
+        ),
+        "one update for all loops, got factors or gates for each loop": all(w.dim() == 2 for w in weights.values()),
+        f"the {len(_PROJECTIONS)} projections of every layer, got other modules": weights.keys() == names.keys(),
+        f"the rule loop_dropout or lora with a single p, got {rule} with p {p}": rule in ("loop_dropout", "lora")
+        and not isinstance(p, list),
+        f"{NUM_LOOPS} loops in training, got {num_loops}": num_loops == NUM_LOOPS,
+    }
+    for requirement, is_met in required.items():
+        if not is_met:
+            raise UserError(f"The authors' format requires {requirement}.")
+    fields = {
+        "rank": config.r,
+        "alpha": float(config.lora_alpha),
+        "dropout": p if rule == "loop_dropout" else 0.0,
+        "model_id": MODEL_ID,
+        "model_revision": MODEL_REVISION,
+        "num_loops": NUM_LOOPS,
+    }
+    save_file(
+        {name: weights[peft_name].float().contiguous() for peft_name, name in names.items()}, folder / WEIGHTS_FILE
+    )
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_supported(base: str | None) -> bool:
+    """Return whether a base model's name is `MODEL_ID`, or a folder with an Ouro model."""
+    config = Path(base or MODEL_ID, "config.json")
+    return base == MODEL_ID or (config.is_file() and json.loads(config.read_text())["model_type"] == "ouro")
