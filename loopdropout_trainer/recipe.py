@@ -1,0 +1,270 @@
+"""Recipes: flat YAML files that set the fields of a script's dataclasses, and command lines that override them.
+
+    python recipes/sft.py recipes/gsm8k.yaml --learning_rate 3e-4 --merge true
+
+`extends: other.yaml` names the recipe that a recipe builds on, relative to its own folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import torch
+import yaml
+from transformers import HfArgumentParser
+
+from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
+
+
+PACKAGE = Path(__file__).parent
+
+TINY_OURO_PATH = PACKAGE / "tiny_ouro"
+"""A small pretrained Ouro with its tokenizer, for trials without a network. Its name in recipes is `tiny-ouro`."""
+
+SAFE_VALUES = {
+    "trust_remote_code": False,
+    "custom_generate": None,
+    "use_kernels": False,
+    "kernel_config": None,
+    "allow_all_kernels": False,
+    "use_safetensors": True,
+    "weights_only": True,
+    "allow_unsafe_code": False,
+}
+"""Fields that can run code of other people, with their safe values. Other values are accepted on the command line only."""
+
+REPLACED_TOGETHER = {
+    "model_name_or_path": ["model_revision"],
+    "dataset_name": ["dataset_config", "dataset_revision", "dataset_split", "train_files"],
+    "train_files": ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"],
+    "benchmark_files": ["benchmark_revisions"],
+}
+"""Fields that describe another field. They are not inherited where that other field changes."""
+
+
+@dataclass
+class ModelArguments:
+    """The looped model, and the number of CPU threads, which it sets."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a looped model, or `tiny-ouro`."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
+    num_loops: int | None = field(default=None, metadata={"help": "Recurrence depth K. Default: the model's own."})
+    dtype: Literal["bfloat16", "float16", "float32"] = field(
+        default="bfloat16", metadata={"help": "Data type of the frozen base weights."}
+    )
+    attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."}
+    )
+    num_threads: int | None = field(default=None, metadata={"help": "CPU threads per process. Default: torch's own."})
+
+    def __post_init__(self):
+        if self.model_name_or_path == "tiny-ouro":
+            self.model_name_or_path = str(TINY_OURO_PATH)
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
+
+
+class _Loader(yaml.SafeLoader):
+    """Read YAML, with `1e-4` as a number and without duplicate fields."""
+
+    yaml_implicit_resolvers = dict(yaml.SafeLoader.yaml_implicit_resolvers)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"`{name}` is set twice.")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the scripts and recipes: inside an installed package, or next to it in a clone."""
+    installed = PACKAGE / "recipes"
+    return installed if installed.is_dir() else PACKAGE.parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the package's recipes, such as `gsm8k/lora.yaml`."""
+    folder = recipes_folder()
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+
+
+def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a recipe and the recipes that it extends.
+
+    Args:
+        path: YAML file of the user, or the name of one of the package's recipes.
+        extended_by: recipes that led to this one.
+
+    Raises:
+        UserError: if a file is not a flat YAML mapping, or sets a field that can run code.
+    """
+    name = str(path).removeprefix("recipes/")
+    path = recipes_folder() / name if not Path(path).exists() and name in recipe_names() else Path(path).resolve()
+    if path in extended_by:
+        raise UserError(f"The recipe {path} extends itself.")
+    try:
+        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except FileNotFoundError:
+        raise UserError(f"The recipe {path} does not exist.{closest_match(name, recipe_names())}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"The recipe {path} is not readable: {error}") from error
+    if not isinstance(recipe, dict):
+        raise UserError(f"The recipe {path} must be a mapping `field: value`.")
+    for field_name, value in _nested(recipe):
+        is_kernel = field_name == "attn_implementation" and "/" in str(value)
+        if is_kernel or value not in (None, SAFE_VALUES.get(field_name, value)):
+            raise UserError(f"{path} sets `{field_name}`, which can run code. Set it on the command line instead.")
+    base = recipe.pop("extends", None)
+    return override(load_recipe(path.parent / base, (*extended_by, path)), recipe) if base else recipe
+
+
+def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from _nested(value)
+
+
+def override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe with changes.
+
+    A changed model, dataset or rule drops the inherited settings that describe the old one: its revision, or fields of the
+    rule that the new rule does not have.
+    """
+    from loopdropout_trainer.gates import RULES
+
+    recipe = dict(recipe)
+    for name, value in changes.items():
+        if value != recipe.get(name):
+            for dependent in REPLACED_TOGETHER.get(name, ()):
+                recipe.pop(dependent, None)
+            if name == "rule" and value in RULES:
+                fields = RULES[value].__dataclass_fields__
+                recipe = {key: kept for key, kept in recipe.items() if key != "p" or key in fields}
+                if recipe.get("rule_args"):
+                    recipe["rule_args"] = {key: kept for key, kept in recipe["rule_args"].items() if key in fields}
+    return {**recipe, **changes}
+
+
+def parse(
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    unread_types: Sequence[type] = (),
+) -> tuple[Any, ...]:
+    """Build dataclasses from `[RECIPE.yaml] [--field value ...]`.
+
+    Args:
+        dataclass_types: dataclasses with the valid fields.
+        argv: command line without the script. Default: `sys.argv[1:]`.
+        description: text at the top of `--help`.
+        unread_types: dataclasses whose fields a recipe may set too, without an effect on this script.
+
+    Returns:
+        One instance of each dataclass. `recipe_dict` returns the settings that they were made from.
+
+    Raises:
+        UserError: for an unknown field, a value of the wrong type, or a value that a dataclass rejects.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    recipe = load_recipe(argv.pop(0)) if argv and not argv[0].startswith("-") else {}
+    parser = _parser(dataclass_types, description)
+    if {"-h", "--help"} & {*argv}:
+        parser.parse_args(["--help"])
+    changes = _options(argv)
+    fields = [action.dest for action in parser._actions]
+    unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields, *changes}
+    words, settings = [], {}
+    for name, value in override(recipe, changes).items():
+        if name in unread:
+            continue
+        if name not in fields:
+            raise UserError(f"`{name}` is not a field of this script.{closest_match(name, fields)}")
+        values = [item if isinstance(item, str) else json.dumps(item) for item in _as_list(value)]
+        if value in (None, []):
+            settings[name] = value
+        else:
+            words += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
+    return build(dataclass_types, {**settings, **vars(parser.parse_args(words))})
+
+
+def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return one instance of each dataclass, made from the settings that are its fields."""
+    instances = []
+    for cls in dataclass_types:
+        given = {name: value for name, value in settings.items() if name in cls.__dataclass_fields__}
+        try:
+            instances.append(cls(**given))
+        except ValueError as error:  # of TRL and transformers
+            raise UserError(str(error)) from error
+        instances[-1]._settings = given
+    return tuple(instances)
+
+
+def recipe_dict(*instances: Any) -> dict[str, Any]:
+    """Return the settings that `parse` made dataclasses from, as a recipe."""
+    return {name: value for instance in instances for name, value in instance._settings.items()}
+
+
+def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
+    """Write settings as a recipe that repeats the run, without secrets."""
+    public = {name: value for name, value in settings.items() if name != "hub_token"}
+    text = yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
+    Path(path).write_text(hide_secrets(text), encoding="utf-8")
+
+
+def _options(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the words after each `--field` of a command line, one word as a string."""
+    options = {}
+    for word in argv:
+        if word.startswith("--"):
+            name, *values = word[2:].split("=", 1)
+            options[name.replace("-", "_")] = values
+        elif options:
+            values.append(word)
+        else:
+            raise UserError(f"Options must be given as `--field value`, got {word!r}.")
+    return {name: (values or ["true"])[0] if len(values) < 2 else values for name, values in options.items()}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _parser(dataclass_types: Sequence[type], description: str | None) -> HfArgumentParser:
+    """Return a parser with a group of options for each dataclass, which returns only the fields that are set."""
+    groups = [type(cls.__name__, (cls,), {"_argument_group_name": cls.__name__}) for cls in dataclass_types]
+    usage = "%(prog)s [RECIPE.yaml] [--field value ...]"
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = HfArgumentParser(groups, description=description, usage=usage, formatter_class=formatter)
+    hints = {name: str(hint) for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
+    for action in parser._actions[1:]:  # the first one is `--help`
+        if "dict[" in hints[action.dest]:
+            action.type = _mapping
+        if action.help and action.default is not None:
+            action.help += f" (default: {str(action.default).replace('%', '%%')})"
+        action.default = argparse.SUPPRESS
+    parser.error = _raise_user_error
+    return parser
+
+
+def _mapping(text: str) -> Any:
+    return json.loads(text) if text.startswith("{") else text
+
+
+def _raise_user_error(message: str) -> None:
+    raise UserError(re.sub(r"^argument --(\w+)\S*:", r"`\1`:", message) + ".")
