@@ -253,7 +253,7 @@ def _parser(dataclass_types: Sequence[type], description: str | None) -> HfArgum
     parser = HfArgumentParser(groups, description=description, usage=usage, formatter_class=formatter)
     hints = {name: str(hint) for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
     for action in parser._actions[1:]:  # the first one is `--help`
-        if "dict[" in hints[action.dest]:
+        if "dict" in hints[action.dest]:
             action.type = _mapping
         if action.help and action.default is not None:
             action.help += f" (default: {str(action.default).replace('%', '%%')})"
