@@ -12,28 +12,27 @@ from loopdropout_trainer.startup import import_with_transformers
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
-    from loopdropout_trainer.lora import use_gates
-    from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
-    from loopdropout_trainer.experimental.grpo_trainer import LoopDropoutGRPOTrainer
+    from loopdropout_trainer.lora import default_peft_config, use_gates
     from loopdropout_trainer.looped.described import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
-    from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig
-    from loopdropout_trainer.training.dpo_trainer import LoopDropoutDPOTrainer
-    from loopdropout_trainer.training.gate_sampling import GateSamplingMixin
-    from loopdropout_trainer.training.preflight import default_peft_config
-    from loopdropout_trainer.training.sft_trainer import LoopDropoutSFTTrainer
+    from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+    from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
+    from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
+    from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
+    from loopdropout_trainer.trainer import GateSamplingMixin, LoopDropoutSFTTrainer
 
 _HOMES = {
-    "GateSamplingMixin": "training.gate_sampling",
+    "GateSamplingMixin": "trainer",
+    "LoRADropoutSFTTrainer": "lora_dropout",
     "LoopDescription": "looped.described",
-    "LoopDropoutConfig": "training.config",
-    "LoopDropoutDPOConfig": "training.config",
-    "LoopDropoutDPOTrainer": "training.dpo_trainer",
-    "LoopDropoutGRPOConfig": "experimental.grpo_config",
-    "LoopDropoutGRPOTrainer": "experimental.grpo_trainer",
-    "LoopDropoutSFTTrainer": "training.sft_trainer",
+    "LoopDropoutConfig": "config",
+    "LoopDropoutDPOConfig": "config",
+    "LoopDropoutDPOTrainer": "dpo",
+    "LoopDropoutGRPOConfig": "config",
+    "LoopDropoutGRPOTrainer": "grpo",
+    "LoopDropoutSFTTrainer": "trainer",
     "check_loops": "looped.described",
-    "default_peft_config": "training.preflight",
+    "default_peft_config": "lora",
     "load_adapter": "hub",
     "load_model": "hub",
     "merge_and_save": "hub",

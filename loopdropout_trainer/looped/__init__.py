@@ -7,11 +7,11 @@ The three never import one another: they meet here, in one small tensor.
 from loopdropout_trainer.looped.costs import launch_flops, launches_pay
 from loopdropout_trainer.looped.model import (
     UNIT_GATES,
+    BatchOptions,
     GatedBatch,
+    GateState,
     LoopedModelMixin,
-    LoopState,
     NotLoopedError,
-    Optimisations,
     RunningLoop,
     applied_gates,
     as_gate_matrix,

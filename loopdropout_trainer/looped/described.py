@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, NotLoopedError, check_num_loops, find_looped_model
+from loopdropout_trainer.looped import LoopedModelMixin, GateState, NotLoopedError, check_num_loops, find_looped_model
 
 
 class LoopDescription(LoopedModelMixin):
@@ -107,7 +107,7 @@ class _Announcing:
     def forward(self, *args, **kwargs):
         (model,) = self.looped_model
         state = model.loop_state
-        state.announce(state.batch.loop(model.running_loop(self, *args, **kwargs), model.device))
+        state.set_loop(state.batch.loop(model.running_loop(self, *args, **kwargs), model.device))
         return super().forward(*args, **kwargs)
 
 
@@ -139,7 +139,7 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         if nearest is None or isinstance(self, LoopedModelMixin):
             return
         self.__class__ = _both(nearest, type(self))
-        self.loop_state = LoopState()
+        self.loop_state = GateState()
         for layer in self.recurrent_layers():
             layer.__class__ = _both(_Announcing, type(layer))
             layer.looped_model = (self,)

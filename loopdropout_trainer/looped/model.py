@@ -23,15 +23,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from loopdropout_trainer.checks import MOST_LOOPS, shown
-from loopdropout_trainer.errors import UserError, user_supplied
+from loopdropout_trainer.errors import UserError, short_repr
 
 
 logger = logging.get_logger(__name__)
 
+MOST_LOOPS = 1024
+"""Largest recurrence depth that is accepted."""
+
 
 class DrawKey(Protocol):
-    """What a training step's random draws are keyed by; `example_ids` are (row, segment) of its examples."""
+    """Key of a training step's random draws; `example_ids` are (row, segment) of the examples."""
 
     seed: int
     step: int
@@ -39,37 +41,33 @@ class DrawKey(Protocol):
 
 
 @dataclass(frozen=True)
-class Optimisations:
-    """How a model may run the micro-batch of a training step; the result is the same, in less time and memory.
+class BatchOptions:
+    """Optimizations of a training step that leave its result unchanged.
 
     Attributes:
-        packs: whether the examples of a batch may run packed in one row, without their padding.
-        lora_parameters: the adapter's trained parameters, if nothing else is trained; a packed micro-batch's loops before an
-            example's first active gate may then run as the frozen model, without gradient. None: all loops run alike.
+        remove_padding: Whether the examples of a batch may run packed in one row, without their padding.
+        lora_parameters: Trained parameters of the adapter, if nothing else is trained. Then the loops before an example's
+            first active gate may run as the frozen model, without gradient. None: all loops run with gradient.
     """
 
-    packs: bool = False
+    remove_padding: bool = False
     lora_parameters: tuple[nn.Parameter, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class RunningLoop:
-    """One loop of one forward pass, for some of its tokens or for all of them.
+    """One loop of one forward pass, for some or all of its tokens.
 
     Attributes:
-        index: of the loop, 0-based.
-        tokens: [n] index of the example that each token belongs to, if examples are packed in one row [1, n]. None: the
-            batch, row by row.
-        gate: of each packed token [n, 1] or, for M adapted modules, [n, M]; without packing of each example, [N, 1] or
-            [N, M]. None: unit gates.
-        num_active: number of packed tokens, counted from the first, beyond which every gate is zero; None: not known.
-        frozen: whether the tokens have no active gate up to this loop and need no gradient: adapters are left out.
-        prepared: what is computed once for all loops of one forward pass, such as cast weights. It lives as long as the pass,
-            so that what changes between two passes (weights, merging, the active adapter) is never missed. None outside of
-            a pass.
-        skips_updates: whether no token has an active gate. (A flag of its own, since code that reads `num_active` is compiled
-            again for each of its values.)
-        scales: what adapters that run together multiply their updates by, made once for all layers.
+        index: Index of the loop, from 0.
+        tokens: [n] index of each token's example, if examples are packed in one row [1, n]. None: the batch, row by row.
+        gate: Gates of the packed tokens, [n, 1] or [n, M] for M adapted modules. Without packing, gates of the examples,
+            [N, 1] or [N, M]. None: unit gates.
+        num_active: Number of packed tokens, counted from the first, after which every gate is zero. None: unknown.
+        frozen: Whether the tokens have no active gate up to this loop. They run without adapter and gradient.
+        prepared: Values that all loops of one forward pass share, such as cast weights. None outside of a pass.
+        skips_updates: Whether no token has an active gate.
+        scales: Multipliers of the updates of adapters that run together, shared by all layers.
     """
 
     index: int = 0
@@ -78,7 +76,7 @@ class RunningLoop:
     num_active: int | None = None
     frozen: bool = False
     prepared: dict[Hashable, Any] | None = None
-    skips_updates: bool = field(init=False)
+    skips_updates: bool = field(init=False)  # compiled code is compiled again for each value of `num_active`
     scales: dict[Hashable, Tensor] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,33 +85,32 @@ class RunningLoop:
 
 @dataclass(frozen=True, eq=False)
 class GatedBatch:
-    """The gates of one micro-batch, or of a block of `use_gates`, and all that follows from them.
+    """The gates of one micro-batch, or of a block of `use_gates`.
 
     Attributes:
-        gates: [K, N] multipliers of the adapter's update for N examples (N = 1: the same for every example), or [K, N, M]
-            with one for each of the M adapted modules. None: unit gates, which is ordinary LoRA and what inference uses;
-            gates that are all exactly one are stored so, and cost nothing.
-        segments: [B, S] index of the example that each token belongs to, when several examples share one row (packing,
-            padding-free). None: row b is example b.
-        seeds: int64 seeds of random factors that an adapter expands itself, in the shape that it asks for, or None.
-        draw: in a training step, what its random draws are keyed by, for models that start from a random state; None
-            outside of one.
-        optimisations: by which the model may run the batch; none outside of a training step.
-        active: [K][N], whether an example has an active gate in a loop. None for unit gates, and where an update can have an
+        gates: [K, N] multipliers of the adapter's update for N examples (N = 1: for all examples), or [K, N, M] with one for
+            each of the M adapted modules. None: unit gates. Gates that are all exactly one are stored as None.
+        segments: [B, S] index of each token's example, if rows hold several examples. None: row b is example b.
+        seeds: int64 seeds of random factors that an adapter expands itself, in the adapter's shape, or None.
+        draw: Key of the step's random draws, for models with a random start state. None outside of a training step.
+        options: Optimizations that the model may use.
+        sampled: The gates as they were given, also if all are one.
+        active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
             effect or a gradient although its gate is zero.
-        unused_modules: [M], True for modules that no loop and no example uses while others are in use: they need not be
-            computed. Empty unless gates are [K, N, M].
+        unused_modules: [M], True for modules that no loop and no example uses. Empty unless gates are [K, N, M].
     """
 
     gates: Tensor | None = None
     segments: Tensor | None = None
     seeds: Tensor | None = None
     draw: DrawKey | None = None
-    optimisations: Optimisations = Optimisations()
+    options: BatchOptions = BatchOptions()
+    sampled: Tensor | None = field(init=False, default=None)
     active: list[list[bool]] | None = field(init=False, default=None)
     unused_modules: list[bool] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sampled", self.gates)
         if self.gates is None or self.gates.requires_grad:
             return
         gates = self.gates.cpu()
@@ -134,17 +131,20 @@ class GatedBatch:
     def loop(
         self, index: int, device: torch.device | None = None, tokens: Tensor | None = None, **attributes: Any
     ) -> RunningLoop:
-        """Return the loop of this index, with its gates on `device`; the other arguments are attributes of `RunningLoop`.
+        """Return the loop of this index with its gates.
 
-        Raises:
-            ValueError: if there are no gates for this loop.
+        Args:
+            index: Index of the loop, from 0.
+            device: Device of the gates.
+            tokens: [n] index of each packed token's example, or None.
+            **attributes: Other attributes of `RunningLoop`.
         """
         if self.gates is None:
             return RunningLoop(index, tokens, **attributes)
         if index >= len(self.gates):
             raise UserError(
-                f"Gates were set for {len(self.gates)} loops, but the model is running loop {index + 1}: "
-                "set the gates after the model's depth (`config.num_loops`)."
+                f"`gates` must have one row for each loop, got {len(self.gates)} rows, but the model runs loop {index + 1}. "
+                "Set the gates after `config.num_loops`."
             )
         gate = self.gates[index].to(device, non_blocking=True)
         gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
@@ -154,26 +154,29 @@ class GatedBatch:
 
 
 UNIT_GATES = GatedBatch()
-"""Ordinary LoRA: what holds outside of training steps and of `use_gates`."""
+"""Ordinary LoRA: the gates outside of training steps and of `use_gates`."""
 
 
-class LoopState:
-    """The gates in force in one looped model, and its running loop: two references to objects that never change.
+class GateState:
+    """The gates in force in one looped model, and its running loop.
 
-    They are plain attributes and not thread-locals, because CUDA's backward pass recomputes in autograd's own thread.
+    Both are plain attributes and not thread-locals, because CUDA's backward pass recomputes in autograd's own thread.
 
     Attributes:
-        batch: the micro-batch. Written by who sets gates: the trainer for a training step, `use_gates` for its block.
-        running: the running loop. The model's recurrent layers write it *inside* their checkpointed `forward`: recomputation
-            in the backward pass then announces the right loop again, although loops run backwards there.
+        batch: Gates of the micro-batch. The trainer sets them for a training step, `use_gates` for its block.
+        running: Running loop. The recurrent layers set it inside their checkpointed `forward`, so that recomputation in the
+            backward pass sets the right loop again, although loops run backwards there.
+        must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
     """
 
+    must_draw = False
+
     def __init__(self) -> None:
-        self.unit_gates()
+        self.reset()
 
     @property
     def loop(self) -> int:
-        """Index of the running loop, 0-based."""
+        """Index of the running loop, from 0."""
         return self.running.index
 
     @property
@@ -181,32 +184,40 @@ class LoopState:
         """The gates in force, [K, N] or [K, N, M]; None for unit gates."""
         return self.batch.gates
 
-    def apply(self, batch: GatedBatch) -> None:
+    def set(self, batch: GatedBatch) -> None:
         """Apply the gates of `batch` from now on."""
         self.batch = batch
         self.running = batch.loop(0)
 
-    def unit_gates(self) -> None:
-        """Return to ordinary LoRA, outside of any training step: every gate is one."""
-        self.apply(UNIT_GATES)
+    def reset(self) -> None:
+        """Return to unit gates, which is ordinary LoRA."""
+        self.set(UNIT_GATES)
 
-    def announce(self, loop: RunningLoop) -> None:
-        """Say which loop runs, and on which tokens."""
+    def set_loop(self, loop: RunningLoop) -> None:
+        """Set the running loop, and the tokens that run in it."""
         self.running = loop
+
+    def check_drawn(self, layer: nn.Module) -> None:
+        """Raise RuntimeError if a layer trains in `train()` before gates are drawn."""
+        if self.must_draw and self.batch is UNIT_GATES and layer.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "The model trains without drawn gates, which is plain LoRA. Call `super().compute_loss(...)` in your "
+                "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs."
+            )
 
     def gate_for(self, hidden_states: Tensor, module: int = 0) -> Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
 
         Args:
-            hidden_states: the [B, S, H] input of an adapted linear map; gives batch size and device.
-            module: index of that map among the adapted ones.
+            hidden_states: [B, S, H] input of an adapted linear map.
+            module: Index of that map among the adapted maps.
         """
         gate = self.running.gate
         if gate is None:
             return None
         if gate.shape[1] > 1:
             gate = gate[:, module : module + 1]
-        gate = gate.to(hidden_states.device)  # another one in a model that is spread over several devices
+        gate = gate.to(hidden_states.device)  # another device in a model that is spread over several devices
         return gate.unsqueeze(0) if self.running.tokens is not None else self.per_token(gate, hidden_states)
 
     def per_token(self, values: Tensor, hidden_states: Tensor) -> Tensor:
@@ -217,22 +228,22 @@ class LoopState:
             return values[tokens.to(values.device)]  # [B, S, E], or [1, n, E] of packed tokens
         if len(values) not in (1, len(hidden_states)):
             raise UserError(
-                f"Gates were set for {len(values)} examples, but the batch has {len(hidden_states)}; "
-                "give one column for each example, or a single column for all of them."
+                f"`gates` must have one column for each of the {len(hidden_states)} examples or one column for all, got "
+                f"{len(values)} columns."
             )
         return values.view(len(values), *[1] * (hidden_states.dim() - 2), -1)
 
     def is_unused(self, module: int) -> bool:
-        """Return whether the update of an adapted module is zero for all running tokens, so that it need not be computed."""
+        """Return whether the update of an adapted module is zero for all running tokens and need not be computed."""
         unused = self.batch.unused_modules
         return self.running.skips_updates or (bool(unused) and unused[module])
 
 
 @contextmanager
-def applied_gates(state: LoopState, gates: Tensor | None, segments: Tensor | None = None) -> Iterator[None]:
+def applied_gates(state: GateState, gates: Tensor | None, segments: Tensor | None = None) -> Iterator[None]:
     """Apply gates inside the block, and put back everything that was there before, also after an exception."""
     before = state.batch, state.running
-    state.apply(GatedBatch(gates, segments))
+    state.set(GatedBatch(gates, segments))
     try:
         yield
     finally:
@@ -250,24 +261,27 @@ def example_starts(position_ids: Tensor) -> Tensor:
 
 
 def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
-    """Return gates [K], [K, N] or [K, N, M] as a floating-point tensor, [K] as [K, 1], the others as they are.
+    """Return gates as a floating-point tensor [K, N] or [K, N, M].
 
-    Raises:
-        ValueError: for what is no array of numbers, another shape, K other than `num_loops`, or a gate that is not finite.
+    Args:
+        gates: Gates [K], [K, N] or [K, N, M].
+        num_loops: Recurrence depth K.
     """
-    with user_supplied(f"{shown(gates)} are no gates"):
+    try:
         gates = torch.as_tensor(gates)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"`gates` must be numbers, got {short_repr(gates)}.") from error
     if not gates.is_floating_point():
         gates = gates.to(torch.float32)
     if gates.dim() == 1:
         gates = gates.unsqueeze(1)
     if gates.dim() not in (2, 3) or len(gates) != num_loops or 0 in gates.shape:
         raise UserError(
-            f"Gates must have shape [K], [K, 1], [K, B] or [K, B, M] with K = {num_loops} loops and M adapted modules; "
-            f"got {list(gates.shape)}."
+            f"`gates` must have shape [K], [K, 1], [K, B] or [K, B, M] with K = {num_loops} loops and M adapted modules, got "
+            f"{list(gates.shape)}."
         )
     if not bool(torch.isfinite(gates.detach()).all()):
-        raise UserError("Gates must be finite numbers.")
+        raise UserError("`gates` must be finite numbers.")
     return gates
 
 
@@ -286,9 +300,9 @@ class LoopedModelMixin:
     layers' checkpointed `forward`.
     """
 
-    loop_state: LoopState
+    loop_state: GateState
     config: PreTrainedConfig
-    can_pack = False  # whether the model does what `Optimisations` allow
+    can_pack = False  # whether the model uses `BatchOptions`
     trains_at_one_depth = False  # whether it is built for the depth that it trains at, and for the final loop's loss
     trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
 
@@ -364,9 +378,7 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
-    """Return `num_loops` if it is a usable recurrence depth K, an integer from 1 to `MOST_LOOPS`; else raise ValueError."""
+    """Return `num_loops` if it is a usable recurrence depth K, an integer from 1 to `MOST_LOOPS`."""
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
-        raise UserError(
-            f"`{name}` is the number of loops K and must be an integer from 1 to {MOST_LOOPS:,}; got {num_loops!r}."
-        )
+        raise UserError(f"`{name}` must be an integer from 1 to {MOST_LOOPS:,}, got {num_loops!r}.")
     return num_loops

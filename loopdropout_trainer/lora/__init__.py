@@ -1,7 +1,7 @@
 """How a LoRA layer uses a gate; one file for each kind of layer that a rule can ask for by its `adapter`."""
 
 # ruff: noqa: F401  (handed on)
-from loopdropout_trainer.lora.compatibility import check_adapter, check_peft_config
+from loopdropout_trainer.lora.compatibility import check_adapter, check_peft_config, default_peft_config
 from loopdropout_trainer.lora.gated import (
     ADAPTER_KINDS,
     adapted_layers,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.lora import LoraLayer
@@ -12,6 +14,7 @@ from peft.tuners.lora.variants import MiCALinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.errors import UserError
@@ -30,6 +33,30 @@ _REFUSED_FIELDS = {
 }
 _INITS_THAT_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
 _PLAIN_VARIANTS = (MiCALinearVariant,)  # whose forward and merge are plain LoRA's; it only freezes B
+
+
+def default_peft_config(
+    model: PreTrainedModel | None = None, peft_config: PeftConfig | None = None, **fields: Any
+) -> PeftConfig:
+    """Return the configuration of an adapter on the recurrent block, by default the paper's: rank 16 and alpha 32.
+
+    Args:
+        model: Looped model, which names its linear projections. None: PEFT asks the model when it adds the adapter.
+        peft_config: Configuration to complete. Without `target_modules`, or with "all-linear", it gets all linear projections
+            of the recurrent block, the only ones that gates apply to.
+        **fields: Other fields of `LoraConfig`.
+    """
+    if peft_config is None:
+        peft_config = LoraConfig(**{"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", **fields})
+    peft_config = copy.copy(peft_config)  # another model may use it, too
+    if isinstance(peft_config, LoraConfig) and peft_config.target_modules in (None, "all-linear"):
+        names = None if model is None else set(find_looped_model(model).recurrent_linears())
+        if (
+            names is not None and peft_config.layers_to_transform is not None
+        ):  # which PEFT does not read for full names
+            names = {name.rpartition(".")[2] for name in names}
+        peft_config.target_modules = names
+    return peft_config
 
 
 def check_peft_config(config: PeftConfig) -> None:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from loopdropout_trainer.lora.prepared import linear_maps, stacked_bias
-from loopdropout_trainer.looped import LoopState, RunningLoop, launches_pay
+from loopdropout_trainer.looped import GateState, RunningLoop, launches_pay
 
 
 class Projections(NamedTuple):
@@ -149,7 +149,7 @@ class FusedProjection:
         adapter: name of the gated adapter.
     """
 
-    loop_state: LoopState
+    loop_state: GateState
     adapter: str
 
     def __call__(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor] | None:
@@ -157,6 +157,7 @@ class FusedProjection:
         if torch.compiler.is_compiling():
             return None
         state = self.loop_state
+        state.check_drawn(layers[0])
         running = self.loop_state.running
         # The maps must share one gate. Without gradient PEFT's own expression is evaluated, bit for bit, except in loops that
         # run as the frozen model, which have no update at all.

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
 from loopdropout_trainer.lora.fused import FusedProjection
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopState, applied_gates, as_gate_matrix, find_looped_model
+from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, find_looped_model
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class GatedLora(LoraVariant):
     description = "a shared adapter"
     one_depth = False
 
-    loop_state: LoopState
+    loop_state: GateState
     module: int
     rule: Any = None
     in_activation_dtype: bool = False
@@ -94,6 +94,7 @@ class GatedLora(LoraVariant):
 
     def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""
+        self.loop_state.check_drawn(module)
         if self.loop_state.is_unused(self.module):
             return self._unused(module, active_adapter, x, result)
         scaling = module.scaling[active_adapter]
@@ -167,7 +168,7 @@ class GatedVariants(dict[str, LoraVariant]):
     and PEFT's own variants are replaced. One that cannot be gated raises ValueError when PEFT puts it on the layer.
     """
 
-    def __init__(self, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
+    def __init__(self, loop_state: GateState, module: int, in_activation_dtype: bool) -> None:
         super().__init__()
         self.options = (loop_state, module, None, in_activation_dtype)
 
@@ -232,26 +233,25 @@ def physical_layers(model: nn.Module) -> list[int]:
 
 def add_gates(
     model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0, fused: bool = False
-) -> LoopState:
-    """Make every LoRA layer multiply the update of every adapter by the running loop's gate; unit gates at first.
+) -> GateState:
+    """Make every LoRA layer multiply its update by the running loop's gate. All gates are one at first.
 
-    This includes adapters that are added to these layers later. The global random state and all weights stay as they are.
+    This includes adapters that are added to these layers later. The global random state and all weights stay unchanged.
 
     Args:
         model: PEFT model over a looped model.
-        in_activation_dtype: see `GatedLora`.
-        fused: in training, compute adapted maps that share their input together, by `FusedUpdate`.
-        rule: training rule, whose `adapter` names the kind of layer that the one active adapter gets; default: each adapter
-            keeps the kind that it has.
-        seed: of the initial weights that a kind adds.
+        in_activation_dtype: See `GatedLora`.
+        rule: Rule that the active adapter is trained with. Its `adapter` names the kind of LoRA layer, and the other adapters
+            keep unit gates. None: gates apply to all adapters, and each adapter keeps its kind.
+        seed: Seed of the initial weights that a kind adds.
+        fused: Whether to compute adapted maps that share their input together in training, by `FusedUpdate`.
 
     Returns:
         The object that holds the gates.
 
     Raises:
-        NotLoopedError: if the model is not looped.
-        ValueError: if an adapter uses a PEFT feature whose gated meaning is not W + g * Delta, is merged, or is of another
-            kind than the rule trains.
+        NotLoopedError: If the model is not looped.
+        UserError: If an adapter is merged, uses a PEFT feature without a gated meaning, or does not fit the rule.
     """
     looped = find_looped_model(model)
     trained = None if rule is None else check_adapter(model)
@@ -260,18 +260,22 @@ def add_gates(
     state = looped.loop_state
     rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
+    if trained is not None and kinds[trained].one_depth and len(kinds) > 1:
+        raise UserError(
+            f"`rule` must have a shared adapter if the model has other adapters ({', '.join(kinds)}), got {rule.name!r}."
+        )
     shared = {adapter: kind.prepare(model, adapter, num_loops, seed) for adapter, kind in kinds.items()}
+    # A trainer gates the adapter that it trains. Others, such as TRL's frozen reference "ref", keep unit gates.
+    states = {adapter: state if trained in (None, adapter) else GateState() for adapter in kinds}
     active = model.active_adapters
     together = FusedProjection(state, active[0]) if fused and kinds[active[0]].is_plain() else None
     for module, layer in enumerate(adapted_layers(model)):
-        before = dict(layer.lora_variant)
         _gate_layer(layer, state, module, in_activation_dtype)
         for adapter in layer.lora_A:
-            if adapter not in active and isinstance(before.get(adapter), GatedLora):
-                continue  # such as a trainer's reference, whose gates are its own
             replaced = layer.lora_variant[adapter].replaced
-            variant = kinds[adapter](state, module, rules[adapter], in_activation_dtype, shared[adapter], replaced)
-            layer.lora_variant[adapter] = variant
+            layer.lora_variant[adapter] = kinds[adapter](
+                states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], replaced
+            )
         layer.project_together = together
     hooks = model.base_model._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _refuse_unread for hook in hooks):
@@ -303,7 +307,7 @@ def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]
     return kind
 
 
-def _gate_layer(layer: LoraLayer, loop_state: LoopState, module: int, in_activation_dtype: bool) -> None:
+def _gate_layer(layer: LoraLayer, loop_state: GateState, module: int, in_activation_dtype: bool) -> None:
     """Gate every adapter that a layer has and will have."""
     variants = GatedVariants(loop_state, module, in_activation_dtype)
     for adapter in layer.lora_A:
@@ -358,7 +362,7 @@ def _all_gated(model: PeftModel) -> Iterator[None]:
 
 
 @contextmanager
-def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | None = None) -> Iterator[LoopState]:
+def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | None = None) -> Iterator[GateState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
     They hold in every forward inside the block, and in the backward that follows inside it (with gradient checkpointing

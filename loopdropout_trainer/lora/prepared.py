@@ -18,7 +18,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState
+from loopdropout_trainer.looped import LoopedModelMixin, GateState
 
 
 LARGE = 2**24
@@ -101,7 +101,7 @@ class _Matrix:
         return y.view(*x.shape[:-1], -1).split(self.widths, dim=-1)
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module], state: LoopState, unit: bool) -> _Matrix | None:
+    def of(cls, layers: Sequence[nn.Module], state: GateState, unit: bool) -> _Matrix | None:
         """Return the matrix of some layers, or None if one of them does something else, or memory does not suffice."""
         if not all(_is_plain(layer, state, unit) for layer in layers):
             return None
@@ -141,7 +141,7 @@ def _factors(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return down.weight.to(base.weight.dtype), scaled.to(base.weight.dtype)
 
 
-def _is_plain(layer: nn.Module, state: LoopState, unit: bool) -> bool:
+def _is_plain(layer: nn.Module, state: GateState, unit: bool) -> bool:
     """Return whether a layer is a linear map with at most one shared LoRA pair, in the same precision and of these gates."""
     maps = linear_maps(layer)
     if maps is None or len(maps) == 1:

@@ -16,16 +16,16 @@ from peft import PeftModel
 from torch import nn
 
 from loopdropout_trainer.lora.gated import adapted_layers, kind_of
-from loopdropout_trainer.looped import UNIT_GATES, LoopState, find_looped_model
+from loopdropout_trainer.looped import UNIT_GATES, GateState, find_looped_model
 
 
-class UnitGatesView(LoopState):
-    """The running loop of another `LoopState`, at unit gates whatever gates are in force there."""
+class UnitGatesView(GateState):
+    """The running loop of another `GateState`, at unit gates whatever gates are in force there."""
 
     batch = UNIT_GATES
     loop = property(lambda self: self.state.loop)
 
-    def __init__(self, state: LoopState) -> None:
+    def __init__(self, state: GateState) -> None:
         self.state = state
 
     def gate_for(self, hidden_states: torch.Tensor, module: int = 0) -> None:

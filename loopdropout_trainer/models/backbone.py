@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.utils.output_capturing import capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, RunningLoop
+from loopdropout_trainer.looped import LoopedModelMixin, GateState, RunningLoop
 from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm
 from loopdropout_trainer.models.looped_modeling import LoopedModelOutput, LoopedPreTrainedModel
 
@@ -77,7 +77,7 @@ class PlainPass:
 
     def arrange(self, inputs: LoopInputs, attention_mask: Any, cache: Cache | None) -> LoopInputs:
         """Return inputs [B, S, ...] as the layers of this pass read them, from the prelude on, with their mask."""
-        self.backbone.loop_state.announce(RunningLoop())
+        self.backbone.loop_state.set_loop(RunningLoop())
         if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
             mask = attention_mask["full_attention"]
         else:
@@ -99,7 +99,7 @@ class PlainPass:
         """Run one loop: a function from inputs to the state after it."""
         state = self.backbone.loop_state
         running = state.batch.loop(loop, self.inputs.state.device, prepared=self.prepared)
-        announce = functools.partial(state.announce, running)
+        announce = functools.partial(state.set_loop, running)
         announce()  # for what runs outside of a layer
         self.inputs = replace(self.inputs, state=recurrent_step(replace(self.inputs, announce=announce)))
 
@@ -158,7 +158,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        self.loop_state = LoopState()
+        self.loop_state = GateState()
         self.gradient_checkpointing = False
         # Numbers in the block's projections and in their adapter, once `PackedPass` has counted them.
         self.block_sizes: tuple[int, int] | None = None
@@ -257,7 +257,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         inputs = self.run_prelude(inputs, None if initial_state is None else one_pass.pack(initial_state), **outside)
         results = self.run_loops(one_pass, inputs, cache, use_cache, output_readouts)
         readouts = tuple(one_pass.unpack(self.readout(result, **outside)) for result in results)
-        self.loop_state.announce(self.loop_state.batch.loop(0))  # what belongs to this pass ends with it
+        self.loop_state.set_loop(self.loop_state.batch.loop(0))  # what belongs to this pass ends with it
         output = LoopedModelOutput(last_hidden_state=readouts[-1], past_key_values=cache)
         if output_readouts:
             output.readouts = readouts
@@ -270,7 +270,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
             raise UserError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-            if self.loop_state.batch.optimisations.lora_parameters is not None and inputs_embeds.is_leaf:
+            if self.loop_state.batch.options.lora_parameters is not None and inputs_embeds.is_leaf:
                 # PEFT and TRL make the embeddings require a gradient that nothing uses, for reentrant checkpointing.
                 inputs_embeds = inputs_embeds.detach()
         if initial_state is not None and initial_state.shape != inputs_embeds.shape:
@@ -297,7 +297,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         # Packed examples have no rows: nothing may be asked of these, and a mask must say which tokens are padding.
         records = ("output_hidden_states", "output_attentions")
         shaped = torch.is_tensor(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-        allowed = cache is None and self.can_pack and self.loop_state.batch.optimisations.packs
+        allowed = cache is None and self.can_pack and self.loop_state.batch.options.remove_padding
         packs = allowed and (attention_mask is None or shaped)
         if not packs or any(options.get(name, getattr(self.config, name, False)) for name in records):
             return PlainPass(self)

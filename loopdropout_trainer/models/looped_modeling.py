@@ -29,7 +29,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.output_capturing import OutputRecorder
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, LoopState, check_num_loops
+from loopdropout_trainer.looped import LoopedModelMixin, GateState, check_num_loops
 from loopdropout_trainer.models.layers import Attention, RecurrentLayer
 
 
@@ -280,7 +280,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
 
     @property
-    def loop_state(self) -> LoopState:
+    def loop_state(self) -> GateState:
         return self.base_model.loop_state
 
     def init_continuous_batching(self, *args, **kwargs):

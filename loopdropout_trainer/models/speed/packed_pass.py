@@ -96,7 +96,7 @@ class PackedPass(PlainPass):
         self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, loop_state.batch.segments)
         self.pack = packing.pack
         self.unpack = packing.unpack
-        loop_state.announce(RunningLoop(tokens=packing.tokens))  # for random initial states
+        loop_state.set_loop(RunningLoop(tokens=packing.tokens))  # for random initial states
         return replace(
             inputs,
             state=packing.pack(inputs.state),  # [1, T, H], T tokens that are no padding
@@ -117,7 +117,7 @@ class PackedPass(PlainPass):
         # If what comes before the loops is trained, no loop of any example is free of gradient.
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
         may_freeze = torch.is_grad_enabled() and not needs_gradient
-        self.lora_parameters = batch.optimisations.lora_parameters if may_freeze else None
+        self.lora_parameters = batch.options.lora_parameters if may_freeze else None
         if self.lora_parameters is not None and batch.active is not None:
             # Gates belong to rows or segments of the batch, lengths to the examples that were found in it.
             examples = packing.examples if len(batch.active[0]) > 1 else [0] * len(self.all)
@@ -139,7 +139,7 @@ class PackedPass(PlainPass):
                 frozen=part.frozen,
                 prepared=self.prepared,
             )
-            announce = functools.partial(loop_state.announce, running)
+            announce = functools.partial(loop_state.set_loop, running)
             announce()  # for what runs outside of a layer; layers announce it themselves
             inputs = replace(inputs, state=self._reordered(self.state, self.all, part.order), announce=announce)
             # Nothing trained has touched the state of frozen examples. The gradient of inactive ones passes through the

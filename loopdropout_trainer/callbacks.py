@@ -1,0 +1,198 @@
+"""Callbacks: unit gates between training passes, the log of the gates, and what some rules and options need in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from loopdropout_trainer.config import GateConfig
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import GateRule
+from loopdropout_trainer.gates.depth import FixedDepth, sample_depth
+from loopdropout_trainer.looped import GateState
+from loopdropout_trainer.training.distributed import shards_weights
+
+
+if TYPE_CHECKING:
+    from loopdropout_trainer.trainer import GateSamplingMixin
+
+
+class UnitGatesCallback(TrainerCallback):
+    """Set all gates to one after the backward pass of each micro-batch.
+
+    It is the first callback of the user's, so that the others log, evaluate and save at unit gates.
+
+    Attributes:
+        gates: Gates of the model.
+        micro_batch: Number of micro-batches of the current optimizer step that are done.
+    """
+
+    gates: GateState
+    micro_batch = 0
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.micro_batch = 0
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.micro_batch += 1
+        self.gates.reset()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.micro_batch = 0
+        self.gates.reset()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ):
+        # A parameter that no gate of the step let through has a gradient of None. With zero instead, as in distributed runs,
+        # its momentum moves it.
+        if args.distributed_state.distributed_type == DistributedType.NO:
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+class GatedStepCallback(TrainerCallback):
+    """Base of the callbacks that read the gates of a micro-batch after its backward pass, before they are reset.
+
+    Attributes:
+        trainer: Trainer, set once it is built.
+    """
+
+    trainer: GateSamplingMixin
+
+    def on_micro_batch_end(self) -> None:
+        """Read the gates."""
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.on_micro_batch_end()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.on_micro_batch_end()
+
+
+class GateLoggingCallback(GatedStepCallback):
+    """Log the mean gate (`gate_mean`) and the share of examples with an active gate in loop t (`active_loop_t`)."""
+
+    def on_micro_batch_end(self) -> None:
+        trainer = self.trainer
+        gates = trainer.drawn.sampled.detach()  # [K, N] or [K, N, M]
+        active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
+        means = torch.stack([gates.mean(), *active]).to(trainer.accelerator.device)
+        names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(means)))]
+        metrics = trainer._metrics["train"]
+        for name, mean in zip(names, trainer.accelerator.reduce(means, "mean").tolist(), strict=True):
+            metrics[name].append(mean)
+
+
+class SensitivityCallback(GatedStepCallback, ExportableState):
+    """Tell the adaptive rule how sensitive the loss is to the gate of each loop, and keep its estimate in checkpoints."""
+
+    total: torch.Tensor | float = 0.0  # [K] sum of |d loss / d g| over the examples of the running step
+
+    def __init__(self, rule: GateRule) -> None:
+        self.rule = rule
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(saved, dict):
+            self.rule.load_state_dict(saved["attributes"])
+
+    def on_micro_batch_end(self) -> None:
+        self.total += self.trainer.drawn.sampled.grad.abs().sum(dim=1)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.on_micro_batch_end()
+        accelerator = self.trainer.accelerator
+        self.rule.observe(accelerator.reduce(self.total.to(accelerator.device), "sum").cpu())
+        self.total = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint keeps."""
+        return {"args": {}, "attributes": self.rule.state_dict()}
+
+
+class DepthCallback(GatedStepCallback):
+    """Run each optimizer step at a sampled depth, and log it as `depth`."""
+
+    def __init__(self, sampler: FixedDepth) -> None:
+        self.sampler = sampler
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        trainer = self.trainer
+        self.num_loops = trainer.num_loops
+        depth = sample_depth(self.sampler, trainer.gate_seed, state.global_step, self.num_loops)
+        trainer.looped.config.num_loops = depth
+
+    def on_micro_batch_end(self) -> None:
+        self.trainer._metrics["train"]["depth"].append(float(self.trainer.num_loops))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.on_micro_batch_end()
+        self.trainer.looped.config.num_loops = self.num_loops
+
+
+class LiveDiagnosticsCallback(TrainerCallback):
+    """Log diagnostics every `live_diagnostics_steps` steps and at the end, on the first evaluation examples.
+
+    It logs `live/rho_loop_t`, the loss reduction with the adapter in loop t only in percent of the frozen model's loss, and
+    `live/readout_loop_t`, the cross entropy of loop t's readout. Training continues with the same random state.
+
+    Args:
+        trainer: Trainer with an evaluation dataset.
+    """
+
+    def __init__(self, trainer: GateSamplingMixin) -> None:
+        if shards_weights(trainer.args):
+            raise UserError("`live_diagnostics_steps` must be 0 under ZeRO-3 and FSDP, which shard the weights.")
+        dataset = trainer.eval_dataset
+        if isinstance(dataset, Mapping):
+            dataset = next(iter(dataset.values()), None)
+        if dataset is None:
+            raise UserError("`eval_dataset` must be given if `live_diagnostics_steps` is set.")
+        self.trainer = trainer
+        args = trainer.args
+        examples, size = list(islice(dataset, args.live_diagnostics_rows)), args.per_device_eval_batch_size
+        with torch.random.fork_rng():
+            collate = trainer.data_collator
+            self.batches = [collate(examples[start : start + size]) for start in range(0, len(examples), size)]
+        for batch in self.batches:
+            batch.pop("example_ids", None)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if state.global_step % args.live_diagnostics_steps == 0:
+            self._measure(control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if state.global_step % args.live_diagnostics_steps:
+            self._measure(control)
+
+    def _measure(self, control: TrainerControl) -> None:
+        from loopdropout_trainer.training.scores import readout_losses, single_loop_activation
+
+        trainer = self.trainer
+        with torch.random.fork_rng(), trainer.accelerator.autocast():
+            reductions = single_loop_activation(trainer.model, self.batches).reductions
+            losses = readout_losses(trainer.model, self.batches)
+        logs = {f"live/rho_loop_{t}": value for t, value in enumerate(reductions, start=1)}
+        logs |= {f"live/readout_loop_{t}": value for t, value in enumerate(losses, start=1)}
+        # TRL's `log` would add and clear the metrics that it has gathered, and a log ends the wait for the next one.
+        is_due = control.should_log
+        Trainer.log(trainer, logs)
+        control.should_log = is_due
+
+
+def make_step_callbacks(args: GateConfig, rule: GateRule) -> list[TrainerCallback]:
+    """Return the callbacks that read the gates of a step before they are reset."""
+    callbacks = [GateLoggingCallback()]
+    if rule.wants_sensitivity:
+        callbacks.append(SensitivityCallback(rule))
+    if getattr(args, "depth_sampling", "fixed") != "fixed":
+        callbacks.append(DepthCallback(args.make_depth_sampler()))
+    return callbacks

@@ -1,0 +1,244 @@
+"""Training arguments: TRL's configurations with the fields that this package adds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel, TrainingArguments
+from trl import DPOConfig, GRPOConfig, SFTConfig
+
+from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.gates import GateRule, make_rule
+from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
+
+
+@dataclass
+class GateConfig:
+    r"""
+    Fields of all trainers of this package. The defaults are the paper's method: Loop Dropout with p = 0.5.
+
+    Args:
+        rule (`str`, *optional*, defaults to `"loop_dropout"`):
+            Rule that draws the gates in training. `python -m loopdropout_trainer.gates` lists the rules and their fields.
+        p (`float` or `list[float]`, *optional*):
+            Drop probability of an adapter application, one number in [0, 1) or one for each loop. Defaults to the
+            rule's own value, which is 0.5 for `loop_dropout`.
+        rule_args (`dict[str, Any]`, *optional*):
+            Further fields of the rule.
+        gate_seed (`int`, *optional*):
+            Seed of the gate draws, which never touch the global random state. Defaults to `seed`.
+        remove_padding (`bool`, *optional*, defaults to `True`):
+            Whether to run the examples of a training micro-batch packed in one row, without padding.
+        skip_frozen_loops (`bool`, *optional*, defaults to `True`):
+            Whether to run the loops before an example's first active gate without gradient and adapter. It needs
+            `remove_padding`, one process or DDP, and an adapter without input dropout as the only trained weights.
+        fused_lora (`bool`, *optional*, defaults to `True`):
+            Whether to compute adapted projections of one input in one function, with one process or DDP.
+        warmup_from_first_step (`bool`, *optional*, defaults to `False`):
+            Whether the first step already trains: the warmup runs through 1/w, 2/w, ..., 1 of the learning rate instead
+            of 0, 1/w, ..., with w rounded down.
+        loraplus_lr_ratio (`float`, *optional*):
+            LoRA+: learning rate of B as a multiple of A's learning rate, `learning_rate`. The paper uses 4.
+    """
+
+    rule: str = field(
+        default="loop_dropout",
+        metadata={"help": "Rule that draws the gates. `python -m loopdropout_trainer.gates` lists the rules."},
+    )
+    p: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Drop probability, one number in [0, 1) or one for each loop. Default: the rule's own value."
+        },
+    )
+    rule_args: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Further fields of the rule, as a mapping (JSON on the command line)."}
+    )
+    gate_seed: int | None = field(default=None, metadata={"help": "Seed of the gate draws. Default: `seed`."})
+    remove_padding: bool = field(
+        default=True, metadata={"help": "Whether to run training micro-batches packed in one row, without padding."}
+    )
+    skip_frozen_loops: bool = field(
+        default=True,
+        metadata={"help": "Whether to run the loops before an example's first active gate without gradient."},
+    )
+    fused_lora: bool = field(
+        default=True, metadata={"help": "Whether to compute adapted projections of one input in one function."}
+    )
+    warmup_from_first_step: bool = field(
+        default=False, metadata={"help": "Whether the warmup starts at 1/w of the learning rate instead of 0."}
+    )
+    loraplus_lr_ratio: float | None = field(
+        default=None, metadata={"help": "LoRA+: learning rate of B as a multiple of A's. The paper uses 4."}
+    )
+
+    trl_class: ClassVar[type[TrainingArguments]]
+
+    def __post_init__(self):
+        p = getattr(self.make_rule(), "p", None)
+        self.p = list(p) if isinstance(p, tuple) else p
+        # TRL's default is bfloat16, which transformers accepts on a machine without accelerator only with `use_cpu`.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+
+    def make_rule(self) -> GateRule:
+        """Return the gate rule that these arguments describe."""
+        fields = self.rule_args or {}
+        if not isinstance(fields, Mapping):
+            raise UserError(f"`rule_args` must be a mapping, got {short_repr(fields)}.")
+        if "p" in fields:
+            raise UserError("Set `p` as a field of its own, not in `rule_args`.")
+        return make_rule(self.rule, **fields if self.p is None else {"p": self.p, **fields})
+
+    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+        """Return the least and the greatest depth of a training step for a model of K = `num_loops` loops."""
+        return num_loops, num_loops
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the number of warmup steps, rounded down with `warmup_from_first_step`."""
+        if self.warmup_from_first_step and self.warmup_steps < 1:
+            return max(1, int(num_training_steps * self.warmup_steps))
+        return super().get_warmup_steps(num_training_steps)
+
+    @classmethod
+    def from_trl(cls, args: TrainingArguments | None, model: str | PreTrainedModel) -> GateConfig:
+        """Return arguments of this class. TRL's own arguments get the paper's defaults.
+
+        Args:
+            args: Arguments of the user.
+            model: Model or its name, which names the default output folder.
+        """
+        if isinstance(args, cls):
+            return args
+        if args is None:
+            name = model if isinstance(model, str) else model.config.name_or_path
+            return cls(f"{name.rstrip('/').split('/')[-1]}-LoopDropout")
+        if not isinstance(args, cls.trl_class) and type(args) is not TrainingArguments:
+            raise UserError(
+                f"`args` must be a {cls.__name__} or {cls.trl_class.__name__}, got a {type(args).__name__}."
+            )
+        names = {f.name for f in dataclasses.fields(cls)}
+        fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
+        made = cls(**{name: value for name, value in fields.items() if name in names})
+        vars(made).update({name: value for name, value in fields.items() if name not in names})  # of a user's subclass
+        return made
+
+    # The Trainer pickles its arguments into every checkpoint and logs them: never with a token of the Hub.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _without_token({**self.__dict__, "hub_token": None})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary without tokens of the Hub."""
+        return _without_token(super().to_dict())
+
+
+def _without_token(fields: dict[str, Any]) -> dict[str, Any]:
+    kwargs = fields.get("model_init_kwargs")
+    if isinstance(kwargs, dict):
+        fields["model_init_kwargs"] = {name: value for name, value in kwargs.items() if name != "token"}
+    return fields
+
+
+@dataclass
+class LoopDropoutConfig(GateConfig, SFTConfig):
+    r"""
+    Configuration class for the [`LoopDropoutSFTTrainer`]. It has all fields of [`~trl.SFTConfig`] and of [`GateConfig`].
+
+    Args:
+        loss_average (`str`, *optional*, defaults to `"tokens"`):
+            Average that is the loss of a step: over its `"tokens"`, or over its `"micro_batches"`, each of which counts
+            with the mean over its own tokens.
+        depth_sampling (`str`, *optional*, defaults to `"fixed"`):
+            Number of loops of a training step: the model's own K (`"fixed"`, as in the paper), or drawn for each
+            optimizer step (`"uniform"` or `"lognormal_poisson"`).
+        depth_sampling_args (`dict[str, Any]`, *optional*):
+            Fields of the depth sampling: `low` and `high`, or `rate`, `sigma` and `most`.
+        live_diagnostics_steps (`int`, *optional*, defaults to `0`):
+            Number of steps between two live diagnostics. 0: never.
+        live_diagnostics_rows (`int`, *optional*, defaults to `16`):
+            Number of evaluation examples that live diagnostics measure on.
+    """
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args"]
+    trl_class = SFTConfig
+
+    loss_average: str = field(
+        default="tokens",
+        metadata={
+            "help": "Average that is the loss of a step: over its `tokens` or its `micro_batches`.",
+            "choices": ["tokens", "micro_batches"],
+        },
+    )
+    depth_sampling: str = field(
+        default="fixed",
+        metadata={"help": "Number of loops of a training step: `fixed`, `uniform` or `lognormal_poisson`."},
+    )
+    depth_sampling_args: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
+    )
+    live_diagnostics_steps: int = field(
+        default=0, metadata={"help": "Number of steps between two live diagnostics. 0: never."}
+    )
+    live_diagnostics_rows: int = field(
+        default=16, metadata={"help": "Number of evaluation examples that live diagnostics measure on."}
+    )
+
+    def __post_init__(self):
+        self.make_depth_sampler()
+        if self.loss_average not in ("tokens", "micro_batches"):
+            raise UserError(f"`loss_average` must be 'tokens' or 'micro_batches', got {self.loss_average!r}.")
+        if self.packing and self.packing_strategy != "bfd":
+            raise UserError(
+                f"`packing_strategy` must be 'bfd', which does not cut examples in two, got {self.packing_strategy!r}."
+            )
+        super().__post_init__()
+
+    def make_depth_sampler(self) -> FixedDepth:
+        """Return the depth sampler that these arguments describe."""
+        return make_depth_sampler(self.depth_sampling, self.depth_sampling_args)
+
+    def depth_limits(self, num_loops: int) -> tuple[int, int]:
+        return self.make_depth_sampler().limits(num_loops)
+
+
+@dataclass
+class LoopDropoutDPOConfig(GateConfig, DPOConfig):
+    r"""
+    Configuration class for the [`LoopDropoutDPOTrainer`]. It has all fields of [`~trl.DPOConfig`] and of [`GateConfig`].
+    """
+
+    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
+    trl_class = DPOConfig
+
+
+@dataclass
+class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
+    r"""
+    Configuration class for the [`LoopDropoutGRPOTrainer`]. It has all fields of [`~trl.GRPOConfig`] and of [`GateConfig`].
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rule_args"]
+    trl_class = GRPOConfig
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Old log-probabilities are computed at unit gates, so that the importance ratio would start far from 1.
+        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations):
+            raise UserError(
+                "`num_iterations` must be 1, and `steps_per_generation` must divide `gradient_accumulation_steps`, got "
+                f"{self.num_iterations}, {self.steps_per_generation} and {self.gradient_accumulation_steps}."
+            )
+
+    @classmethod
+    def from_trl(cls, args: TrainingArguments | None, model: str | PreTrainedModel) -> LoopDropoutGRPOConfig:
+        """Return arguments of this class. TRL's own arguments get the paper's defaults."""
+        if isinstance(args, GRPOConfig) and not isinstance(args, cls):
+            args = copy.copy(args)
+            args.generation_batch_size = None  # TRL derives it from `steps_per_generation` and does not accept both
+        return super().from_trl(args, model)

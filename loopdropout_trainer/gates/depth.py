@@ -1,0 +1,92 @@
+"""Depth sampling: the number of loops that an optimizer step runs.
+
+A draw is a pure function of (seed, optimizer step), so that all processes and micro-batches of a step run equally deep, and
+a resumed run draws the same depths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.gates.rule import build
+from loopdropout_trainer.gates.streams import Streams
+
+
+@dataclass(frozen=True)
+class FixedDepth:
+    """The model's own depth K in every step."""
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        """Return the least and the greatest depth for a model of K = `num_loops` loops."""
+        return num_loops, num_loops
+
+    def sample(self, u: tuple[float, float], num_loops: int) -> int:
+        """Return a depth for two uniforms in [0, 1) and the model's own depth K."""
+        return num_loops
+
+
+@dataclass(frozen=True)
+class UniformDepth(FixedDepth):
+    """Uniform depths from `low` to `high` (default: K)."""
+
+    low: int = 1
+    high: int | None = None
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        high = self.high or num_loops
+        if not 1 <= self.low <= high:
+            raise UserError(f"`low` must be from 1 to `high`, {high}, got {self.low}.")
+        return self.low, high
+
+    def sample(self, u: tuple[float, float], num_loops: int) -> int:
+        low, high = self.limits(num_loops)
+        return low + int(u[0] * (high - low + 1))
+
+
+@dataclass(frozen=True)
+class LogNormalPoissonDepth(FixedDepth):
+    """The distribution of Huginn's pretraining: few deep steps, many shallow ones (Geiping et al. 2025, Section 3.3).
+
+        r ~ Poisson(exp(tau)) + 1,   tau ~ N(log(rate) - sigma^2 / 2, sigma^2)
+
+    Its mean is `rate` + 1 (default of `rate`: K). Depths above `most` become `most`, which bounds the memory of a step.
+    """
+
+    rate: float | None = None
+    sigma: float = 0.5
+    most: int = 1024
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        return 1, self.most
+
+    def sample(self, u: tuple[float, float], num_loops: int) -> int:
+        import scipy.stats  # takes half a second
+
+        if u[1] == 0:
+            return 1
+        normal = scipy.stats.norm.ppf(u[0] + 2.0**-54)
+        tau = math.log(self.rate or num_loops) - self.sigma**2 / 2 + self.sigma * normal
+        return min(int(scipy.stats.poisson.ppf(u[1], math.exp(tau))) + 1, self.most)
+
+
+DEPTH_SAMPLERS = {"fixed": FixedDepth, "uniform": UniformDepth, "lognormal_poisson": LogNormalPoissonDepth}
+
+
+def make_depth_sampler(name: str, fields: Mapping[str, Any] | None = None) -> FixedDepth:
+    """Return the depth sampler `name` with its fields."""
+    if name not in DEPTH_SAMPLERS:
+        choices = ", ".join(DEPTH_SAMPLERS)
+        raise UserError(
+            f"`depth_sampling` must be one of {choices}, got {name!r}.{closest_match(name, DEPTH_SAMPLERS)}"
+        )
+    return build(DEPTH_SAMPLERS[name], fields or {}, f"`depth_sampling: {name}`", " in `depth_sampling_args`")
+
+
+def sample_depth(sampler: FixedDepth, seed: int, step: int, num_loops: int) -> int:
+    """Return the depth of an optimizer step."""
+    u = Streams(seed, step, ()).step_uniforms("depth", 2).tolist()
+    return sampler.sample(u, num_loops)

@@ -1,0 +1,55 @@
+"""LoRA Dropout (Lin et al. 2024), a baseline of the paper: the loss is the mean over several draws of sparse factors."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from loopdropout_trainer.config import GateConfig
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
+
+
+class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
+    """Trainer for the rule `lora_dropout`, with one forward and backward pass for each of its `num_masks` draws.
+
+    The passes run one after the other in the memory of one. It takes the arguments of `LoopDropoutSFTTrainer`.
+    """
+
+    runs_passes = True
+
+    def before_init(
+        self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
+    ) -> PeftConfig | None:
+        """Scale the alpha of a new adapter, so that plain LoRA at inference has the original's expected update."""
+        peft_config = super().before_init(model, args, peft_config)
+        if args.deepspeed and self.rule.passes > 1:
+            raise UserError(
+                f"`deepspeed` must not be set with the rule {self.rule.name!r}, because it steps after each pass."
+            )
+        if peft_config is not None:
+            factor = self.rule.alpha_factor
+            peft_config.lora_alpha *= factor
+            peft_config.alpha_pattern = {name: alpha * factor for name, alpha in peft_config.alpha_pattern.items()}
+        return peft_config
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Run the passes over one micro-batch and return the mean of their losses."""
+        losses, num_tokens = [], self._total_train_tokens
+        for self.pass_index in range(self.rule.passes):
+            self._total_train_tokens = num_tokens  # TRL counts the tokens of each pass
+            is_last = self.pass_index == self.rule.passes - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                losses.append(super().training_step(model, copy.copy(inputs), num_items_in_batch))
+        return sum(losses)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss / self.rule.passes if model.training else loss

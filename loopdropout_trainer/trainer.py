@@ -1,0 +1,330 @@
+"""The method on one page: gates are drawn in `compute_loss`, multiply the adapter's update, and are one everywhere else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from peft import PeftConfig, PeftModel
+from peft.optimizers import create_loraplus_optimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import (
+    BitsAndBytesConfig,
+    DataCollator,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import TrainOutput
+from trl import SFTConfig, SFTTrainer
+
+from loopdropout_trainer.callbacks import LiveDiagnosticsCallback, UnitGatesCallback, make_step_callbacks
+from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.looped import BatchOptions, GatedBatch, LoopedModelMixin, example_starts, find_looped_model
+from loopdropout_trainer.lora import add_gates, default_peft_config, physical_layers, trained_lora_parameters
+from loopdropout_trainer.training.distributed import (
+    EveryExampleOnceMixin,
+    float32_adapter,
+    has_unsharded_weights,
+    may_skip_loops,
+)
+
+
+class GateSamplingMixin:
+    """Gate sampling for a TRL trainer, whose `__init__` calls `before_init` and `after_init` around `super().__init__`.
+
+    Attributes:
+        rule: Rule that draws the gates.
+        gates: Gates in force in the model. They are one outside of training passes.
+        drawn: Gates that were drawn last.
+    """
+
+    samples_start_states = True  # whether models with a random start state draw it for each step
+    runs_passes = False  # whether the trainer runs rules with several passes over a micro-batch
+    pass_index = 0  # index of the running pass
+    batch_options = BatchOptions()
+    drawn: GatedBatch | None = None
+
+    # The method.
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Draw the gates of a training micro-batch and compute the loss under them. In evaluation, gates are one."""
+        inputs = self.looped.complete_batch(inputs)
+        if model.training:
+            self.draw_gates(inputs)
+        elif self.gates.batch is self.drawn:  # by a call of this method outside of `train()`
+            self.gates.reset()
+        inputs.pop("example_ids", None)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
+    def draw_gates(self, inputs: dict[str, Any]) -> None:
+        """Draw the gates of a micro-batch and set them. They are in force until its backward pass is done.
+
+        `compute_loss` calls it. Call it yourself in a `compute_loss` that does not call `super().compute_loss`.
+        """
+        self.drawn = self.sample_gates(inputs)
+        self.gates.set(self.drawn)
+
+    def sample_gates(self, inputs: dict[str, Any]) -> GatedBatch:
+        """Return gates for the examples of a micro-batch.
+
+        A draw is a pure function of the seed, the optimizer step, and the example's row in the step's global batch. It does
+        not depend on the number of processes or on the split into micro-batches.
+        """
+        ids, segments = self.example_ids(inputs)
+        processes, process = self.accelerator.num_processes, self.accelerator.process_index
+        first_row = (self.unit_gates.micro_batch * processes + process) * self.args.per_device_train_batch_size
+        draw = Draw(
+            seed=self.gate_seed,
+            step=self.state.global_step,
+            example_ids=[(first_row + row, part) for row, part in ids],
+            num_loops=self.num_loops,
+            num_steps=self.state.max_steps,
+            num_modules=len(self.physical_layers),
+            layers=self.physical_layers,
+            pass_index=self.pass_index,
+        )
+        gates = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
+        start_states = draw if self.samples_start_states else None
+        return GatedBatch(gates, segments, self.rule.seeds(draw), start_states, self.batch_options)
+
+    def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
+        """Return (row, part of the row) of each example of a micro-batch, and the [B, S] index of each token's example.
+
+        Examples with the same id share their gates. The index is None if each row is one example.
+        """
+        if "position_ids" not in inputs or "attention_mask" in inputs:
+            return [(row, 0) for row in range(len(inputs["input_ids"]))], None
+        starts = example_starts(inputs["position_ids"])  # [B, S] of packed rows
+        segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
+        if "example_ids" not in inputs:
+            return [(0, part) for part in range(int(starts.sum()))], segments
+        ids = inputs["example_ids"].tolist()
+        return ids, segments.clamp(max=len(ids) - 1)  # padding counts as a part of the last example
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train. Gates are one again after the training, also after an exception."""
+        num_loops = self.num_loops
+        self.batch_options = self.find_batch_options()
+        self.gates.must_draw = True
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            self.gates.must_draw = False
+            self.gates.reset()
+            self.unit_gates.micro_batch = 0
+            self.looped.config.num_loops = num_loops
+
+    # Setup.
+
+    def before_init(
+        self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
+    ) -> PeftConfig | None:
+        """Return the configuration of the adapter, by default the paper's."""
+        self.rule = args.make_rule()
+        if self.rule.passes > 1 and not self.runs_passes:
+            raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
+        self.unit_gates = UnitGatesCallback()
+        self.step_callbacks = make_step_callbacks(args, self.rule)
+        self._given_weights = {}
+        if not isinstance(model, PeftModel):
+            return default_peft_config(None if isinstance(model, str) else model, peft_config)
+        self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        return None
+
+    @property
+    def first_callbacks(self) -> list[TrainerCallback]:
+        """Callbacks that come before the user's callbacks, which may evaluate: these must see unit gates."""
+        return [*self.step_callbacks, self.unit_gates]
+
+    def after_init(self) -> None:
+        """Put gates on the adapter."""
+        float32_adapter(self.model, self._given_weights)
+        self.rule.check(self.num_loops)
+        self.gates = self.unit_gates.gates = add_gates(
+            self.model,
+            in_activation_dtype=True,
+            rule=self.rule,
+            seed=self.args.seed,
+            fused=self.args.fused_lora and has_unsharded_weights(self.accelerator),
+        )
+        self.physical_layers = physical_layers(self.model)  # [M]
+        for callback in self.step_callbacks:
+            callback.trainer = self
+        depths = self.args.depth_limits(self.num_loops)
+        fields = ("rule", "p", "rule_args")
+        self.looped.trained_with = {**{name: getattr(self.args, name) for name in fields}, "depths": list(depths)}
+
+    def find_batch_options(self) -> BatchOptions:
+        """Return the optimizations that training may use."""
+        args = self.args
+        if not args.remove_padding or args.torch_compile or not self.looped.can_pack:
+            return BatchOptions()
+        skips = args.skip_frozen_loops and may_skip_loops(self.accelerator, args)
+        return BatchOptions(True, trained_lora_parameters(self.model) if skips else None)
+
+    @property
+    def looped(self) -> LoopedModelMixin:
+        """The looped model inside adapters and wrappers."""
+        return find_looped_model(self.model)
+
+    @property
+    def num_loops(self) -> int:
+        """Recurrence depth K that the model runs at."""
+        return self.looped.config.num_loops
+
+    @property
+    def gate_seed(self) -> int:
+        """Seed of the gate and depth draws."""
+        return self.args.seed if self.args.gate_seed is None else self.args.gate_seed
+
+    # LoRA+, the authors' warmup, and the card.
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Create the optimizer, with LoRA+ if `loraplus_lr_ratio` is set."""
+        args = self.args
+        if args.loraplus_lr_ratio is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        model = model or self.model
+        optimizer_class, fields = self.get_optimizer_cls_and_kwargs(args, model)
+        fields |= {"loraplus_lr_ratio": args.loraplus_lr_ratio, "loraplus_weight_decay": args.weight_decay}
+        self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """Create the learning rate schedule, with its warmup one step ahead if `warmup_from_first_step` is set."""
+        is_given = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.args.warmup_from_first_step and not is_given:
+            num_warmup = self.args.get_warmup_steps(num_training_steps)
+            warm_up = lambda step, after: (step + 1) / num_warmup if step < num_warmup else after(step)
+            lambdas = [functools.partial(warm_up, after=after) for after in scheduler.lr_lambdas]
+            self.lr_scheduler = scheduler = LambdaLR(scheduler.optimizer, lambdas)
+        return scheduler
+
+
+class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
+    r"""Trainer for supervised fine-tuning of a looped language model with Loop Dropout.
+
+    A looped model runs one block of layers K times, h_t = F(h_{t-1}; W). LoRA adds one update to its weights for all loops.
+    Loop Dropout gives each example b and loop t a gate, which multiplies that update (Eq. 2 and Algorithm 1 of the paper):
+
+        for each training example (x, y) of the micro-batch:                   # compute_loss
+            h_0 = Embed(x)
+            for t = 1, ..., K:
+                b_t ~ Bernoulli(q);  g_t = b_t / q                             # sample_gates, q = 1 - p
+                h_t = F(h_{t-1}; W + g_t Delta)                                # the same gate for all modules and tokens
+            loss = CE(Head(h_K), y)
+        update the LoRA factors with the mean loss
+        inference: g_t = 1 in every loop                                       # UnitGatesCallback
+
+    The gates outlive `compute_loss`, because gradient checkpointing recomputes the forward pass under them in the backward
+    pass. `UnitGatesCallback` sets them to one after each backward pass. So evaluation, generation and saved models are
+    ordinary LoRA. The other rules (`args.rule`) draw other gates at the same place.
+
+    It takes the arguments of [`~trl.SFTTrainer`] in the same order. The differences are:
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Looped model, PEFT model over a looped model, or the name of a looped model.
+        args ([`LoopDropoutConfig`], *optional*):
+            Configuration. A [`~trl.SFTConfig`] gets the defaults of the paper's method.
+        peft_config ([`~peft.LoraConfig`], *optional*):
+            Configuration of the adapter. Defaults to the paper's adapter: rank 16 and alpha 32 on all linear projections of
+            the recurrent block.
+    """
+
+    _tag_names = ["trl", "sft", "loop-dropout"]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        args: SFTConfig | TrainingArguments | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+    ) -> None:
+        args = LoopDropoutConfig.from_trl(args, model)
+        peft_config = self.before_init(model, args, peft_config)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=[*self.first_callbacks, *(callbacks or [])],
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+        self.after_init()
+        if self.padding_free:
+            self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
+        if args.live_diagnostics_steps:
+            self.add_callback(LiveDiagnosticsCallback(self))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
+            # TRL divides a micro-batch's sum by this number, which makes the loss its share of the step's loss.
+            num_items_in_batch = self.evaluated_weight(inputs) * self._num_micro_batches
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        """Also count the micro-batches of the step that have a target, over all processes."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.args.loss_average == "micro_batches" and num_items is not None:
+            trained = torch.tensor(sum(self.evaluated_weight(batch) > 0 for batch in batches), device=device)
+            is_shared = self.args.average_tokens_across_devices
+            self._num_micro_batches = int(self.accelerator.gather(trained).sum() if is_shared else trained)
+        return batches, num_items
+
+
+def _collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate, and add `example_ids`: [N, 2] row and part of the row of each example of the flattened batch."""
+    batch = collate(examples)
+    batch["example_ids"] = torch.tensor(
+        [(row, part) for row, example in enumerate(examples) for part in range(len(example.get("seq_lengths") or [0]))]
+    )
+    return batch
