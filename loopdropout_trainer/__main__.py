@@ -1,6 +1,6 @@
-"""The command `loopdropout` for `python -m` and, on several GPUs, `accelerate launch -m loopdropout_trainer COMMAND`."""
+"""The command `loopdropout` for `python -m loopdropout_trainer` and `accelerate launch -m loopdropout_trainer`."""
 
-from loopdropout_trainer.command_line import main
+from loopdropout_trainer.cli import main
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-import torch
 import yaml
-from transformers import HfArgumentParser
 
 from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
 
+
+if TYPE_CHECKING:
+    from transformers import HfArgumentParser
 
 PACKAGE = Path(__file__).parent
 
@@ -69,7 +70,15 @@ class ModelArguments:
         if self.model_name_or_path == "tiny-ouro":
             self.model_name_or_path = str(TINY_OURO_PATH)
         if self.num_threads is not None:
+            import torch
+
             torch.set_num_threads(self.num_threads)
+
+    @property
+    def load_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of `loopdropout_trainer.hub.load_model`."""
+        names = ("dtype", "attn_implementation", "num_loops")
+        return {"revision": self.model_revision, **{name: getattr(self, name) for name in names}}
 
 
 class _Loader(yaml.SafeLoader):
@@ -247,6 +256,8 @@ def _as_list(value: Any) -> list[Any]:
 
 def _parser(dataclass_types: Sequence[type], description: str | None) -> HfArgumentParser:
     """Return a parser with a group of options for each dataclass, which returns only the fields that are set."""
+    from transformers import HfArgumentParser
+
     groups = [type(cls.__name__, (cls,), {"_argument_group_name": cls.__name__}) for cls in dataclass_types]
     usage = "%(prog)s [RECIPE.yaml] [--field value ...]"
     formatter = argparse.RawDescriptionHelpFormatter

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 import loopdropout_trainer
-from loopdropout_trainer import command_line
+from loopdropout_trainer import cli as command_line
 
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
@@ -63,7 +63,7 @@ def test_one_problem_of_a_benchmark_passes_through_few_files(tmp_path, monkeypat
     monkeypatch.setattr(sys, "path", list(sys.path))
     sys.setprofile(note)
     try:
-        command_line.main(["evaluate", *words])
+        command_line.run(["evaluate", *words])
     finally:
         sys.setprofile(None)
     assert (tmp_path / "measurements.jsonl").is_file()
