@@ -1,14 +1,13 @@
-"""Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its optimisations, side by side.
+"""Step time and memory of TRL with PEFT, of our LoRA, and of Loop Dropout with each of its optimizations, in one run.
 
-    python benchmarks/speed.py                        # two minutes on a CPU; writes benchmarks/results/speed.md
-    python benchmarks/speed.py --memory --compiled    # four; also what saves memory at the price of time, and compiled layers
+    python benchmarks/speed.py                        # two minutes on a CPU, writes benchmarks/results/speed.md
+    python benchmarks/speed.py --memory --rounds 8    # also gradient checkpointing
     python benchmarks/speed.py --hidden_size 256 --batch 4 --median_length 120     # any other shape
     python benchmarks/speed.py --preset ouro-1.4b     # one GPU with 40 GB or more
-    python benchmarks/speed.py --preset ouro-1.4b --profile   # and where the time goes, by kernel
 
-All rows train on copies of one random Ouro, whose frozen weights they share, in one process. First they are checked to give
-the same losses and gradients. Then, in each round, every row takes one optimizer step on the same micro-batch with the same
-gates, in an order that is turned from round to round; lengths and gates change from round to round. A ratio is that of two
+All rows train copies of one random Ouro, whose frozen weights they share, in one process. First they are checked to give the
+same losses and gradients. Then, in each round, every row takes one optimizer step on the same micro-batch with the same
+gates, in an order that rotates from round to round. Lengths and gates change from round to round. A ratio compares two
 steps of the same round.
 """
 
@@ -49,50 +48,41 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
 
 
-NOT_OPTIMISED = {"remove_padding": False, "skip_frozen_loops": False, "fused_lora": False}
+NOT_OPTIMIZED = {"remove_padding": False, "skip_frozen_loops": False}
 CHECKPOINTING = {"gradient_checkpointing": True}
 STOCK, LORA, OURS = "TRL + PEFT, LoRA", "LoRA", "Loop Dropout"
 ROWS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
-    "LoRA, no optimisation": {"rule": "lora", **NOT_OPTIMISED},
+    "LoRA, not optimized": {"rule": "lora", **NOT_OPTIMIZED},
     LORA: {"rule": "lora"},
-    "Loop Dropout, no optimisation": NOT_OPTIMISED,
-    "Loop Dropout, fused LoRA only": {**NOT_OPTIMISED, "fused_lora": True},
-    "Loop Dropout, no padding only": {**NOT_OPTIMISED, "remove_padding": True},
-    "Loop Dropout, no padding, frozen prefix": {"fused_lora": False},
+    "Loop Dropout, not optimized": NOT_OPTIMIZED,
+    "Loop Dropout, no padding": {"skip_frozen_loops": False},
     OURS: {},
 }
-"""Fields of each row's config; None: TRL's own trainer."""
+"""Fields of each row's config. None: TRL's own trainer."""
 
 MEMORY_ROWS = {
     f"{STOCK}, checkpointing": None,
     f"{LORA}, checkpointing": {"rule": "lora", **CHECKPOINTING},
     f"{OURS}, checkpointing": CHECKPOINTING,
 }
-"""Rows that trade time for memory, as TRL does by default; measured if `--memory` asks for them."""
+"""Rows that trade time for memory, as TRL does by default. `--memory` adds them."""
 
-COMPILED_ROWS = {
-    f"{LORA}, compiled": {"rule": "lora", "compile_layers": True},
-    f"{OURS}, compiled": {"compile_layers": True},
-    f"{OURS}, compiled, no frozen prefix": {"compile_layers": True, "skip_frozen_loops": False},
-}
-"""Rows with a compiled layer; measured if `--compiled` asks for them."""
-
-ALL_ROWS = ROWS | MEMORY_ROWS | COMPILED_ROWS
+ALL_ROWS = ROWS | MEMORY_ROWS
 
 SEED = 44
-"""Its gates leave about as many loops waiting in the measured steps as is expected in the long run."""
+"""With its gates, the share of frozen loops in the measured steps is close to the expected share."""
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 FLOP/s in the makers' data sheets, of what the name of a device contains; PCIe cards reach less."""
+"""Dense bfloat16 FLOP/s by a part of the device name, from the data sheets of SXM cards."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape. Lengths are log-normal around `median_length` with `length_spread` in the logarithm, cut at 64 / 511 tokens.
+    """A shape. Lengths are log-normal around `median_length` with a deviation of `length_spread` in the logarithm.
 
-    By default their mean is about 250 tokens, that of the paper's MetaMath-GSM-100k: 25 million tokens in 100,000 examples of
-    less than 512. All of it is multiplied by `length_scale`.
+    They are clipped to 64 and 511 tokens and multiplied by `length_scale`. The default mean is about 250 tokens, as in the
+    paper's MetaMath-GSM-100k (25 million tokens in 100,000 examples).
     """
 
     hidden_size: int
@@ -161,7 +151,7 @@ class Row:
                 parameter.data = weights[key].data
 
     def prepare(self, examples: list[dict], device: torch.device) -> tuple[dict, torch.Tensor]:
-        """Return the micro-batch as this trainer's collator makes it, and the number of its targets."""
+        """Return the micro-batch of this trainer's collator, and the number of its targets."""
         batch = self.trainer.data_collator(examples)
         batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
         targets = sum(sum(label != -100 for label in example["labels"][1:]) for example in examples)
@@ -186,8 +176,9 @@ class Row:
 def flops_per_token(model: nn.Module) -> float:
     """Return the work of one forward and one backward pass of a looped model with its adapter, in FLOP per token.
 
-    A multiply and an add are two. Frozen weights need only input gradients: their backward pass costs as much as their
-    forward pass, that of the adapter twice as much. Left out: attention scores, norms, embeddings, recomputation, padding.
+    A multiplication and an addition count as two. Frozen weights need input gradients only, so their backward pass costs as
+    much as their forward pass. The adapter's backward pass costs twice as much. The count leaves out attention scores, norms,
+    embeddings, recomputation and padding.
     """
     model = find_looped_model(model)
     recurrent, inside, outside = set(model.recurrent_linears()), 0, 0
@@ -251,15 +242,15 @@ def draw_examples(preset: Preset, step: int) -> list[dict[str, list[int]]]:
     return examples
 
 
-def waiting_share(preset: Preset, rounds: int, row: Row) -> float:
+def frozen_share(preset: Preset, rounds: int, row: Row) -> float:
     """Return the share of all loops in the measured steps that come before an example's first active gate."""
-    waiting = 0
+    frozen = 0
     for step in range(1, rounds + 1):
         draw = Draw(SEED, step, [(index, 0) for index in range(preset.batch)], preset.num_loops)
         gates = row.trainer.rule.sample(draw)
         active = (gates.reshape(*gates.shape[:2], -1) != 0).any(dim=2)  # [K, N]
-        waiting += int((active.cumsum(dim=0) == 0).sum())
-    return waiting / (rounds * preset.batch * preset.num_loops)
+        frozen += int((active.cumsum(dim=0) == 0).sum())
+    return frozen / (rounds * preset.batch * preset.num_loops)
 
 
 def synchronize() -> None:
@@ -315,9 +306,7 @@ def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.dev
     times = {name: [] for name in rows}
     memory = {name: [] for name in rows}
     tokens = []
-    for step in range(-3, rounds):
-        if step < -1 and not rows.keys() & COMPILED_ROWS.keys():
-            continue  # only compilers need more than one step to warm up
+    for step in range(-1, rounds):
         number = step % 1000 + 1
         examples = draw_examples(preset, number)
         names = list(rows)
@@ -338,7 +327,7 @@ def measure(preset: Preset, rounds: int, rows: dict[str, Row], device: torch.dev
     return {"times": times, "memory": memory, "tokens": tokens}
 
 
-def summarise(preset: Preset, rows: dict[str, Row], measured: dict, distances: dict, peak: float | None) -> list[dict]:
+def summarize(preset: Preset, rows: dict[str, Row], measured: dict, distances: dict, peak: float | None) -> list[dict]:
     """Return one record for each row of the table."""
     work = flops_per_token(rows[LORA].model)
     tokens = statistics.median(measured["tokens"])
@@ -407,7 +396,7 @@ def table(details: dict) -> list[str]:
         "micro-batch. "
         + ("" if on_gpu else "Time is the process's own, on one thread. ")
         + "Tokens are counted without "
-        f"padding. {_waiting(details)}Gradients are compared with those of the first row of the same rule, relative to their "
+        f"padding. {_frozen(details)}Gradients are compared with those of the first row of the same rule, relative to their "
         "norm.",
         "",
         f"| | Step | to TRL + PEFT | to our LoRA | Tokens/s | {work} | Peak memory | Gradients off by |",
@@ -425,11 +414,11 @@ def table(details: dict) -> list[str]:
     return [*lines, ""]
 
 
-def _waiting(details: dict) -> str:
-    if details["waiting_share"] is None:
+def _frozen(details: dict) -> str:
+    if details["frozen_share"] is None:
         return ""
     return (
-        f"Of all loops in these steps {details['waiting_share']:.1%} came before an example's first active gate; 23.4% do in "
+        f"Of all loops in these steps {details['frozen_share']:.1%} came before an example's first active gate; 23.4% do in "
         "the long run. "
     )
 
@@ -437,19 +426,6 @@ def _waiting(details: dict) -> str:
 def versions() -> str:
     modules = (torch, transformers, trl, peft, accelerate)
     return ", ".join(f"{module.__name__} {module.__version__}" for module in modules)
-
-
-def profile_rows(rows: dict[str, Row], preset: Preset, device: torch.device) -> str:
-    """Return the twenty most expensive operations of a step of each row."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    tables = []
-    for name, row in rows.items():
-        batch, num_items = row.prepare(draw_examples(preset, 1), device)
-        with profile(activities=activities) as profiler:
-            row.take_step(batch, num_items, 1)
-        tables.append(f"## {name}\n\n```\n{profiler.key_averages().table(sort_by=by, row_limit=20)}\n```\n")
-    return "\n".join(tables)
 
 
 def parse_options() -> argparse.Namespace:
@@ -460,9 +436,7 @@ def parse_options() -> argparse.Namespace:
             f"--{shape.name}", help="default: the preset's", type=type(getattr(PRESETS["cpu"], shape.name))
         )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="TRL's and our LoRA always run")
-    parser.add_argument("--memory", action="store_true", help="also measure recomputation and checkpointing")
-    parser.add_argument("--compiled", action="store_true", help="also measure compiled layers")
-    parser.add_argument("--profile", action="store_true", help="also write where the time goes")
+    parser.add_argument("--memory", action="store_true", help="also measure gradient checkpointing")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
     return parser.parse_args()
 
@@ -483,18 +457,15 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"one core of a CPU ({cpu_name()})"
     with tempfile.TemporaryDirectory() as folder:
         wanted = [row for row in ROWS if row in options.rows or row in (STOCK, LORA)]
-        wanted += [*(MEMORY_ROWS if options.memory else []), *(COMPILED_ROWS if options.compiled else [])]
+        wanted += MEMORY_ROWS if options.memory else []
         rows = {row: Row(row, preset, folder, device) for row in wanted}
         for row in rows.values():
             row.share_frozen_weights(rows[STOCK])
         distances = check_agreement(rows, preset, device)
         measured = measure(preset, rounds, rows, device)
         peak = next((flops for chip, flops in PEAK_FLOPS.items() if chip in name), None)
-        records = summarise(preset, rows, measured, distances, peak)
+        records = summarize(preset, rows, measured, distances, peak)
         options.out.mkdir(parents=True, exist_ok=True)
-        if options.profile:
-            profiled = profile_rows(rows, preset, device)
-            (options.out / f"speed_{shape_name}_profile.md").write_text(profiled, encoding="utf-8")
     details = {
         "preset": shape_name,
         "command": " ".join(["python benchmarks/speed.py", *sys.argv[1:]]),
@@ -503,7 +474,7 @@ def main() -> None:
         "versions": versions(),
         "shape": asdict(preset),
         "rounds": rounds,
-        "waiting_share": waiting_share(preset, rounds, rows[OURS]) if OURS in rows else None,
+        "frozen_share": frozen_share(preset, rounds, rows[OURS]) if OURS in rows else None,
         "rows": records,
     }
     (options.out / f"speed_{shape_name}.json").write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
