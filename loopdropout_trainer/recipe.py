@@ -82,9 +82,7 @@ class ModelArguments:
 
 
 class _Loader(yaml.SafeLoader):
-    """Read YAML, with `1e-4` as a number and without duplicate fields."""
-
-    yaml_implicit_resolvers = dict(yaml.SafeLoader.yaml_implicit_resolvers)
+    """Read YAML without duplicate fields."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -94,9 +92,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Write YAML that `_Loader` reads."""
+
+
+for _class in (_Loader, _Dumper):  # `1e-4` is a number, as in YAML 1.2
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789")
+    )
 
 
 def recipes_folder() -> Path:
@@ -203,10 +206,11 @@ def parse(
             continue
         if name not in fields:
             raise UserError(f"`{name}` is not a field of this script.{closest_match(name, fields)}")
-        values = [item if isinstance(item, str) else json.dumps(item) for item in _as_list(value)]
         if value in (None, []):
             settings[name] = value
         else:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            values = [item if isinstance(item, str) else json.dumps(item) for item in values]
             words += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
     return build(dataclass_types, {**settings, **vars(parser.parse_args(words))})
 
@@ -232,13 +236,14 @@ def recipe_dict(*instances: Any) -> dict[str, Any]:
 def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     """Write settings as a recipe that repeats the run, without secrets."""
     public = {name: value for name, value in settings.items() if name != "hub_token"}
-    text = yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
-    Path(path).write_text(hide_secrets(text), encoding="utf-8")
+    public = json.loads(hide_secrets(json.dumps(public)))
+    text = yaml.dump(public, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    Path(path).write_text(text, encoding="utf-8")
 
 
-def _options(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the words after each `--field` of a command line, one word as a string."""
-    options = {}
+def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
+    """Return the word after each `--field` of a command line, or a tuple of no or several words."""
+    options: dict[str, list[str]] = {}
     for word in argv:
         if word.startswith("--"):
             name, *values = word[2:].split("=", 1)
@@ -247,11 +252,7 @@ def _options(argv: Sequence[str]) -> dict[str, Any]:
             values.append(word)
         else:
             raise UserError(f"Options must be given as `--field value`, got {word!r}.")
-    return {name: (values or ["true"])[0] if len(values) < 2 else values for name, values in options.items()}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    return {name: values[0] if len(values) == 1 else tuple(values) for name, values in options.items()}
 
 
 def _parser(dataclass_types: Sequence[type], description: str | None) -> HfArgumentParser:

@@ -1,0 +1,51 @@
+"""User errors: the messages that scripts print, and the exit codes."""
+
+import sys
+
+import pytest
+
+from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, run_script, short_repr
+
+
+TOKEN = "hf_averysecrettokenofsomeone"
+Terminated = type("Terminated", (KeyboardInterrupt,), {"signal": "SIGTERM"})
+ENDINGS = [
+    (UserError("`p` must be below 1,\ngot 2."), 2, "`p` must be below 1, got 2."),
+    (UserError(f"The token {TOKEN} is not valid."), 2, "The token *** is not valid."),
+    (KeyboardInterrupt(), 130, "interrupted."),
+    (Terminated("Stopped after step 3."), 143, "Stopped after step 3."),
+]
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=["value", "token", "Ctrl-C", "SIGTERM"])
+def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    with pytest.raises(SystemExit) as stop:
+        run_script(lambda: raise_(error))
+    assert stop.value.code == code
+    assert capsys.readouterr().err == f"sft.py: {message}\n"
+
+
+def test_run_script_keeps_other_tracebacks():
+    for error in (KeyError("x"), ValueError("x"), OSError("x")):
+        with pytest.raises(type(error)):
+            run_script(lambda error=error: raise_(error))
+
+
+def test_closest_match_suggests_only_close_names():
+    assert closest_match("lorra", ["lora", "coto"]) == " Did you mean 'lora'?"
+    assert closest_match("xyz", ["lora", "coto"]) == ""
+
+
+def test_hide_secrets_knows_the_environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-token")
+    assert hide_secrets(f"a-token, {TOKEN}, eos_token") == "***, ***, eos_token"
+
+
+def test_short_repr_fits_into_a_sentence():
+    assert short_repr([1, "a"]) == "[1, 'a']"
+    assert max(len(short_repr(value)) for value in ("x" * 1000, list(range(1000)), {i: i for i in range(1000)})) < 100

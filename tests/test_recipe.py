@@ -1,0 +1,263 @@
+"""Recipes: how YAML files and command lines become settings, and the settings of the package's recipes."""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, load_script
+
+from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.recipe import (
+    ModelArguments,
+    dump_recipe,
+    load_recipe,
+    override,
+    parse,
+    recipe_dict,
+    recipe_names,
+    recipes_folder,
+)
+
+
+@dataclass
+class Arguments:
+    """Fields of every kind."""
+
+    name: str
+    seed: int = 0
+    rate: float = 0.1
+    flag: bool = False
+    items: list[int] | None = None
+    mapping: dict[str, Any] | None = None
+    rule: str = field(default="loop_dropout", metadata={"help": "A rule."})
+    p: list[float] | None = None
+    rule_args: dict[str, Any] | None = None
+    model_name_or_path: str = ""
+    model_revision: str | None = None
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(text, name)`: write a recipe and return its path."""
+
+    def write(text, name="recipe.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def read(*argv):
+    return parse((Arguments,), argv)[0]
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "words", "value"),
+    [
+        ("rate: 1e-4", "--rate 1e-4", {"rate": 1e-4}),
+        ("rate: 1", "--rate=1", {"rate": 1.0}),
+        ("seed: -1", "--seed -1", {"seed": -1}),
+        ("flag: true", "--flag true", {"flag": True}),
+        ("flag: true", "--flag", {"flag": True}),
+        ("items: [1, 2]", "--items 1 2", {"items": [1, 2]}),
+        ("items: 3", "--items 3", {"items": [3]}),
+        ("mapping: {a: {b: 1e-3}}", '--mapping {"a":{"b":0.001}}', {"mapping": {"a": {"b": 1e-3}}}),
+        ("p: 0.5", "--p 0.5", {"p": [0.5]}),
+        ("name: --x", "--name=--x", {"name": "--x"}),
+    ],
+)
+def test_parse_reads_yaml_like_options(write, yaml_text, words, value):
+    base = write("name: x\n")
+    from_yaml = read(write(f"extends: recipe.yaml\n{yaml_text}\n", "own.yaml"))
+    from_options = read(base, *words.split())
+    assert from_yaml == from_options == dataclasses.replace(read(base), **value)
+
+
+def test_parse_prefers_the_command_line(write):
+    arguments = read(write("name: x\nseed: 1\nitems: [1]\nmapping: null\n"), "--seed", "2")
+    assert (arguments.seed, arguments.items, arguments.mapping) == (2, [1], None)
+    assert recipe_dict(arguments) == {"name": "x", "seed": 2, "items": [1], "mapping": None}
+
+
+def test_load_recipe_extends_relative_paths(write):
+    write("name: x\nseed: 1\n", "base.yaml")
+    write("extends: ../base.yaml\nseed: 2\n", "variants/second.yaml")
+    path = write("extends: second.yaml\nflag: true\n", "variants/third.yaml")
+    assert load_recipe(path) == {"name": "x", "seed": 2, "flag": True}
+
+
+def test_parse_ignores_fields_of_other_scripts_in_recipes_only(write):
+    other = dataclasses.make_dataclass("Other", [("depth", int, 0)])
+    path = write("name: x\ndepth: 3\n")
+    assert parse((Arguments,), [path], unread_types=(other,))[0].name == "x"
+    with pytest.raises(UserError, match="`depth` is not a field of this script"):
+        parse((Arguments,), [path, "--depth", "3"], unread_types=(other,))
+
+
+def test_override_drops_settings_of_the_replaced_rule():
+    recipe = {"rule": "parallel_noise", "p": [0.3], "rule_args": {"c": 2.0}}
+    assert override(recipe, {"rule": "lora"}) == {"rule": "lora", "rule_args": {}}
+    assert override(recipe, {"rule": "weight_noise"})["rule_args"] == {"c": 2.0}
+    assert override({"p": [0.3]}, {"rule": "unscaled"})["p"] == [0.3]
+    assert override(recipe, {"seed": 1})["rule_args"] == {"c": 2.0}
+
+
+def test_override_drops_the_revision_of_the_replaced_model():
+    recipe = {"model_name_or_path": "a", "model_revision": "b"}
+    assert override(recipe, {"model_name_or_path": "a"}) == recipe
+    assert override(recipe, {"model_name_or_path": "c"}) == {"model_name_or_path": "c"}
+
+
+def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path):
+    settings = {"name": "1e-4", "rate": 1e-4, "items": [1], "mapping": {"a": "no", "b": None}, "hub_token": "secret"}
+    dump_recipe({**settings, "run_name": "hf_averysecrettoken"}, tmp_path / "saved.yaml")
+    text = (tmp_path / "saved.yaml").read_text()
+    assert "secret" not in text
+    del settings["hub_token"]
+    assert load_recipe(tmp_path / "saved.yaml") == {**settings, "run_name": "***"}
+
+
+def test_help_groups_fields_by_dataclass(capsys):
+    other = dataclasses.make_dataclass("Other", [("depth", int, 0)])
+    with pytest.raises(SystemExit, match="0"):
+        parse((Arguments, other), ["--help"], "What the script does.")
+    text = capsys.readouterr().out
+    assert "What the script does." in text and "A rule. (default: loop_dropout)" in text
+    assert text.index("Arguments:") < text.index("--items") < text.index("Other:") < text.index("--depth")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be a mapping"),
+        ("- a\n", "must be a mapping"),
+        ("seed: [1\n", "is not readable: while parsing"),
+        ("seed: \x00\n", "is not readable"),
+        ("seed: 1\nseed: 2\n", "`seed` is set twice"),
+        ("seed: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+        ("extends: recipe.yaml\n", "extends itself"),
+        ("extends: nowhere.yaml\n", "nowhere.yaml does not exist"),
+        ("nam: x\n", "`nam` is not a field of this script. Did you mean 'name'?"),
+        ("name: x\nseed: 1.5\n", "`seed`: invalid int value: '1.5'."),
+        ("name: x\nrate: fast\n", "`rate`: invalid float value: 'fast'."),
+        ("name: x\nflag: maybe\n", "`flag`: Truthy value expected"),
+        ("seed: 1\n", "required: --name"),
+        ("name: x\ntrust_remote_code: true\n", "sets `trust_remote_code`, which can run code"),
+        ("name: x\nmapping: {a: {use_safetensors: false}}\n", "sets `use_safetensors`, which can run code"),
+        ("attn_implementation: kernels-community/flash\n", "sets `attn_implementation`, which can run code"),
+    ],
+)
+def test_parse_explains_mistakes_in_recipes(write, text, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        read(write(text))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nowhere.yaml", "nowhere.yaml does not exist."),
+        ("quickstrt.yaml", "does not exist. Did you mean 'quickstart.yaml'?"),
+        ("--seed 1", "required: --name"),
+        ("--name x --sede 1", "`sede` is not a field of this script. Did you mean 'seed'?"),
+        ("--name", "`name`: expected one argument."),
+        ("--name x y", "unrecognized arguments: y."),
+    ],
+)
+def test_parse_explains_mistakes_in_options(words, message):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        read(*words.split())
+
+
+def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("quickstart.yaml") == load_recipe("recipes/quickstart.yaml")
+    Path("quickstart.yaml").write_text("p: 0.1\n")
+    assert load_recipe("quickstart.yaml") == {"p": 0.1}  # a file of the user comes first
+
+
+# The package's recipes
+
+
+sft = load_script("recipes/sft.py")
+SFT_TYPES = (sft.ScriptArguments, ModelArguments, sft.AdapterArguments, DataArguments, LoopDropoutConfig)
+PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")
+OTHERS = ("nanbeige", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo")
+TRAINING = [
+    name for name in recipe_names() if Path(name).stem in (*PAPER, *OTHERS) or name.split("/")[0] in (*PAPER, *OTHERS)
+]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_recipe_has_the_settings_of_the_paper(name):
+    script, model, adapter, data, config = parse(SFT_TYPES, [name, "--use_cpu", "true"])
+    stem = name.removesuffix(".yaml")
+    header = (recipes_folder() / name).read_text().split("\n\n")[0]
+    assert f"accelerate launch recipes/sft.py recipes/{name}" in header
+    assert config.output_dir == f"outputs/{stem}"  # no two runs share a folder
+    family = stem.split("/")[0]
+    assert config.gradient_checkpointing == (family in ("tulu2", "huginn", "loopus", *OTHERS))
+
+    # Table "Fine-tuning recipes" and Appendix "Hyperparameters"
+    assert (config.adam_beta1, config.adam_beta2, config.weight_decay, config.max_grad_norm) == (0.9, 0.999, 0.0, 1.0)
+    assert (config.optim.value, config.max_steps, config.packing) == ("adamw_torch_fused", -1, False)
+    assert (config.lr_scheduler_type, config.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
+    assert (config.bf16, model.dtype, model.attn_implementation) == (True, "bfloat16", "sdpa")
+    assert (config.seed, config.gate_seed) == ({"huginn": 301, "loopus": 501}.get(family, 101), None)
+    assert (config.eval_strategy, config.load_best_model_at_end) == ("no", False)
+    assert (adapter.lora_alpha / adapter.lora_r, adapter.lora_target_modules) == (2, None)
+    accumulation, epochs, length, warmup, num_examples = {
+        "metamath_gsm": (4, 1, 1024, 0.03, 100_000),
+        "gsm8k": (1, 2, 512, 0.05, 6_973),
+        "tulu2": (16, 1, 2048, 0.03, 100_000),
+    }[data.preparation]
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (8, accumulation)
+    assert (config.num_train_epochs, config.max_length, config.warmup_steps) == (epochs, length, warmup)
+    assert (data.num_train_examples, config.assistant_only_loss) == (num_examples, data.preparation == "tulu2")
+    assert not script.merge
+
+
+def test_recipes_have_the_learning_rates_of_the_paper():
+    rates = {name: load_recipe(name)["learning_rate"] for name in TRAINING}
+    expected = {
+        2.5e-5: ["rank_128_lora"],
+        1e-4: ["rank_4", "rank_4_lora", "rank_64_lora", "rank_128", "ouro_2.6b"],
+        2e-4: ["rank_64", "ouro_2.6b_lora", "independent_rank_4", "independent_rank_16"],
+    }
+    for rate, names in expected.items():
+        assert {rates[f"metamath_gsm/{name}.yaml"] for name in names} == {rate}
+    assert [rates[f"{name}.yaml"] for name in PAPER] == [5e-5, 1e-4, 1e-4, 1e-4, 1e-4]
+    families = {name: load_recipe(f"{name}.yaml") for name in ("huginn", "loopus")}
+    assert {name: (recipe["num_loops"], recipe["p"]) for name, recipe in families.items()} == {
+        "huginn": (32, 0.5),
+        "loopus": (8, 0.3),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith(("dpo/", "grpo/"))])
+def test_recipe_of_dpo_and_grpo_parses(name):
+    kind = name.split("/")[0]
+    script = load_script(f"recipes/{kind}.py")
+    config_class = {"dpo": LoopDropoutDPOConfig, "grpo": LoopDropoutGRPOConfig}[kind]
+    own = (script.RewardArguments,) if kind == "grpo" else ()
+    config = parse((*SFT_TYPES[:-1], config_class, *own), [name, "--use_cpu", "true"])[4]
+    assert config.output_dir == f"outputs/{name.removesuffix('.yaml')}"
+
+
+def test_recipes_readme_lists_every_recipe():
+    text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(?:recipes/)?([\w./-]+\.yaml)`", text))
+    assert {*TRAINING, *(name for name in recipe_names() if name.startswith("sweeps/"))} <= listed
+    assert listed <= {*recipe_names()}
+
+
+def test_recipes_are_yaml_for_other_readers():
+    for name in recipe_names():
+        assert isinstance(yaml.safe_load((recipes_folder() / name).read_text()), dict), name
