@@ -174,14 +174,14 @@ class LiveDiagnosticsCallback(TrainerCallback):
             self._measure(control)
 
     def _measure(self, control: TrainerControl) -> None:
-        from loopdropout_trainer.training.scores import readout_losses, single_loop_activation
+        from loopdropout_trainer.diagnostics import readouts, single_loop
 
         trainer = self.trainer
         with torch.random.fork_rng(), trainer.accelerator.autocast():
-            reductions = single_loop_activation(trainer.model, self.batches).reductions
-            losses = readout_losses(trainer.model, self.batches)
-        logs = {f"live/rho_loop_{t}": value for t, value in enumerate(reductions, start=1)}
-        logs |= {f"live/readout_loop_{t}": value for t, value in enumerate(losses, start=1)}
+            rows = [*single_loop(trainer.model, self.batches), *readouts(trainer.model, self.batches)]
+        names = {"loss_reduction": "live/rho_loop_{loop}", "readout_loss": "live/readout_loop_{loop}"}
+        measured = [row for row in rows if "loop" in row and row["metric"] in names]
+        logs = {names[row["metric"]].format(**row): row["value"] for row in measured}
         # TRL's `log` would add and clear the metrics that it has gathered, and a log ends the wait for the next one.
         is_due = control.should_log
         Trainer.log(trainer, logs)

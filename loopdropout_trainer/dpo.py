@@ -7,7 +7,6 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 from loopdropout_trainer.config import LoopDropoutDPOConfig
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.trainer import GateSamplingMixin
 
 
@@ -56,6 +56,10 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
         peft_config: PeftConfig | None = None,
     ) -> None:
         args = LoopDropoutDPOConfig.from_trl(args, model)
+        if args.precompute_ref_log_probs:
+            raise UserError(
+                "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
+            )
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
             model=model,
@@ -64,7 +68,7 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=self.load_tokenizer(model, args, processing_class),
             compute_metrics=compute_metrics,
             callbacks=[*self.first_callbacks, *(callbacks or [])],
             optimizers=optimizers,
@@ -72,13 +76,9 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
             peft_config=peft_config,
         )
         self.after_init()
-        # A precomputed or separate reference starts from evaluation's state, so the policy must, too.
-        self.samples_start_states = not self.precompute_ref_logps and self.ref_model is None
+        # A reference model of its own starts from evaluation's state, so the policy does, too.
+        self.samples_start_states = self.ref_model is None
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:
         """Return the ids of N chosen and N rejected completions, which share the ids of their pairs."""
         return [(pair, 0) for pair in range(len(inputs["input_ids"]) // 2)] * 2, None
-
-    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Compute the reference log probabilities of a batch, which the looped model may complete."""
-        return super().compute_ref_log_probs(model, self.looped.complete_batch(inputs))

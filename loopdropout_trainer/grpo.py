@@ -58,7 +58,7 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=self.load_tokenizer(model, args, processing_class),
             reward_processing_classes=reward_processing_classes,
             callbacks=[*self.first_callbacks, *(callbacks or [])],
             optimizers=optimizers,

@@ -43,9 +43,10 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
     ) -> Tensor:
         """Run the passes over one micro-batch and return the mean of their losses."""
         losses, num_tokens = [], self._total_train_tokens
-        for self.pass_index in range(self.rule.passes):
+        for index in range(self.rule.passes):
+            self.pass_index = index
             self._total_train_tokens = num_tokens  # TRL counts the tokens of each pass
-            is_last = self.pass_index == self.rule.passes - 1
+            is_last = index == self.rule.passes - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 losses.append(super().training_step(model, copy.copy(inputs), num_items_in_batch))
         return sum(losses)

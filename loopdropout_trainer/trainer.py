@@ -30,8 +30,10 @@ from loopdropout_trainer.callbacks import LiveDiagnosticsCallback, UnitGatesCall
 from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.hub import save_adapter_metadata, write_model_card
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, LoopedModelMixin, example_starts, find_looped_model
 from loopdropout_trainer.lora import add_gates, default_peft_config, physical_layers, trained_lora_parameters
+from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.distributed import (
     EveryExampleOnceMixin,
     float32_adapter,
@@ -153,6 +155,16 @@ class GateSamplingMixin:
         self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         return None
 
+    def load_tokenizer(
+        self, model: str | PreTrainedModel, args: GateConfig, tokenizer: PreTrainedTokenizerBase | None
+    ) -> PreTrainedTokenizerBase:
+        """Return the user's tokenizer, by default the one in the model's `tokenizer.json`."""
+        if tokenizer is None:
+            name = model if isinstance(model, str) else model.config.name_or_path
+            return load_tokenizer(name, (args.model_init_kwargs or {}).get("revision"))
+        warn_if_rebuilt(tokenizer)
+        return tokenizer
+
     @property
     def first_callbacks(self) -> list[TrainerCallback]:
         """Callbacks that come before the user's callbacks, which may evaluate: these must see unit gates."""
@@ -172,9 +184,15 @@ class GateSamplingMixin:
         self.physical_layers = physical_layers(self.model)  # [M]
         for callback in self.step_callbacks:
             callback.trainer = self
-        depths = self.args.depth_limits(self.num_loops)
-        fields = ("rule", "p", "rule_args")
-        self.looped.trained_with = {**{name: getattr(self.args, name) for name in fields}, "depths": list(depths)}
+        args, num_loops = self.args, self.num_loops
+        self.looped.trained_with = {
+            "rule": args.rule,
+            "p": args.p,
+            "rule_args": args.rule_args,
+            "gate_seed": self.gate_seed,
+            "num_loops": num_loops,
+            "depths": list(args.depth_limits(num_loops)),
+        }
 
     def find_batch_options(self) -> BatchOptions:
         """Return the optimizations that training may use."""
@@ -199,7 +217,7 @@ class GateSamplingMixin:
         """Seed of the gate and depth draws."""
         return self.args.seed if self.args.gate_seed is None else self.args.gate_seed
 
-    # LoRA+, the authors' warmup, and the card.
+    # LoRA+, the authors' warmup, and the files of an adapter.
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer, with LoRA+ if `loraplus_lr_ratio` is set."""
@@ -222,6 +240,21 @@ class GateSamplingMixin:
             lambdas = [functools.partial(warm_up, after=after) for after in scheduler.lr_lambdas]
             self.lr_scheduler = scheduler = LambdaLR(scheduler.optimizer, lambdas)
         return scheduler
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the adapter with its training settings and its card."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            folder = output_dir or self.args.output_dir
+            save_adapter_metadata(self.model, folder, **self.looped.trained_with)
+            write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
+        if self.is_world_process_zero():
+            write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, dataset=dataset_name)
 
 
 class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
@@ -288,7 +321,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=self.load_tokenizer(model, args, processing_class),
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=[*self.first_callbacks, *(callbacks or [])],

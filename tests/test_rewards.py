@@ -1,12 +1,11 @@
-"""Rewards against written vectors: what is right, what is only in the right form, and what has no reference."""
+"""Rewards on completions with known answers."""
 
 import pytest
 
-from loopdropout_trainer.evaluation.benchmarks.gsm8k import gsm8k_strict
-from loopdropout_trainer.experimental.rewards import REWARDS
+from loopdropout_trainer.rewards import REWARDS
 
 
-VECTORS = [  # completion, reference, gsm8k_strict, gsm8k_format, last_number
+CASES = [  # completion, reference, gsm8k_strict, gsm8k_format, last_number
     ("2 + 3 = 5\n#### 5", "2 + 3 = 5\n#### 5", 1, 1, 1), ("#### 1,234", "so much\n#### 1234", 1, 1, 1),
     ("#### 1234.", "#### 1,234", 1, 1, 1), ("#### 7\nQuestion: 3?", "#### 7", 1, 1, 0), ("#### 7 #### 8", "#### 8", 0, 1, 1),
     ("####7", "#### 7", 0, 0, 1), ("The answer is 7.", "#### 7", 0, 0, 1), ("The answer is 17.", "#### 7", 0, 0, 0),
@@ -19,19 +18,17 @@ MATHEMATICS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "name"), [(2, "gsm8k_strict"), (3, "gsm8k_format"), (4, "last_number")])
-def test_rewards_of_written_vectors(place, name):
-    completions, references = [row[0] for row in VECTORS], [row[1] for row in VECTORS]
-    got = REWARDS[name](completions=completions, answer=references, prompts=["q"] * len(VECTORS), completion_ids=None)
-    assert got == [float(row[place]) for row in VECTORS]
+@pytest.mark.parametrize(("column", "name"), [(2, "gsm8k_strict"), (3, "gsm8k_format"), (4, "last_number")])
+def test_rewards_compare_with_reference(column, name):
+    completions, references = [row[0] for row in CASES], [row[1] for row in CASES]
+    got = REWARDS[name](completions=completions, answer=references, prompts=["q"] * len(CASES), completion_ids=None)
+    assert got == [float(row[column]) for row in CASES]
     turns = [[{"role": "assistant", "content": text}] for text in completions]
     assert REWARDS[name](completions=turns, answer=references) == got
-    assert REWARDS[name](completions=completions, answer=[None] * len(VECTORS)) == [None] * len(VECTORS)
-    if name == "gsm8k_strict":  # it is the benchmark's score
-        assert got == [float(gsm8k_strict(*pair).correct) for pair in zip(completions, references, strict=True)]
+    assert REWARDS[name](completions=completions, answer=[None] * len(CASES)) == [None] * len(CASES)
 
 
-def test_math_verify_knows_mathematics():
+def test_math_verify_reads_latex():
     pytest.importorskip("math_verify")
     completions, references, right = map(list, zip(*MATHEMATICS, strict=True))
     assert REWARDS["math_verify"](completions=completions, answer=references) == right

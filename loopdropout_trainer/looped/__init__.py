@@ -18,4 +18,5 @@ from loopdropout_trainer.looped.model import (
     check_num_loops,
     example_starts,
     find_looped_model,
+    set_depth,
 )

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, GateState, NotLoopedError, check_num_loops, find_looped_model
+from loopdropout_trainer.looped import GateState, LoopedModelMixin, NotLoopedError, check_num_loops, find_looped_model
 
 
 class LoopDescription(LoopedModelMixin):

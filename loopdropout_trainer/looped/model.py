@@ -382,3 +382,15 @@ def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
         raise UserError(f"`{name}` must be an integer from 1 to {MOST_LOOPS:,}, got {num_loops!r}.")
     return num_loops
+
+
+@contextmanager
+def set_depth(model: nn.Module, num_loops: int) -> Iterator[None]:
+    """Run a looped model at another recurrence depth inside the block."""
+    config = find_looped_model(model).config
+    before = config.num_loops
+    config.num_loops = num_loops
+    try:
+        yield
+    finally:
+        config.num_loops = before

@@ -25,8 +25,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from loopdropout_trainer.lora.prepared import linear_maps, stacked_bias
 from loopdropout_trainer.looped import GateState, RunningLoop, launches_pay
+from loopdropout_trainer.lora.prepared import linear_maps, stacked_bias
 
 
 class Projections(NamedTuple):

@@ -20,10 +20,10 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
-from loopdropout_trainer.lora.fused import FusedProjection
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, find_looped_model
+from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
+from loopdropout_trainer.lora.fused import FusedProjection
 
 
 @dataclass(eq=False)

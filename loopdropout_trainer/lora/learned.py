@@ -13,8 +13,8 @@ from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from loopdropout_trainer.lora.gated import GatedLora, adapted_layers
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.lora.gated import GatedLora, adapted_layers
 
 
 _NAME = "lora_loop_gates"

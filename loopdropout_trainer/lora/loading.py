@@ -10,9 +10,9 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.lora.gated import ADAPTER_KINDS, add_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.lora.gated import ADAPTER_KINDS, add_gates
 
 
 def attach_adapter(

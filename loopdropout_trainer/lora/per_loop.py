@@ -16,8 +16,8 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.lora.gated import GatedLora, adapted_layers
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.lora.gated import GatedLora, adapted_layers
 
 
 class LoopFactors(nn.Module):

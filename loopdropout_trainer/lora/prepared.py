@@ -18,7 +18,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.nn import functional as F
 
-from loopdropout_trainer.looped import LoopedModelMixin, GateState
+from loopdropout_trainer.looped import GateState, LoopedModelMixin
 
 
 LARGE = 2**24

@@ -12,8 +12,8 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional as F
 
-from loopdropout_trainer.lora.gated import GatedLora
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.lora.gated import GatedLora
 
 
 class NoisyLora(GatedLora, kind="weight_noise"):

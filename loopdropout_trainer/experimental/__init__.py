@@ -1,1 +1,0 @@
-"""What goes beyond the paper and may change: reinforcement learning."""

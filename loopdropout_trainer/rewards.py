@@ -1,0 +1,74 @@
+"""Verifiable rewards for GRPO: whether a completion's answer equals the reference.
+
+TRL calls a reward with the completions (texts, or conversations of one assistant turn) and the dataset's column `answer`. It
+returns 1.0 or 0.0 for each completion, or None without a reference, so that the completion has no part in the training.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+Reward = Callable[..., list[float | None]]
+
+_ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")
+_INTEGER = re.compile(r"-?\d[\d,]*")
+
+
+def _reward(is_right: Callable[[str, str], bool]) -> Reward:
+    """Return the reward function of a comparison of one completion with its reference."""
+
+    @functools.wraps(is_right)
+    def reward(
+        completions: Sequence[str | list[dict[str, str]]], answer: Sequence[str | None], **columns: Any
+    ) -> list[float | None]:
+        texts = [text if isinstance(text, str) else text[-1]["content"] or "" for text in completions]
+        pairs = zip(texts, answer, strict=True)
+        return [None if reference is None else float(is_right(text, reference)) for text, reference in pairs]
+
+    del reward.__wrapped__  # it has other arguments
+    return reward
+
+
+def _normalize(text: str) -> str:
+    return re.sub(r"\.$", "", text.rpartition("#### ")[2].replace(",", "").replace("$", "")).lower()
+
+
+@_reward
+def gsm8k_strict(completion: str, reference: str) -> bool:
+    """Compare the number after the first `#### ` as text, as lm-eval's `gsm8k` does with the filter `strict-match`."""
+    match = _ANSWER.search(completion)
+    return match is not None and _normalize(match.group(1)) == _normalize(reference)
+
+
+@_reward
+def gsm8k_format(completion: str, reference: str) -> bool:
+    """Return whether a number follows a `#### `, right or wrong."""
+    return _ANSWER.search(completion) is not None
+
+
+@_reward
+def last_number(completion: str, reference: str) -> bool:
+    """Compare the last integer with the last integer of the reference."""
+    (got, wanted) = (_INTEGER.findall(text)[-1:] for text in (completion, reference))
+    return bool(wanted) and [number.replace(",", "") for number in got] == [wanted[0].replace(",", "")]
+
+
+@_reward
+def math_verify(completion: str, reference: str) -> bool:
+    r"""Compare answers with the package math-verify, as LaTeX or as numbers.
+
+    The reference's answer is its last `\boxed{...}`, or the number after GSM8K's `#### `, or its whole text.
+    """
+    from math_verify import parse, verify
+
+    _, mark, number = reference.rpartition("#### ")
+    return bool(verify(parse(number if mark else reference), parse(completion)))
+
+
+REWARDS: dict[str, Reward] = {
+    reward.__name__: reward for reward in (gsm8k_strict, gsm8k_format, last_number, math_verify)
+}
