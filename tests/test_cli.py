@@ -1,0 +1,98 @@
+"""The command `loopdropout`, from a clone and from a wheel."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from processes import python
+
+from loopdropout_trainer import cli
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.recipe import recipe_names
+
+
+def run(*words, **options):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, **options)
+
+
+def test_help_lists_every_script(capsys):
+    cli.run(["--help"])
+    out = capsys.readouterr().out
+    scripts = {path.stem for path in (ROOT / "recipes").glob("*.py") if not path.stem.startswith("make_")}
+    assert {*cli.scripts()} == scripts and all(f"\n  {name} " in out for name in scripts)
+
+
+def test_unknown_command_suggests_the_nearest():
+    with pytest.raises(UserError, match="Unknown command 'stf'. Did you mean 'sft'?"):
+        cli.run(["stf", "x.yaml"])
+
+
+def test_recipes_are_listed_with_a_description(capsys):
+    cli.run(["recipes"])
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert [*lines] == recipe_names()
+    assert lines["quickstart.yaml"].startswith("Loop Dropout against LoRA")
+
+
+def test_script_runs_as_a_program():
+    done = run("-m", "loopdropout_trainer", "report", "--help")
+    assert done.returncode == 0 and "report.py" in done.stdout
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "recipes", "stf"])
+def test_light_commands_do_not_import_torch(words):
+    code = "import sys, atexit\natexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))\n"
+    done = run("-c", f"{code}from loopdropout_trainer.cli import main\nmain()", words)
+    assert not {*done.stderr.splitlines()} & {"torch", "transformers", "trl", "datasets", "pandas"}
+
+
+def test_reader_may_stop_early():
+    command = f"{sys.executable} -m loopdropout_trainer recipes | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+IMPORTS = {
+    "before transformers": "import loopdropout_trainer, transformers",
+    "after transformers": "import transformers, loopdropout_trainer",
+}
+
+
+@pytest.mark.parametrize("order", IMPORTS)
+def test_families_register_in_any_import_order(order):
+    code = f"{IMPORTS[order]}\nfrom transformers import AutoConfig\nprint(type(AutoConfig.for_model('ouro')).__name__)"
+    done = run("-c", code)
+    assert (done.stdout, done.stderr) == ("OuroConfig\n", "")
+
+
+def test_public_names_are_imported_lazily():
+    code = "import pickle, sys, loopdropout_trainer as package\n"
+    code += "assert 'torch' not in sys.modules and 'LoopDropoutConfig' in dir(package)\n"
+    code += "from loopdropout_trainer import *\nassert LoopDropoutConfig is package.LoopDropoutConfig\n"
+    code += "assert pickle.loads(pickle.dumps(LoopDropoutConfig)) is LoopDropoutConfig\n"
+    code += "print(hasattr(package, 'nonsense'))"
+    assert run("-c", code).stdout == "False\n"
+
+
+@pytest.mark.build
+def test_wheel_works_outside_of_the_clone(tmp_path):
+    pytest.importorskip("setuptools")
+    build = functools.partial(python, fresh=True)
+    source, site = tmp_path / "source", tmp_path / "site"
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    files = subprocess.run(listed, check=True, capture_output=True, text=True, cwd=ROOT).stdout.split("\n")
+    for name in filter(None, files):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    build(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source))
+    (wheel,) = tmp_path.glob("*.whl")
+    build(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
+    elsewhere = {"env": {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}, "cwd": tmp_path}
+    assert "quickstart.yaml" in build(site / "bin/loopdropout", "recipes", **elsewhere)
+    plan = build("-m", "loopdropout_trainer", "sft", "quickstart.yaml", "--dry_run", "true", **elsewhere)
+    assert "tiny-ouro" in plan and "150 steps" in plan
