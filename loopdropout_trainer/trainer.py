@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
-from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     BitsAndBytesConfig,
     DataCollator,
@@ -26,38 +25,16 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig, SFTTrainer
 
-from loopdropout_trainer.callbacks import LiveDiagnosticsCallback, UnitGatesCallback, make_step_callbacks
-from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.adapter_training import AdapterTrainingMixin
+from loopdropout_trainer.callbacks import LiveDiagnosticsCallback
+from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.hub import save_adapter_metadata, write_model_card
-from loopdropout_trainer.looped import BatchOptions, GatedBatch, LoopedModelMixin, example_starts, find_looped_model
-from loopdropout_trainer.lora import add_gates, default_peft_config, physical_layers, trained_lora_parameters
-from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
-from loopdropout_trainer.training.distributed import (
-    EveryExampleOnceMixin,
-    float32_adapter,
-    has_unsharded_weights,
-    may_skip_loops,
-)
+from loopdropout_trainer.looped import GatedBatch, example_starts
+from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 
 
-class GateSamplingMixin:
-    """Gate sampling for a TRL trainer, whose `__init__` calls `before_init` and `after_init` around `super().__init__`.
-
-    Attributes:
-        rule: Rule that draws the gates.
-        gates: Gates in force in the model. They are one outside of training passes.
-        drawn: Gates that were drawn last.
-    """
-
-    samples_start_states = True  # whether models with a random start state draw it for each step
-    runs_passes = False  # whether the trainer runs rules with several passes over a micro-batch
-    pass_index = 0  # index of the running pass
-    batch_options = BatchOptions()
-    drawn: GatedBatch | None = None
-
-    # The method.
+class GateSamplingMixin(AdapterTrainingMixin):
+    """Gate sampling for a TRL trainer. Its attributes are those of `AdapterTrainingMixin`."""
 
     def compute_loss(
         self,
@@ -67,7 +44,7 @@ class GateSamplingMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """Draw the gates of a training micro-batch and compute the loss under them. In evaluation, gates are one."""
-        inputs = self.looped.complete_batch(inputs)
+        inputs = dict(self.looped.complete_batch(inputs))
         if model.training:
             self.draw_gates(inputs)
         elif self.gates.batch is self.drawn:  # by a call of this method outside of `train()`
@@ -137,124 +114,6 @@ class GateSamplingMixin:
             self.gates.reset()
             self.unit_gates.micro_batch = 0
             self.looped.config.num_loops = num_loops
-
-    # Setup.
-
-    def before_init(
-        self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
-    ) -> PeftConfig | None:
-        """Return the configuration of the adapter, by default the paper's."""
-        self.rule = args.make_rule()
-        if self.rule.passes > 1 and not self.runs_passes:
-            raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
-        self.unit_gates = UnitGatesCallback()
-        self.step_callbacks = make_step_callbacks(args, self.rule)
-        self._given_weights = {}
-        if not isinstance(model, PeftModel):
-            return default_peft_config(None if isinstance(model, str) else model, peft_config)
-        self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-        return None
-
-    def load_tokenizer(
-        self, model: str | PreTrainedModel, args: GateConfig, tokenizer: PreTrainedTokenizerBase | None
-    ) -> PreTrainedTokenizerBase:
-        """Return the user's tokenizer, by default the one in the model's `tokenizer.json`."""
-        if tokenizer is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
-            return load_tokenizer(name, (args.model_init_kwargs or {}).get("revision"))
-        warn_if_rebuilt(tokenizer)
-        return tokenizer
-
-    @property
-    def first_callbacks(self) -> list[TrainerCallback]:
-        """Callbacks that come before the user's callbacks, which may evaluate: these must see unit gates."""
-        return [*self.step_callbacks, self.unit_gates]
-
-    def after_init(self) -> None:
-        """Put gates on the adapter."""
-        float32_adapter(self.model, self._given_weights)
-        self.rule.check(self.num_loops)
-        self.gates = self.unit_gates.gates = add_gates(
-            self.model,
-            in_activation_dtype=True,
-            rule=self.rule,
-            seed=self.args.seed,
-            fused=self.args.fused_lora and has_unsharded_weights(self.accelerator),
-        )
-        self.physical_layers = physical_layers(self.model)  # [M]
-        for callback in self.step_callbacks:
-            callback.trainer = self
-        args, num_loops = self.args, self.num_loops
-        self.looped.trained_with = {
-            "rule": args.rule,
-            "p": args.p,
-            "rule_args": args.rule_args,
-            "gate_seed": self.gate_seed,
-            "num_loops": num_loops,
-            "depths": list(args.depth_limits(num_loops)),
-        }
-
-    def find_batch_options(self) -> BatchOptions:
-        """Return the optimizations that training may use."""
-        args = self.args
-        if not args.remove_padding or args.torch_compile or not self.looped.can_pack:
-            return BatchOptions()
-        skips = args.skip_frozen_loops and may_skip_loops(self.accelerator, args)
-        return BatchOptions(True, trained_lora_parameters(self.model) if skips else None)
-
-    @property
-    def looped(self) -> LoopedModelMixin:
-        """The looped model inside adapters and wrappers."""
-        return find_looped_model(self.model)
-
-    @property
-    def num_loops(self) -> int:
-        """Recurrence depth K that the model runs at."""
-        return self.looped.config.num_loops
-
-    @property
-    def gate_seed(self) -> int:
-        """Seed of the gate and depth draws."""
-        return self.args.seed if self.args.gate_seed is None else self.args.gate_seed
-
-    # LoRA+, the authors' warmup, and the files of an adapter.
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Create the optimizer, with LoRA+ if `loraplus_lr_ratio` is set."""
-        args = self.args
-        if args.loraplus_lr_ratio is None or self.optimizer is not None:
-            return super().create_optimizer(model)
-        model = model or self.model
-        optimizer_class, fields = self.get_optimizer_cls_and_kwargs(args, model)
-        fields |= {"loraplus_lr_ratio": args.loraplus_lr_ratio, "loraplus_weight_decay": args.weight_decay}
-        self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """Create the learning rate schedule, with its warmup one step ahead if `warmup_from_first_step` is set."""
-        is_given = self.lr_scheduler is not None
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if self.args.warmup_from_first_step and not is_given:
-            num_warmup = self.args.get_warmup_steps(num_training_steps)
-            warm_up = lambda step, after: (step + 1) / num_warmup if step < num_warmup else after(step)
-            lambdas = [functools.partial(warm_up, after=after) for after in scheduler.lr_lambdas]
-            self.lr_scheduler = scheduler = LambdaLR(scheduler.optimizer, lambdas)
-        return scheduler
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the adapter with its training settings and its card."""
-        super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            folder = output_dir or self.args.output_dir
-            save_adapter_metadata(self.model, folder, **self.looped.trained_with)
-            write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
-        if self.is_world_process_zero():
-            write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, dataset=dataset_name)
 
 
 class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):
