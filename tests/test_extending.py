@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from loopdropout_trainer import LoopDescription, check_loops, merge_and_save, register_looped, use_gates
-from loopdropout_trainer.diagnostics import readout_losses, single_loop_activation
+from loopdropout_trainer.diagnostics import readouts, single_loop
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import NotLoopedError, find_looped_model
 from loopdropout_trainer.looped.described import DESCRIPTIONS
@@ -113,9 +113,10 @@ def test_train_evaluate_diagnose_save_and_merge(train, tokenizer, tmp_path):
     assert trainer.num_loops == 4 and trainer.evaluate()["eval_loss"] > 0
 
     batches = [trainer.data_collator([trainer.eval_dataset[i] for i in range(4)])]
-    measured = single_loop_activation(trainer.model, batches)
-    assert measured.all_on < measured.frozen and len(measured.only) == 4
-    assert readout_losses(trainer.model, batches)[-1] == pytest.approx(measured.all_on, abs=1e-4)
+    losses = {row["gates"]: row["value"] for row in single_loop(trainer.model, batches) if row["metric"] == "loss"}
+    assert losses["unit"] < losses["none"] and len(losses) == 6
+    last = [row["value"] for row in readouts(trainer.model, batches) if row["metric"] == "readout_loss"][-1]
+    assert last == pytest.approx(losses["unit"], abs=1e-4)
 
     prompts = ["1+1", "1+10", "2", "17+4", "3+3"]
     answer = lambda prompts, **options: generate_greedy(trainer.model, tokenizer, prompts, 12, 2, **options)

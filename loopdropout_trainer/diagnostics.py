@@ -1,0 +1,184 @@
+"""Measure the paper's diagnostics: single-loop activation, readouts, depths, and the decomposition of a gain in accuracy.
+
+Each function returns results as `results.write_results` takes them. A batch holds model inputs with `labels` [B, S], which are
+-100 where there is no target. With several processes, call a function in all of them with all batches: each process scores a
+share, and all return the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, send_to_device
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.looped import find_looped_model, set_depth
+from loopdropout_trainer.lora import kind_of, use_gates
+
+
+Batch = Mapping[str, Tensor]
+Result = dict[str, Any]
+
+
+class Score(NamedTuple):
+    """Means over the target tokens.
+
+    Attributes:
+        loss: Cross entropy in nats.
+        accuracy: How often the target is the most probable token, in percent.
+        n: Number of target tokens.
+    """
+
+    loss: float
+    accuracy: float
+    n: int
+
+
+def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
+    """Measure the final loop's loss with the adapter in one loop only (Appendix "Single-Loop Activation").
+
+    The loss reduction of loop t is rho_t = 100 (CE(0) - CE(e_t)) / CE(0), where e_t activates loop t only. It takes K + 2
+    forward passes.
+
+    Args:
+        model: PEFT model over a looped model.
+        batches: Model inputs with labels.
+
+    Returns:
+        The `loss` of the frozen model with gates "none", and `loss` and `loss_reduction` with gates "loop t" and "unit".
+    """
+    batches = list(batches)
+    num_loops = find_looped_model(model).config.num_loops
+    frozen = score(model, batches, torch.zeros(num_loops))
+    results = [_result("loss", frozen.loss, "nats", frozen.n, num_loops, "none") | {"method": "base model"}]
+    places = [(f"loop {t}", {"loop": t}, one_hot) for t, one_hot in enumerate(torch.eye(num_loops), start=1)]
+    for name, columns, gates in [*places, ("unit", {}, torch.ones(num_loops))]:
+        loss, _, n = score(model, batches, gates)
+        reduction = 100 * (frozen.loss - loss) / frozen.loss
+        results.append(_result("loss", loss, "nats", n, num_loops, name, **columns))
+        results.append(_result("loss_reduction", reduction, "%", n, num_loops, name, **columns))
+    return results
+
+
+def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
+    """Measure each loop's readout along the fully adapted recurrence (Table "MATH-500 readouts"), in one forward pass.
+
+    Args:
+        model: Looped model, with or without an adapter.
+        batches: Model inputs with labels.
+
+    Returns:
+        `readout_loss` and `readout_token_accuracy` of each loop.
+    """
+    num_loops = find_looped_model(model).config.num_loops
+    scores = enumerate(score_readouts(model, batches), start=1)
+    return [row for t, each in scores for row in _loss_and_accuracy("readout", each, num_loops, model, loop=t)]
+
+
+def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[int]) -> list[Result]:
+    """Measure the loss at other depths than in training (Appendix "Depth"), in one forward pass at the largest depth.
+
+    The results of models that were trained at several depths form a matrix of training depth by evaluation depth.
+
+    Args:
+        model: Looped model, with or without an adapter.
+        batches: Model inputs with labels.
+        depths: Numbers of loops.
+
+    Returns:
+        `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
+
+    Raises:
+        UserError: If each loop of the adapter has parameters of its own.
+    """
+    if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
+        raise UserError("`depths` must not be set for an adapter with parameters of its own for each loop.")
+    with set_depth(model, max(depths)):
+        scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
+    return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]
+
+
+def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """Split a difference in accuracy by whether both models give an answer (Appendix "Answer Availability").
+
+    Args:
+        samples: Lines of a `samples_<task>.jsonl`, with the columns `correct` (0 to 1) and `answered` (0 or 1).
+        baseline: Lines of the model to compare with, for the same problems in the same order.
+
+    Returns:
+        `gain` in percentage points over all problems, and its parts `gain_both_answered` and `gain_missing_in_either`.
+    """
+    if len(samples) != len(baseline):
+        raise UserError(f"`baseline` must have {len(samples)} samples, got {len(baseline)}.")
+    correct, others = (torch.tensor([float(row["correct"]) for row in rows]) for rows in (samples, baseline))
+    both = torch.tensor(
+        [bool(one["answered"] and other["answered"]) for one, other in zip(samples, baseline, strict=True)]
+    )
+    gains = 100 * (correct - others).double()
+    parts = {"gain": gains, "gain_both_answered": gains * both, "gain_missing_in_either": gains * ~both}
+    return [
+        {"metric": name, "value": part.mean().item(), "unit": "points", "n": len(part)} for name, part in parts.items()
+    ]
+
+
+def score(model: nn.Module, batches: Iterable[Batch], gates: Sequence[float] | Tensor | None = None) -> Score:
+    """Return the final loop's score, under gates [K] or under the gates in force."""
+    final = lambda looped, inputs: [looped.base_model(**inputs, use_cache=False).last_hidden_state]
+    if gates is None:
+        return _score(model, batches, final)[0]
+    with use_gates(model, gates):
+        return _score(model, batches, final)[0]
+
+
+def score_readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Score]:
+    """Return the score of each loop's readout."""
+    return _score(model, batches, lambda looped, inputs: looped.loop_readouts(**inputs))
+
+
+@torch.no_grad()
+def _score(
+    model: nn.Module, batches: Iterable[Batch], readouts_of: Callable[[nn.Module, dict], Iterable[Tensor]]
+) -> list[Score]:
+    """Return the score of each readout [B, S, H] that `readouts_of` returns for a batch."""
+    state, looped = PartialState(), find_looped_model(model)
+    device, was_training = next(model.parameters()).device, model.training
+    head = looped.get_output_embeddings()
+    sums = 0  # [readouts, 3]: loss, most probable targets, targets
+    model.eval()
+    try:
+        for batch in islice(batches, state.process_index, None, state.num_processes):
+            inputs = dict(looped.complete_batch(send_to_device(dict(batch), device)))
+            labels = inputs.pop("labels")[:, 1:]
+            inputs.pop("example_ids", None)  # of the trainer's padding-free batches
+            is_target = labels != -100
+            targets, rows = labels[is_target], []  # [n]
+            for readout in readouts_of(looped, inputs):
+                logits = head(readout[:, :-1][is_target]).float()  # [n, V]
+                losses = F.cross_entropy(logits, targets, reduction="none").double()
+                rows.append([losses.sum().item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
+            sums += torch.tensor(rows, dtype=torch.float64)
+    finally:
+        model.train(was_training)
+    sums = sum(gather_object([sums]))
+    if not isinstance(sums, Tensor) or not sums[0, 2]:
+        raise UserError("`batches` must have a target token, but every label is -100.")
+    return [Score(loss / n, 100 * correct / n, int(n)) for loss, correct, n in sums.tolist()]
+
+
+def _loss_and_accuracy(name: str, score: Score, num_loops: int, model: nn.Module, **columns: int) -> list[Result]:
+    gates = "unit" if isinstance(model, PeftModel) else "none"
+    return [
+        _result(f"{name}_loss", score.loss, "nats", score.n, num_loops, gates, **columns),
+        _result(f"{name}_token_accuracy", score.accuracy, "%", score.n, num_loops, gates, **columns),
+    ]
+
+
+def _result(metric: str, value: float, unit: str, n: int, num_loops: int, gates: str, **columns: int) -> Result:
+    return {"metric": metric, "value": value, "unit": unit, "num_loops": num_loops, "gates": gates, "n": n, **columns}
