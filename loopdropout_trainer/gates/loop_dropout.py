@@ -56,6 +56,7 @@ class LoopDropout(MaskedRule):
     """
 
     name = "loop_dropout"
+    title = "Loop Dropout"
 
 
 @register_rule
@@ -104,6 +105,7 @@ class ModuleWise(MaskedRule):
     """
 
     name = "module_wise"
+    title = "Module-wise"
 
     def sample(self, draw: Draw) -> Tensor:
         p = torch.as_tensor(self.p, dtype=torch.float64).view(-1, 1, 1)
@@ -124,6 +126,7 @@ class Learned(MaskedRule):
     """
 
     name = "learned"
+    title = "Learned gates"
     adapter = "learned"
     mergeable = False
     p: float | tuple[float, ...] = 0.0

@@ -25,6 +25,7 @@ class LoRA(GateRule):
     """
 
     name = "lora"
+    title = "LoRA"
 
     def sample(self, draw: Draw) -> torch.Tensor:
         return torch.ones(draw.num_loops, len(draw.example_ids))
@@ -52,6 +53,7 @@ class LoRADropout(LoRA):
     """
 
     name = "lora_dropout"
+    title = "LoRA Dropout"
     adapter = "lora_dropout"
     p: float = 0.5
     num_masks: int = 4

@@ -64,6 +64,7 @@ class GateRule:
     """
 
     name: ClassVar[str]
+    title: ClassVar[str]  # name of the method in tables, by default the capitalized name
     adapter: ClassVar[str] = "gated"
     wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
     mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
@@ -105,6 +106,7 @@ RULES: dict[str, type[GateRule]] = {}
 
 def register_rule(cls: type[GateRule]) -> type[GateRule]:
     """Add a rule to the registry under its `name`."""
+    cls.title = vars(cls).get("title", cls.name.replace("_", " ").capitalize())
     RULES[cls.name] = cls
     return cls
 

@@ -60,6 +60,7 @@ class CoTo(GateRule):
     """
 
     name = "coto"
+    title = "CoTo"
     keep_start: float = 0.1
     ramp: float = 0.75
 

@@ -24,6 +24,7 @@ class ExactlyM(GateRule):
     """
 
     name = "exactly_m"
+    title = "Exactly m loops"
     m: int = 2
 
     def __post_init__(self):
