@@ -25,7 +25,6 @@ from transformers import AutoTokenizer, HrmTextForCausalLM, PreTrainedTokenizerF
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, OuroForCausalLM
-from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
@@ -34,6 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts 
 # For this process, which has read the variable already.
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
+TINY_OURO_PATH = ROOT / "loopdropout_trainer" / "tiny_ouro"
 GOLDEN, SAMPLES = ROOT / "tests" / "golden", ROOT / "tests" / "samples"
 
 
@@ -269,7 +269,7 @@ def config(tmp_path):
 
 
 class Recording:
-    """Keeps each micro-batch of a trainer: inputs, its gates, depth, loss, gradients, and the weights before."""
+    """Keeps each micro-batch of a trainer: inputs, gates, depth, loss, gradients, and the weights before."""
 
     seen = ()
 
@@ -278,13 +278,13 @@ class Recording:
         kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
         kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        kept.gated, kept.depth, kept.loss = self.loop_state.batch, self.num_loops, loss.detach()
-        kept.gates = self.loop_state.gates
+        kept.gated, kept.depth, kept.loss = self.gates.batch, self.num_loops, loss.detach()
+        kept.gates = self.gates.gates
         self.seen = [*self.seen, kept]
         return loss
 
     def training_step(self, *args, **kwargs):
-        """Gradients are zeros where the loss does not depend on a weight."""
+        """Keep the gradients after the backward pass, with zeros where the loss does not depend on a weight."""
         loss = super().training_step(*args, **kwargs)
         trained = trained_parameters(self.model).items()
         self.seen[-1].gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
