@@ -45,12 +45,17 @@ from loopdropout_trainer.lora import (
     kind_of,
     merged_update,
 )
+from loopdropout_trainer.recipe import TINY_OURO_PATH, load_recipe
+from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_results
+from loopdropout_trainer.tokenizers import end_token_ids
 
 
 logger = logging.get_logger(__name__)
 
 ADAPTER_METADATA = "loop_dropout.json"
 """File next to an adapter with its training settings: `rule`, `p`, `num_loops`, ..., and the end tokens of its answers."""
+
+_ADAPTER_FILES = ["adapter_*", ADAPTER_METADATA, "*token*", "chat_template.jinja", RECIPE_FILE, RESULTS_FILE]
 
 
 def load_model(
@@ -69,7 +74,8 @@ def load_model(
     Weights are read from safetensors files only, and code in a checkpoint is never run.
 
     Args:
-        name_or_path: Folder or Hub name. For an adapter, the base model is the one that its `adapter_config.json` names.
+        name_or_path: Folder or Hub name, or `tiny-ouro`. For an adapter, the base model is the model that its
+            `adapter_config.json` names.
         revision: Branch, tag or commit of the base or merged model on the Hub.
         dtype: Data type of the weights. "auto" is the data type of the checkpoint.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...
@@ -84,10 +90,10 @@ def load_model(
     Raises:
         UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
     """
-    name = str(name_or_path)
+    name = str(TINY_OURO_PATH if name_or_path == "tiny-ouro" else name_or_path)
     try:
-        if adapter is None and find_adapter_config_file(name):
-            name, adapter = None, name
+        if find_adapter_config_file(name):
+            name, adapter = None, adapter or name
         if adapter is not None:
             adapter = adapter_folder(adapter)
             num_loops = num_loops or read_adapter_metadata(adapter).get("num_loops")
@@ -152,7 +158,7 @@ def adapter_folder(adapter: str | Path) -> Path:
     if Path(adapter).is_dir():
         return Path(adapter)
     try:
-        return Path(snapshot_download(str(adapter), allow_patterns=["adapter_*", ADAPTER_METADATA]))
+        return Path(snapshot_download(str(adapter), allow_patterns=_ADAPTER_FILES))
     except (OSError, ValueError) as error:
         raise UserError(f"`adapter` must be a folder or a Hub name, got {adapter} ({_first_line(error)}).") from error
 
@@ -284,7 +290,7 @@ def merge_and_save(
     if (output_dir / CONFIG_FILE).exists() or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
     if processing_class is not None:
-        add_end_tokens(base, [processing_class.eos_token_id])
+        add_end_tokens(base, end_token_ids(processing_class))
     base.save_pretrained(output_dir, state_dict=merged_state_dict(model))
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
     auto_map = _copy_code(config.pop("auto_map", None) or {}, _base_name(model), output_dir)
@@ -431,9 +437,22 @@ def write_model_card(
     return folder / _CARD
 
 
+def read_card_fields(folder: str | Path) -> dict[str, Any]:
+    """Return the arguments `dataset`, `recipe` and `results` of `write_model_card` from the folder of a run."""
+    folder = Path(folder)
+    path = folder / RECIPE_FILE
+    recipe = load_recipe(path) if path.is_file() else {}
+    names = [str(recipe[name]) for name in ("preparation", "dataset_name") if recipe.get(name)]
+    return {
+        "dataset": " ".join(names) or None,
+        "recipe": path.read_text(encoding="utf-8") if recipe else None,
+        "results": [row for row in read_results(folder) if row["folder"] == str(folder)],
+    }
+
+
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     """Return (task, score, n, score of the base model) for each task that was evaluated at unit gates."""
-    tasks = [row for row in results if row["metric"] == row["task"]]
+    tasks = [row for row in results if row["metric"] == "accuracy"]
     base = {(row["task"], row["num_loops"]): row["value"] for row in tasks if row["gates"] == "none"}
     adapted = [row for row in tasks if row["gates"] == "unit"]
     return [(row["task"], row["value"], row["n"], base.get((row["task"], row["num_loops"]))) for row in adapted]

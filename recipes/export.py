@@ -1,33 +1,32 @@
-"""Write a saved adapter in the format of the paper authors' program, which then evaluates it or generates with it.
+"""Write a saved adapter in the format of the paper authors' program.
 
-    python recipes/export.py --adapter outputs/metamath_gsm --export_dir outputs/for_the_authors
+    python recipes/export.py --adapter outputs/metamath_gsm --output_dir outputs/for_the_authors
 
-The other way needs no command: where an adapter is asked for, one of theirs is taken as it is.
+Adapters in that format need no conversion: every script reads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loopdropout_trainer.checks import check_folder
-from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.saving.adapter_files import export_adapter
-from loopdropout_trainer.settings.recipe import parse_recipe
+from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.hub import export_authors_format
+from loopdropout_trainer.recipe import parse
 
 
 @dataclass
 class ExportArguments:
-    """Which adapter to write, and where to."""
+    """The adapter and the folder of the export."""
 
-    adapter: str = field(metadata={"help": "Folder of the adapter, or its name on the Hub."})
-    export_dir: str = field(metadata={"help": "Folder for the adapter in the authors' format."})
+    adapter: str = field(metadata={"help": "Folder or Hub name of the adapter."})
+    output_dir: str = field(metadata={"help": "Folder for the adapter in the authors' format."})
 
 
 def main(argv: list[str] | None = None) -> None:
-    (export,), _ = parse_recipe((ExportArguments,), argv, description=__doc__)
-    check_folder("export_dir", export.export_dir)
-    print(f"Adapter in the authors' format in {export_adapter(export.adapter, export.export_dir)}")
+    (args,) = parse([ExportArguments], argv, __doc__)
+    folder = export_authors_format(args.adapter, args.output_dir)
+    print(f"The adapter in the authors' format is in {folder}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_script(main)

@@ -1,85 +1,72 @@
-"""Merge a saved adapter into its base model, and push the result to the Hub if a name is given.
+"""Merge a saved adapter into its base model, and push the merged model to the Hub.
 
-    python recipes/merge.py --model_name_or_path ByteDance/Ouro-1.4B --adapter outputs/gsm8k
-    python recipes/merge.py outputs/gsm8k/recipe.yaml --adapter outputs/gsm8k --hub_model_id user/name
+    python recipes/merge.py --adapter outputs/gsm8k
+    python recipes/merge.py --adapter outputs/gsm8k --output_dir merged --hub_model_id user/name
 
-The base model is given by name, or by the recipe of the training. One process is enough, also for adapters that many trained.
+The adapter's `adapter_config.json` names the base model. If the base model has moved, set `--model_name_or_path`.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from loopdropout_trainer import LoopDropoutConfig, merge_and_save, push_merged_to_hub
-from loopdropout_trainer.checks import check_folder
-from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.errors import hide_secrets, run_command, user_supplied
-from loopdropout_trainer.evaluation.subject import load_model
-from loopdropout_trainer.processes import show_log
-from loopdropout_trainer.record.measurement import RecordError
-from loopdropout_trainer.runs.result import FORMER_FILE, Result, is_of_former_version, training_result
-from loopdropout_trainer.saving.cards import ModelCardFields
-from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.recipe import parse_recipe
-
-
-logger = logging.getLogger("loopdropout_trainer.merge")
+from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.hub import adapter_folder, load_model, merge_and_save, push_merged_to_hub, read_card_fields
+from loopdropout_trainer.recipe import parse
+from loopdropout_trainer.tokenizers import load_tokenizer
 
 
 @dataclass
 class MergeArguments:
-    """Which adapter to merge, and where the merged model goes."""
+    """The adapter, its base model, and the folder of the merged model."""
 
-    adapter: str = field(metadata={"help": "Folder of the adapter, or its name on the Hub."})
-    merged_dir: str | None = field(
+    adapter: str = field(metadata={"help": "Folder or Hub name of the adapter."})
+    output_dir: str | None = field(
         default=None, metadata={"help": "Folder for the merged model. Default: `merged` in the adapter's folder."}
     )
-    hub_model_id: str | None = field(default=None, metadata={"help": "Push to this name on the Hub, `user/model`."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Hub name or folder of the base model. Default: as in adapter_config.json."}
+    )
+    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the base model."})
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
+        default="auto", metadata={"help": "Data type of the merged weights. Default: the base model's."}
+    )
+    hub_model_id: str | None = field(default=None, metadata={"help": "Name on the Hub (`user/model`) to push to."})
     hub_private_repo: bool | None = field(default=None, metadata={"help": "Whether a new repository is private."})
 
-
-def facts_of_run(adapter: Path) -> ModelCardFields:
-    """Return what the files beside an adapter tell about its run."""
-    recipe, text, result = adapter / "recipe.yaml", None, Result()
-    try:
-        result = training_result(adapter)
-    except RecordError as error:
-        logger.warning("The card states no accuracies: %s", error)
-    if is_of_former_version(adapter) and not result.rows:
-        logger.warning(
-            "%s in %s is of an earlier version of this package, and is not read: the card states no accuracies.",
-            FORMER_FILE,
-            adapter,
-        )
-    if recipe.is_file():
-        with user_supplied(f"{recipe} cannot be read"):
-            text = hide_secrets(recipe.read_text(encoding="utf-8"))
-    return ModelCardFields(recipe=text, results=result.card_scores())
+    def __post_init__(self):
+        try:
+            validate_repo_id(self.hub_model_id or "model")
+        except HFValidationError as error:
+            raise UserError(f"`hub_model_id` must be a name on the Hub, got {self.hub_model_id}.") from error
 
 
 def main(argv: list[str] | None = None) -> None:
-    types, unread = (
-        (MergeArguments, ModelArguments),
-        (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
+    (args,) = parse([MergeArguments], argv, __doc__)
+
+    # Model and tokenizer
+    folder = adapter_folder(args.adapter)
+    model = load_model(
+        args.model_name_or_path or folder, revision=args.model_revision, dtype=args.dtype, adapter=folder
     )
-    (merge, model), _ = parse_recipe(types, argv, description=__doc__, unread_types=unread)
-    merged_dir = Path(merge.adapter) / "merged" if merge.merged_dir is None else merge.merged_dir
-    check_folder("merged_dir", merged_dir)
-    with user_supplied("`hub_model_id` cannot be used"):
-        validate_repo_id("model" if merge.hub_model_id is None else merge.hub_model_id)
-    show_log()
-    adapted, tokenizer = load_model(model, merge.adapter)
-    folder = merge_and_save(
-        adapted, merged_dir, tokenizer, facts_of_run(Path(merge.adapter)), repo_id=merge.hub_model_id
-    )
-    print(f"Merged model in {folder}")
-    if merge.hub_model_id is not None:
-        print(f"Pushed to {push_merged_to_hub(folder, merge.hub_model_id, private=merge.hub_private_repo)}")
+    is_saved = (folder / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(folder if is_saved else model.get_base_model().config.name_or_path, args.model_revision)
+
+    # Merging
+    output_dir = args.output_dir or Path(args.adapter if Path(args.adapter).is_dir() else ".", "merged")
+    merged = merge_and_save(model, output_dir, tokenizer, card=read_card_fields(folder), repo_id=args.hub_model_id)
+    print(f"The merged model is in {merged}")
+
+    # Push
+    if args.hub_model_id:
+        address = push_merged_to_hub(merged, args.hub_model_id, private=args.hub_private_repo)
+        print(f"Pushed to {address}")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_script(main)
