@@ -1,10 +1,7 @@
-"""Evaluate looped models on benchmarks: the references' prompts and scorers, results that survive interruption."""
+"""Evaluation with lm-eval: looped models at any depth and under any gates, and the paper's tasks."""
 
-# ruff: noqa: F401  (handed on)
-from loopdropout_trainer.evaluation.benchmark import Benchmark, evaluate_subject
-from loopdropout_trainer.evaluation.benchmarks import BENCHMARKS, load_benchmark
-from loopdropout_trainer.evaluation.benchmarks.generated import GeneratedBenchmark, score_completions
-from loopdropout_trainer.evaluation.results import BenchmarkResult, Metric, Prediction, load_predictions
-from loopdropout_trainer.evaluation.subject import Subject
-from loopdropout_trainer.generation.generation import generate_greedy
-from loopdropout_trainer.record.measurement import mean_sd
+from loopdropout_trainer.evaluation.evaluate import DEVELOPMENT, development_task, evaluate_tasks, load_task
+from loopdropout_trainer.evaluation.looped_lm import LoopedLM
+
+
+__all__ = ["DEVELOPMENT", "LoopedLM", "development_task", "evaluate_tasks", "load_task"]

@@ -1,198 +1,218 @@
-"""Looped models for lm-eval: `--model looped --model_args pretrained=...,adapter=...,num_loops=6,gates=1-0-0-0,readout=2`.
-
-All three kinds of request, over all processes. Log-likelihoods are lm-eval's `hf`, whose class this one extends, under the
-gates, to the readout, and always in float32; greedy texts come from this package's own decoding.
-"""
+"""Looped language models for lm-eval, at any recurrence depth, under any gates and with the readout of any loop."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import count
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
+from peft import PeftModel
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.evaluation.benchmark import AnswerLog
-from loopdropout_trainer.evaluation.subject import Subject, load_model
-from loopdropout_trainer.generation.generation import generate_greedy
-from loopdropout_trainer.processes import all_processes
-from loopdropout_trainer.saving.files import sha256_of_json
-from loopdropout_trainer.settings.arguments import ModelArguments
+from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.hub import end_tokens, load_model
+from loopdropout_trainer.looped import find_looped_model, set_depth
+from loopdropout_trainer.lora import use_gates
+from loopdropout_trainer.tokenizers import load_tokenizer
 
 
-# It warns of a model that is loaded already, as it is meant here.
-logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: "already-initialized" not in str(record.msg))
+# HFLM warns about a model that is already loaded, which is the normal case here.
+_WARNINGS = re.compile("already-initialized|not of type `str`")
+logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: not _WARNINGS.search(str(record.msg)))
 
-GREEDY_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
-"""What a request for greedy text may say; anything else goes to transformers' `generate`."""
+_GREEDY_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
 
 
 @register_model("looped")
 class LoopedLM(HFLM):
-    """A looped model, with or without an adapter, for lm-eval.
+    """A looped model for lm-eval.
+
+    Greedy texts come from `generate_greedy`. Log-likelihoods, in float32, and sampled texts come from lm-eval's `hf`.
 
     Args:
-        pretrained: Hub name or folder of a looped model, `tiny-ouro`, a loaded one (then with its `tokenizer`), or a subject.
-        adapter: folder or Hub name of an adapter of any kind of this package.
-        gates: [K] multipliers of the adapter's update, such as `1-0-0-0`; default: ones.
-        readout: loop t, 1-based, whose readout gives the logits; default: the last one.
-        decoding: how greedy text is decoded; see `generate_greedy`.
-        tokenizer: of a loaded model.
-        device: default: this process's accelerator, if there is one.
-        kwargs: `num_loops`, `dtype`, `revision`, `attn_implementation` and `chat_template` as in a recipe; others of
-            lm-eval's `hf`, such as `batch_size`, `max_length`, `add_bos_token`, `prefix_token_id`, `think_end_token`.
+        pretrained: Looped model with or without an adapter, or its folder or Hub name.
+        tokenizer: Tokenizer of a loaded model.
+        batch_size: Number of requests that a process computes at a time.
+        num_loops: Recurrence depth K. Default: the model's own.
+        gates: Gates [K] of the adapter, or a string such as "1-0-0-0". Default: unit gates.
+        readout: Loop (from 1) whose readout gives the logits. Default: the last loop.
+        decoding: Decoding of greedy texts, see `generate_greedy`.
+        adapter: Folder or Hub name of an adapter, if `pretrained` is a name.
+        revision: Branch, tag or commit of the model on the Hub.
+        dtype: Data type of the weights.
+        attn_implementation: "sdpa", "eager", "flash_attention_2", ...
+        chat_template: Name or Jinja file of a chat template, if `pretrained` is a name.
+        device: Device of the model, if `pretrained` is a name. Default: the accelerator of the process.
+        **kwargs: Further arguments of lm-eval's `hf`, such as `max_length` or `add_bos_token`.
 
     Raises:
-        ValueError: if model or adapter cannot be loaded, or depth, gates or readout do not fit.
+        UserError: if the depth, the gates or the readout do not fit the model.
     """
 
     def __init__(
         self,
-        pretrained: str | nn.Module | Subject,
-        adapter: str | None = None,
+        pretrained: str | nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        batch_size: int | str = 16,
+        num_loops: int | None = None,
         gates: str | float | Sequence[float] | None = None,
         readout: int | None = None,
         decoding: str = "eager",
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: str | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        attn_implementation: str | None = None,
+        chat_template: str | None = None,
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.state = all_processes()
+        state = PartialState()
         if isinstance(pretrained, str):
-            fields = ("num_loops", "dtype", "attn_implementation", "chat_template")
-            fields = {name: kwargs.pop(name) for name in fields if name in kwargs}
-            with self.state.main_process_first():
-                arguments = ModelArguments(pretrained, model_revision=kwargs.pop("revision", "main"), **fields)
-                pretrained, tokenizer = load_model(arguments, adapter)
-            own = self.state.device
-            asked = torch.device(device or "cpu")  # lm-eval asks for a GPU where there is none
-            usable = device is not None and self.state.num_processes == 1 and asked.type in ("cpu", own.type)
-            pretrained.to(asked if usable else own)
-        if not isinstance(pretrained, Subject):
-            pretrained = Subject(pretrained, tokenizer, decoding=decoding, gates=gates, readout=readout)
-        self.subject = pretrained
-        options = {"softmax_dtype": "float32", **kwargs}
-        super().__init__(self.subject.model, tokenizer=self.subject.tokenizer, **options)
-        self._rank = self.state.process_index
-        self._world_size = self.state.num_processes
+            tokenizer = load_tokenizer(pretrained, revision, chat_template)
+            options = {"revision": revision, "dtype": dtype, "attn_implementation": attn_implementation}
+            device = device if device and state.num_processes == 1 else state.device
+            pretrained = load_model(pretrained, adapter=adapter, device=device, **options)
+        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in pretrained.parameters()):
+            raise UserError(
+                "The model's weights must be complete in each process, but they are sharded. Leave `benchmarks` out of the "
+                "training, and evaluate the saved adapter with recipes/evaluate.py."
+            )
+        options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
+        super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **options)
+        self._rank, self._world_size = state.process_index, state.num_processes
+        self.looped = find_looped_model(pretrained)
+        self.num_loops = num_loops or self.looped.config.num_loops
+        self.gates = parse_gates(gates, self.num_loops)
+        self.readout = readout
+        self.decoding = decoding
+        self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)
+        if self.gates and not self.has_adapter:
+            raise UserError("`gates` must not be set for a model without an adapter.")
+        if readout is not None and not 1 <= readout <= self.num_loops:
+            raise UserError(f"`readout` must be a loop from 1 to {self.num_loops}, got {readout}.")
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns of results that describe the depth, the gates and the readout."""
+        columns = {"num_loops": self.num_loops, "gates": "unit" if self.has_adapter else "none"}
+        if self.gates:
+            columns["gates"] = "-".join(f"{gate:g}" for gate in self.gates)
+            if sorted(self.gates) == [*[0] * (self.num_loops - 1), 1] and self.num_loops > 1:
+                columns["loop"] = self.gates.index(1) + 1
+                columns["gates"] = f"loop {columns['loop']}"
+        return columns if self.readout is None else {**columns, "readout": self.readout}
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that the answers depend on, apart from the requests."""
+        digest = hashlib.sha256()
+        config = {name: value for name, value in self.looped.config.to_dict().items() if name != "_name_or_path"}
+        facts = [self.columns, config, end_tokens(self.looped), self.max_length, self.add_bos_token, self.decoding]
+        digest.update(json.dumps(facts, default=str).encode())
+        digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
+        for name, tensor in self.model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run the model at its depth and under its gates. The readout after loop t is the output of t loops."""
+        depth = self.readout or self.num_loops
+        with set_depth(self.model, depth), use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext():
+            yield
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Run the model without a cache of keys and values."""
+        config = self.looped.config
+        before, config.use_cache = config.use_cache, False
+        try:
+            with self._running():
+                yield
+        finally:
+            config.use_cache = before
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        with self._scoring():
+            return super().loglikelihood(requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        with self._scoring():
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        groups = Collator(requests, lambda _: 0, lambda request: request.args[1], group_by="gen_kwargs")
+        answers = []
+        for group in groups.get_batched(n=len(requests)):
+            options = normalize_gen_kwargs(group[0].args[1], self.max_gen_toks)
+            is_greedy = not options["do_sample"] and not set(options) - _GREEDY_FIELDS and self.think_end_token is None
+            with self._running():
+                if is_greedy:
+                    answers += self._generate_greedy(group, options, disable_tqdm)
+                else:
+                    answers += super().generate_until(group, disable_tqdm)
+        return groups.get_original(answers)
+
+    def _generate_greedy(self, requests: list[Instance], options: dict[str, Any], disable_tqdm: bool) -> list[str]:
+        max_new_tokens = options["max_gen_toks"]
+        room = self.max_length - max_new_tokens
+        if room < 1:
+            raise UserError(f"`max_new_tokens` must be less than {self.max_length}, got {max_new_tokens}.")
+        prompts = [self.tok_batch_encode([request.args[0]], left_truncate_len=room)[0][0] for request in requests]
+        return generate_greedy(
+            self.model,
+            self.tokenizer,
+            [prompt.tolist() or [self.prefix_token_id] for prompt in prompts],
+            max_new_tokens,
+            self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
+            handle_stop_sequences(options["until"], eos=None),
+            progress=not disable_tqdm and self.rank == 0,
+            decoding=self.decoding,
+            keep=lambda index, text: self.cache_hook.add_partial("generate_until", requests[index].args, text),
+        )
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a chat. The beginning of an answer follows the generation prompt unchanged."""
+        turns = list(chat_history)
+        beginning = "" if add_generation_prompt else turns.pop()["content"]
+        return super().apply_chat_template(turns) + beginning
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return gather(tensor) if self.world_size > 1 else tensor
 
     def barrier(self) -> None:
-        self.state.wait_for_everyone()
-
-    @torch.no_grad()
-    def _model_call(self, inps: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the logits [B, S, V] of rows [B, S]; padding comes after a row's tokens, which do not see it."""
-        with self.subject.running():
-            return self.subject.looped(input_ids=inps, use_cache=False).logits
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        # In groups that ask for the same.
-        as_given = lambda request: 0
-        options_of = lambda request: request.args[1]
-        groups = Collator(requests, as_given, options_of, group_by="gen_kwargs")
-        answers = []
-        for group in groups.get_batched(n=len(requests)):
-            options = normalize_gen_kwargs(group[0].args[1], self.max_gen_toks)
-            by_generate = options["do_sample"] or set(options) - GREEDY_FIELDS or self.think_end_token is not None
-            with self.subject.running():
-                if by_generate:
-                    answers += super().generate_until(group, disable_tqdm=disable_tqdm)
-                else:
-                    answers += self._greedy(group, options, disable_tqdm)
-        return groups.get_original(answers)
-
-    def _greedy(self, requests: list[Instance], options: dict[str, Any], disable_tqdm: bool) -> list[str]:
-        """Continue the contexts of requests that ask for the same."""
-        budget = options["max_gen_toks"]
-        room = self.max_length - budget
-        if room < 1:
-            raise UserError(f"`max_gen_toks` must be less than `max_length`, {self.max_length}; got {budget}.")
-        contexts = [request.args[0] for request in requests]
-        # Tokenized as `hf` does before it generates: a text that brings its first special token gets no second one.
-        prompts = [self.tok_batch_encode([text], left_truncate_len=room)[0][0].tolist() for text in contexts]
-        return generate_greedy(
-            self.model,
-            self.tokenizer,
-            [prompt or [self.prefix_token_id] for prompt in prompts],
-            budget,
-            self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
-            handle_stop_sequences(options["until"], eos=None),
-            progress=not disable_tqdm and self.rank == 0,
-            decoding=self.subject.decoding,
-            keep=lambda index, text: self.cache_hook.add_partial("generate_until", requests[index].args, text),
-        )
+        PartialState().wait_for_everyone()
 
 
-class LoggedLM(LoopedLM):
-    """The backend of this package's own evaluation: each answer is logged, and the processes share the requests.
+def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
+    """Return the gates [K] from numbers or a string such as "1-0-0-0". Unit gates are None.
 
-    To lm-eval it is one process alone: it gets every request, and every process returns the answers to all.
-
-    Args:
-        subject: the model.
-        log: of the answers.
-        in_turns: whether the requests are written by a chat template, which writes its special tokens itself.
-        progress: show bars in the first process.
+    Raises:
+        UserError: if there is not one number for each loop.
     """
-
-    def __init__(self, subject: Subject, log: AnswerLog, in_turns: bool, progress: bool = True) -> None:
-        super().__init__(subject, batch_size=subject.batch_size, add_bos_token=False if in_turns else None)
-        self.log = log
-        self.progress = progress and self.state.is_main_process
-        self._rank = 0
-        self._world_size = 1
-        self.cache_hook = self  # lm-eval's models tell it every answer as soon as it is there
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        return self._answers("loglikelihood", requests)
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        return self._answers("loglikelihood_rolling", requests)
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        if self.subject.max_new_tokens is not None:
-            for request in requests:
-                request.arguments = (request.args[0], {**request.args[1], "max_gen_toks": self.subject.max_new_tokens})
-        return self._answers("generate_until", requests)
-
-    def _answers(self, kind: str, requests: list[Instance]) -> list[Any]:
-        """Return the answer to each request; those in the log are not computed again."""
-        # Equal requests have answers of their own, since they may be sampled: the key of each ends with its number.
-        asked = Counter()
-        keys = []
-        for request in requests:
-            hashed = sha256_of_json([kind, *request.args])
-            keys.append(f"{hashed} {asked[hashed]}")
-            asked[hashed] += 1
-        by_key = dict(zip(keys, requests, strict=True))
-        missing = {key: request for key, request in by_key.items() if key not in self.log.answers}
-        # Shared out by context, since the choices of one question are computed together.
-        contexts = list(dict.fromkeys(request.args[0] for request in missing.values()))
-        mine = set(contexts[self.state.process_index :: self.state.num_processes])
-        share = {key: request for key, request in missing.items() if request.args[0] in mine}
-        if share:
-            getattr(super(), kind)(list(share.values()), disable_tqdm=not self.progress)  # it calls `add_partial`
-        self.log.exchange(share)
-        return [self.log.answers[key] for key in keys]
-
-    def add_partial(self, kind: str, arguments: Iterable[Any], answer: Any) -> None:
-        """Log an answer under the first key of its request that has none yet."""
-        if kind != "generate_until" and not math.isfinite(answer[0] if kind == "loglikelihood" else answer):
-            raise UserError("A log-likelihood is not a finite number: the model's outputs hold NaN or infinity.")
-        hashed = sha256_of_json([kind, *arguments])
-        keys = (f"{hashed} {number}" for number in count())
-        self.log.keep([(next(key for key in keys if key not in self.log.answers), answer)])
+    if gates is None:
+        return None
+    try:
+        numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != num_loops:
+        raise UserError(
+            f"`gates` must be {num_loops} numbers such as 1-0-0-0, one for each loop, got {short_repr(gates)}."
+        )
+    return None if all(number == 1 for number in numbers) else numbers

@@ -134,13 +134,18 @@ def sandbox_fault() -> str | None:
     return None if verdict == "pass" else f"a right program gets the verdict `{verdict}` in it"
 
 
-def check_allowed(benchmark: str, confirmed: bool) -> bool:
-    """Return whether bubblewrap contains programs here; raise ValueError if not, unless the user has confirmed to run them."""
-    fault = sandbox_fault()
-    if fault is not None and not confirmed:
+def check_allowed(task: str, allow_unsafe_code: bool, can_be_sandboxed: bool = True) -> None:
+    """Raise `UserError` if the programs of a task cannot be contained, and the user has not allowed them to run anyway.
+
+    Args:
+        task: Name of the task.
+        allow_unsafe_code: Whether the user allows programs outside of the sandbox.
+        can_be_sandboxed: Whether the task runs its programs by `check_program`.
+    """
+    fault = sandbox_fault() if can_be_sandboxed else "lm-eval runs the programs of this task itself"
+    if fault is not None and not allow_unsafe_code:
         raise UserError(
-            f"`{benchmark}` runs programs that the model has written, and bubblewrap cannot contain them here ({fault}): "
-            "install it (`apt-get install bubblewrap`) on a system that allows namespaces, or give "
-            "`--confirm_run_unsafe_code true` on the command line to run them with your own rights."
+            f"`{task}` runs programs that the model has written, and bubblewrap cannot contain them ({fault}). Install "
+            "bubblewrap (`apt-get install bubblewrap`) on a system that allows namespaces, or set `--allow_unsafe_code true` "
+            "on the command line to run them with your own rights."
         )
-    return fault is None

@@ -1,0 +1,356 @@
+"""Evaluate a model on tasks with lm-eval, and return results and per-problem samples."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import lm_eval.tasks
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from lm_eval.api.group import Group
+from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+from peft import PeftModel
+
+from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.evaluation.looped_lm import LoopedLM
+from loopdropout_trainer.evaluation.programs import load_problems
+from loopdropout_trainer.evaluation.sandbox import check_allowed
+
+
+# lm-eval gives advice on custom data sets for each task that has one.
+logging.getLogger("lm_eval.api.task").addFilter(lambda record: "Custom kwargs" not in str(record.msg))
+
+DEVELOPMENT = "development"
+"""Name of the task that `development_task` makes of held-out training examples."""
+
+TASKS = Path(__file__).with_name("tasks")
+"""Folder of the package's own tasks."""
+
+_FOLDERS = {"mmlu": "mmlu/default", "bbh": "bbh/cot_fewshot", "truthfulqa": "truthfulqa"}
+_PROGRAMS = {"humaneval": "humaneval", "humaneval_plus": "humaneval", "mbpp": "mbpp", "mbpp_plus": "mbpp"}
+_SCORED_LIKE = {
+    "arithmetic": "arithmetic_test",
+    "arithmetic_short": "arithmetic_test",
+    "gsm8k": "gsm8k",
+    "metamath_gsm": "metamath_gsm8k",
+}
+_GROUPS = ("subject", "level", "num_steps")
+
+
+def evaluate_tasks(
+    lm: LoopedLM,
+    tasks: Sequence[str | Task],
+    *,
+    limit: int | None = None,
+    cache_dir: str | Path | None = None,
+    output_dir: str | Path | None = None,
+    data_files: Mapping[str, str | Sequence[str]] | None = None,
+    revisions: Mapping[str, str] | None = None,
+    allow_unsafe_code: bool = False,
+    apply_chat_template: bool | None = None,
+    system_instruction: str | None = None,
+    max_new_tokens: int | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate a model on tasks.
+
+    With several processes, call it in all of them. Each process evaluates a share of the problems, and all return the results.
+
+    Args:
+        lm: Model with its depth, gates and readout.
+        tasks: Tasks of the package (`TASKS`), tasks and groups of lm-eval, or `development_task(...)`.
+        limit: Number of problems of each task.
+        cache_dir: Folder that keeps each answer. An interrupted evaluation generates only the missing answers.
+        output_dir: Folder for `samples_<task>.jsonl`, which has one line for each problem.
+        data_files: Local files or one folder for each task, instead of its dataset on the Hub.
+        revisions: Branch, tag or commit of the dataset on the Hub for each task.
+        allow_unsafe_code: Whether to run generated programs outside of the sandbox.
+        apply_chat_template: Whether prompts are turns of a chat. Default: as each task defines.
+        system_instruction: System turn of the chat.
+        max_new_tokens: Maximum number of tokens of an answer. Default: as each task defines.
+
+    Returns:
+        Results without the columns `method`, `seed` and `step`. The metrics of each task are `accuracy` in percent, further
+        metrics of the task, `missing` (percentage of answers that cannot be read) and `accuracy_by_<column>`. The column
+        `samples` names the file of the samples in `output_dir`.
+
+    Raises:
+        UserError: if a task does not exist, its data cannot be loaded, or its programs cannot be contained.
+    """
+    selected: dict[str, Task | Group] = {}
+    for task in tasks:
+        if isinstance(task, str):
+            files, revision = (data_files or {}).get(task), (revisions or {}).get(task)
+            selected |= load_task(task, files, revision, limit)
+        else:
+            selected[task.task_name] = task
+    chats = {}
+    for name, task in selected.items():
+        for leaf in _leaves(task):
+            _prepare(leaf, max_new_tokens)
+            _check_programs(leaf, allow_unsafe_code)
+        own_choice = bool((_leaves(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
+        chats[name] = own_choice if apply_chat_template is None else apply_chat_template
+        if chats[name] and not lm.tokenizer.chat_template:
+            raise UserError(f"`chat_template` must be set, because the prompts of `{name}` are turns of a chat.")
+    rows = []
+    for name, task in selected.items():
+        lm.add_bos_token = False if chats[name] else None  # a chat template writes the special tokens itself
+        with _cached(lm, cache_dir) as model, _preserved_random_states():
+            results = evaluate(
+                model,
+                {"tasks": {leaf.task_name: leaf for leaf in _leaves(task)}, "groups": _groups(task)},
+                limit=limit,
+                bootstrap_iters=0,
+                system_instruction=system_instruction if chats[name] else None,
+                apply_chat_template=chats[name],
+                fewshot_as_multiturn=chats[name],
+                confirm_run_unsafe_code=True,  # `_check_programs` has asked
+            )
+        own_rows = [None if results is None else _collect(lm, name, task, results, output_dir)]
+        rows += broadcast_object_list(own_rows)[0]
+    return rows
+
+
+def load_task(
+    name: str,
+    data_files: str | Sequence[str] | None = None,
+    revision: str | None = None,
+    limit: int | None = None,
+) -> dict[str, Task | Group]:
+    """Load a task, or a group of tasks, by name. A tag of lm-eval gives several tasks.
+
+    Args:
+        name: Task of the package or of lm-eval.
+        data_files: Local files with the published columns, or a folder that `load_dataset` reads.
+        revision: Branch, tag or commit of the dataset on the Hub.
+        limit: Number of generated problems.
+
+    Raises:
+        UserError: if there is no such task, or its data cannot be loaded.
+    """
+    manager = _find_manager(name)
+    overrides: dict[str, Any] = {"dataset_kwargs": {"revision": revision}} if revision else {}
+    files = [data_files] if isinstance(data_files, str | Path) else data_files
+    if name.startswith("arithmetic_") and limit:
+        overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
+    kind = "group" if name in manager.all_groups else "task"
+    try:
+        if files and name in _PROGRAMS:
+            overrides["dataset_kwargs"] = {"dataset": _PROGRAMS[name], "file": str(files[0])}
+        elif files and Path(files[0]).is_dir():
+            overrides["dataset_path"] = str(files[0])
+        elif files:
+            overrides |= {"custom_dataset": _read_files(files), "dataset_kwargs": None}
+        # lm-eval applies overrides only to the members of a group.
+        loaded = manager.load([{"group": "selected", "task": [{kind: name, **overrides}]}])
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, jinja2.TemplateError, DatasetsError) as error:
+        reason = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else error.__cause__ or error
+        raise UserError(f"The task `{name}` cannot be loaded: {reason}") from error
+    for task in loaded["tasks"].values():
+        own_examples = task.fewshot_cfg.samples is not None
+        if files and "custom_dataset" in overrides and task.get_config("num_fewshot") and not own_examples:
+            raise UserError(
+                f"`data_files` of `{name}` must be a folder, because its prompts show examples of another split."
+            )
+    group = loaded["groups"].get(name)
+    return {name: group} if group is not None and group.has_aggregation else loaded["tasks"]
+
+
+def development_task(preparation: str | None, examples: Dataset | None) -> Task:
+    """Return held-out training examples as a task, with the prompt and the scorer of the preparation's test set.
+
+    Args:
+        preparation: Preparation of the training data.
+        examples: Held-out examples with the columns `question` and `answer`.
+
+    Raises:
+        UserError: if the examples do not have questions with answers that can be scored.
+    """
+    if preparation not in _SCORED_LIKE or not examples:
+        raise UserError(
+            f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
+            f"{', '.join(_SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}."
+        )
+    name = _SCORED_LIKE[preparation]
+    overrides = {"custom_dataset": lambda **_: {"test": examples}, "dataset_kwargs": None}
+    loaded = _find_manager(name).load([{"group": DEVELOPMENT, "task": [{"task": name, **overrides}]}])
+    task = loaded["tasks"][name]
+    task.set_config("task", DEVELOPMENT)
+    return task
+
+
+def _find_manager(name: str) -> TaskManager:
+    """Return an index with the task. The index of all tasks of lm-eval takes 10 seconds."""
+    folder = _FOLDERS.get(name.partition("_")[0])
+    for arguments in ((folder, False), (None, True)):
+        manager = _load_manager(*arguments)
+        if name in manager.all_tasks:
+            return manager
+    own = _load_manager(None, False).all_tasks
+    names = ", ".join([*own, "mmlu", "bbh", "truthfulqa_mc2"])
+    raise UserError(f"`{name}` must be a task of lm-eval or one of {names}.{closest_match(name, manager.all_tasks)}")
+
+
+@functools.cache
+def _load_manager(folder: str | None, include_defaults: bool) -> TaskManager:
+    paths = [str(TASKS), *([str(Path(lm_eval.tasks.__file__).parent / folder)] if folder else [])]
+    return TaskManager(include_path=paths, include_defaults=include_defaults)
+
+
+def _read_files(files: Sequence[str]) -> Any:
+    """Return a `custom_dataset` of lm-eval whose splits all have the rows of some files."""
+    builder = {".parquet": "parquet", ".csv": "csv"}.get(Path(str(files[0]).removesuffix(".gz")).suffix, "json")
+    rows = load_dataset(builder, data_files=list(map(str, files)), split="train")
+    return lambda **_: defaultdict(lambda: rows)
+
+
+def _prepare(task: Task, max_new_tokens: int | None) -> None:
+    if task.get_config("num_fewshot") is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(1234)
+    if max_new_tokens and task.OUTPUT_TYPE == "generate_until":
+        task.set_config("generation_kwargs", {"max_gen_toks": max_new_tokens}, update=True)
+
+
+def _check_programs(task: Task, allow_unsafe_code: bool) -> None:
+    """Raise `UserError` if a task runs programs that cannot be contained, and the user has not allowed it."""
+    if getattr(task, "UNSAFE_CODE", False):
+        check_allowed(task.task_name, allow_unsafe_code, can_be_sandboxed=task.config.custom_dataset is load_problems)
+
+
+def _leaves(task: Task | Group) -> list[Task]:
+    return task.get_all_tasks() if isinstance(task, Group) else [task]
+
+
+def _groups(task: Task | Group) -> dict[str, Group]:
+    groups = [task, *task.get_all_groups()] if isinstance(task, Group) else []
+    return {group.name: group for group in groups}
+
+
+@contextmanager
+def _cached(lm: LoopedLM, cache_dir: str | Path | None) -> Iterator[Any]:
+    """Keep each answer in a file of `cache_dir` that belongs to the model, its depth and its gates."""
+    if cache_dir is None:
+        yield lm
+        return
+    caching = CachingLM(lm, str(Path(cache_dir, f"{lm.fingerprint()}_rank{lm.rank}.db")))
+    try:
+        yield caching
+    finally:
+        lm.set_cache_hook(CacheHook(None))
+        caching.dbdict.close()
+
+
+@contextmanager
+def _preserved_random_states() -> Iterator[None]:
+    """Seed the random states as lm-eval does, and restore them after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            random.seed(0)
+            np.random.seed(1234)
+            torch.manual_seed(1234)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _collect(
+    lm: LoopedLM, name: str, task: Task | Group, evaluation: Mapping[str, Any], output_dir: str | Path | None
+) -> list[dict[str, Any]]:
+    """Return the results of lm-eval's evaluation of a task, and write its samples."""
+    numbers = evaluation["results"][name]
+    keys = [key for key in numbers if "," in key and "_stderr," not in key]
+    main_metric, main_filter = keys[0].split(",", 1)
+    shared = {"task": name, **lm.columns}
+    leaves = _leaves(task)
+    samples = {}  # by filter
+    for leaf in leaves:
+        for sample in sorted(evaluation["samples"][leaf.task_name], key=lambda sample: sample["doc_id"]):
+            samples.setdefault(sample["filter"], []).append((leaf, sample))
+    samples_columns = {}
+    lines = [_sample(leaf, sample, main_metric, len(leaves) > 1) for leaf, sample in samples[main_filter]]
+    if output_dir is not None:
+        path = Path(output_dir, f"samples_{name}{_suffix(lm)}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+        path.write_text(text, encoding="utf-8")
+        samples_columns = {"samples": path.name}
+    rows = []
+    for key in keys:
+        metric, filter_name = key.split(",", 1)
+        values = [sample.get(metric) for _, sample in samples[filter_name]]
+        is_share = all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values)
+        title = metric if filter_name == "none" else filter_name if metric == main_metric else key
+        title = "accuracy" if key == keys[0] and is_share else title
+        value, unit = (100 * numbers[key], "%") if is_share else (numbers[key], "")
+        row = {"metric": title, "value": float(value), "unit": unit, **shared, "n": len(values)}
+        rows.append({**row, **samples_columns} if key == keys[0] else row)
+    if leaves[0].OUTPUT_TYPE == "generate_until":
+        missing = 100 * sum(not line["answered"] for line in lines) / len(lines)
+        rows.append({"metric": "missing", "value": missing, "unit": "%", **shared, "n": len(lines)})
+    by_group = defaultdict(list)
+    for (leaf, sample), line in zip(samples[main_filter], lines, strict=True):
+        columns = {column: sample["doc"][column] for column in _GROUPS if column in sample["doc"]}
+        for column, group in (columns or ({"task": leaf.task_name} if len(leaves) > 1 else {})).items():
+            by_group[f"accuracy_by_{column}", str(group)].append(line["correct"])
+    for (metric, group), values in by_group.items():
+        row = {"metric": metric, "group": group, "value": 100 * sum(values) / len(values), "unit": "%"}
+        rows.append({**row, **shared, "n": len(values)})
+    return rows
+
+
+def _sample(task: Task, sample: Mapping[str, Any], metric: str, in_group: bool) -> dict[str, Any]:
+    """Return one line of `samples_<task>.jsonl`."""
+    arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
+    if isinstance(responses[0], str):
+        completion, answer = responses[0], sample["filtered_resps"][0]
+        if answer == "[invalid]" or sample["filter"] == "none" and not completion.strip():
+            answer = None
+    else:  # log-likelihoods of choices
+        scores = [response[0] if isinstance(response, tuple | list) else response for response in responses]
+        completion = arguments[int(np.argmax(scores))][-1]
+        answer = completion.strip()
+    value = sample.get(metric)
+    return {
+        **({"task": task.task_name} if in_group else {}),
+        "doc_id": sample["doc_id"],
+        "prompt": arguments[0][0],
+        "completion": completion,
+        "target": sample["target"],
+        "answer": answer,
+        "answered": answer is not None,
+        "correct": float(value) if isinstance(value, Real | np.bool_) else None,
+    }
+
+
+def _suffix(lm: LoopedLM) -> str:
+    """Return the part of a file name that tells a setting from the model's own depth, at unit gates."""
+    gates = lm.columns["gates"]
+    parts = [f"K{lm.num_loops}"] if lm.num_loops != lm.looped.config.num_loops else []
+    parts += (
+        [gates.replace("none", "base").replace(" ", "_")]
+        if isinstance(lm.model, PeftModel) and gates != "unit"
+        else []
+    )
+    parts += [f"readout_{lm.readout}"] if lm.readout else []
+    return "".join(f"_{part}" for part in parts)
