@@ -1,12 +1,12 @@
-"""Make tables, figures and one page to look through from the folders that runs, sweeps and diagnostics left.
+"""Make tables and figures from finished runs.
 
     python recipes/report.py outputs/quickstart
-    python recipes/report.py outputs/sweeps --tables math_main mask_controls --output_dir report
+    python recipes/report.py outputs/sweeps --tables math_main figure_teaser --output_dir report
     python recipes/report.py outputs --tables all
 
-Without `--tables` it summarises all runs below the folders: accuracy by depth, differences, costs, and every figure that they
-have numbers for. A table or figure of the paper is a YAML file in recipes/tables/. Tables are written as Markdown, LaTeX and
-CSV, with the paper's numbers in columns of their own, figures as PNG, PDF and SVG. What is missing is listed.
+Without `--tables` it summarizes all runs below the folders: accuracy by depth, differences to LoRA with 95% intervals, costs,
+and one figure. A table or figure of the paper is a YAML file in recipes/tables/, which has the paper's numbers too. Tables are
+written as Markdown, LaTeX and CSV, figures as PNG, PDF and SVG. Missing runs are listed.
 """
 
 # Columns of results.jsonl that the tables, figures, the summary, sweep.py and docs/replication filter on. Every result has
@@ -44,66 +44,412 @@ CSV, with the paper's numbers in columns of their own, figures as PNG, PDF and S
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
+from scipy import stats
 
-from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.settings.recipe import RecipeError
+from loopdropout_trainer.diagnostics import answer_decomposition
+from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.gates import Draw, make_rule
+from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.results import COLUMNS, RECIPE_FILE, UNCOMPARED, compare_recipes, read_results
 
 
 TABLES = Path(__file__).parent / "tables"
+EXPECTED = (*COLUMNS, "loop", "group", "samples", "adapter", "folder", "recipe_run_name")
+
+NO_EFFECT = UNCOMPARED | {
+    *("seed", "data_seed", "gate_seed", "evaluate_base", "merge"),
+    *("benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
+}
+IGNORED = {"value", "seed", "folder", "adapter", "samples"} | {f"recipe_{name}" for name in NO_EFFECT}
+"""Columns in which the results of one mean may differ."""
+
+COSTS = {
+    "trainable_parameters": "trainable parameters",
+    "train_seconds": "seconds",
+    "tokens_per_second": "tokens/s",
+    "peak_memory_gb": "memory (GB)",
+}
+
+
+class Missing(UserError):
+    """A number that the results do not contain."""
+
+
+# Results
+
+
+def load_results(*folders: str | Path) -> pd.DataFrame:
+    """Return all results below the folders, with the columns that the comment at the top of this file lists.
+
+    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep).
+
+    Raises:
+        UserError: if there are no results.
+    """
+    rows = read_results(*folders)
+    if not rows:
+        raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
+    for row in rows:
+        path = Path(row.get("adapter") or "", RECIPE_FILE)
+        if row.get("adapter") and path.exists():
+            row |= {f"recipe_{name}": value for name, value in load_recipe(path).items()}
+    results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
+    results = results.reindex(columns=list(dict.fromkeys([*EXPECTED, *results])))
+    names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
+    runs = results["adapter"].fillna(results["folder"])
+    depths = results[results["task"] == "training"].groupby("folder")["num_loops"].first()
+    return results.assign(**names, trained_loops=runs.map(depths).fillna(results["num_loops"]))
+
+
+def select(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the results whose columns have the wanted values, or one of a list of values.
+
+    Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
+    """
+    if not wanted.keys() & {"gates", "loop"}:
+        results = results[results["gates"].isin(["unit", "none"]) & results["loop"].isna()]
+    if not wanted.keys() & {"num_loops", "loop"}:
+        results = results[results["num_loops"] == results["trained_loops"]]
+    for name, value in wanted.items():
+        column = results.get(name, pd.Series(None, results.index))
+        results = results[column.isin(value if isinstance(value, list) else [value])]
+    return results
+
+
+def average(rows: pd.DataFrame, place: str) -> pd.Series:
+    """Return the values by seed.
+
+    Raises:
+        UserError: if the results differ in more than the seed, with `place` and the first difference.
+    """
+    first, *others = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    for other in others:
+        if difference := compare_recipes(first, other, IGNORED):
+            raise UserError(
+                f"{place}: {difference} between {first['folder']} and {other['folder']}. Do not average them."
+            )
+    values = rows.drop_duplicates(["seed", "value"]).set_index("seed")["value"].sort_index()
+    if values.index.has_duplicates:
+        raise UserError(f"{place}: one seed has two results, in {', '.join(rows['folder'].unique())}.")
+    return values
+
+
+def mean_sd(values: pd.Series, decimals: int = 2) -> str:
+    """Return `mean ± SD` with the sample standard deviation, or the value of a single seed."""
+    spread = f" ± {values.std():.{decimals}f}" if len(values) > 1 else ""
+    return f"{values.mean():.{decimals}f}{spread}"
+
+
+def differences(ours: pd.DataFrame, other: pd.DataFrame, place: str, part: str | None = None) -> pd.Series:
+    """Return ours - other by seed, of the seeds that both settings have.
+
+    `part`: part of the difference by `answer_decomposition`, such as `gain_both_answered`.
+    """
+    gains = (average(ours, place) - average(other, place)).dropna()
+    for seed in gains.index if part else ():
+        rows = [rows[rows["seed"] == seed].iloc[0] for rows in (ours, other)]
+        paths = [Path(row["folder"], str(row["samples"])) for row in rows]
+        if not all(path.is_file() for path in paths):
+            raise Missing(f"no samples of seed {seed:g}")
+        parts = answer_decomposition(*(pd.read_json(path, lines=True).to_dict("records") for path in paths))
+        gains[seed] = next(row["value"] for row in parts if row["metric"] == part)
+    return gains
+
+
+def with_interval(gains: pd.Series, decimals: int = 2) -> str:
+    """Return the mean over seeds with its 95% interval (Student's t), or the gain of a single seed."""
+    text = f"{gains.mean():+.{decimals}f}" if len(gains) else "–"
+    if len(gains) < 2:
+        return text
+    low, high = stats.ttest_1samp(gains, 0).confidence_interval()
+    return f"{text} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+
+
+# Tables
+
+OPTIONS = {"of", "show", "minus", "part", "average_of", "decimals", "scale"}
+
+
+def find(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the selected results, by default accuracies. Raise `Missing` if there are none, or not of all wanted seeds."""
+    rows = select(results, {"metric": "accuracy", **wanted})
+    seeds = wanted.get("seed")
+    lacking = {*seeds} - {*rows["seed"]} if isinstance(seeds, list) else not len(rows)
+    if lacking:
+        raise Missing(f"no result with {', '.join(f'{name} {value}' for name, value in wanted.items())}")
+    return rows
+
+
+def fill_cell(results: pd.DataFrame, cell: Mapping[str, Any], place: str) -> str:
+    """Return the text of a cell.
+
+    Args:
+        results: from `load_results`.
+        cell: options of `OPTIONS`, and for other columns the values that select the results.
+        place: start of error messages.
+    """
+    show, decimals = cell.get("show", "mean"), cell.get("decimals", 2)
+    if "recipe" in cell:
+        recipe = load_recipe(cell["recipe"])
+        return " x ".join(str(recipe[name]) for name in show.split(" x "))
+    wanted = {name: value for name, value in cell.items() if name not in OPTIONS}
+    if "average_of" in cell:
+        by_task = {task: average(find(results, {**wanted, "task": task}), place) for task in cell["average_of"]}
+        return mean_sd(pd.DataFrame(by_task).dropna().mean(axis=1), decimals)
+    rows = find(results, wanted)
+    if "of" in cell:
+        costs = find(results, {"task": "training", "metric": cell["of"]})
+        rows = costs[costs["folder"].isin(rows["folder"])]
+    if "minus" in cell:
+        other = find(results, {**wanted, **cell["minus"]})
+        return with_interval(differences(rows, other, place, cell.get("part")), decimals)
+    values = average(rows, place) * cell.get("scale", 1)
+    if show == "mean":
+        return mean_sd(values, decimals)
+    return " / ".join(f"{value:.{decimals}f}" for value in values) if show == "seeds" else f"{rows[show].iloc[0]:g}"
+
+
+def build_table(spec: Mapping[str, Any], results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Return a table of texts, with the paper's numbers in columns of their own, and a list of the missing numbers.
+
+    Args:
+        spec: content of a YAML file (docs/reports.md).
+        results: from `load_results`.
+    """
+    lines, missing = [], []
+    for row in spec["rows"]:
+        line, wanted = {}, spec.get("filter", {})
+        for (title, column), head in zip(spec["heads"].items(), row, strict=False):
+            ((line[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
+            wanted = {**wanted, **selection}
+        papers = row[len(line) :] or [None] * len(spec["columns"])
+        names = ", ".join(line.values())
+        for (title, column), paper in zip(spec["columns"].items(), papers, strict=True):
+            try:
+                line[title] = fill_cell(results, {**wanted, **column}, f"{spec['label']}, {names}, {title}")
+            except Missing as reason:
+                line[title] = "–"
+                missing.append(f"{names}, {title}: {reason}")
+            line[f"{title} (paper)"] = paper
+        lines.append(line)
+    return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–"), missing
+
+
+# Summary
+
+
+def labelled(results: pd.DataFrame) -> pd.DataFrame:
+    """Add `label`: the method, and the settings in which its runs differ."""
+    results = results.assign(label=results["method"])
+    for _, rows in results[results["method"] != "base model"].groupby("method"):
+        for name in {*rows.filter(like="recipe_")} - IGNORED:
+            if rows[name].nunique(dropna=False) > 1:
+                texts = rows[name].map(
+                    lambda value, name=name: f", {name.removeprefix('recipe_')} = {value}", "ignore"
+                )
+                results.loc[rows.index, "label"] += texts.fillna("")
+    return results
+
+
+def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
+    """Return accuracies (%) by task, method and recurrence depth, mean ± SD over seeds, and differences to LoRA.
+
+    A method is compared with the LoRA of the same settings, or with the only LoRA.
+    """
+    rows = labelled(select(results, {"metric": "accuracy", "num_loops": [*results["num_loops"].unique()]}))
+    texts = {}
+    for (task, depth), part in rows.sort_values("num_loops").groupby(["task", "num_loops"], sort=False):
+        by_label = dict(tuple(part.groupby("label", sort=False)))
+        for label, ours in by_label.items():
+            method = ours["method"].iloc[0]
+            texts[task, label, f"K = {depth:g}"] = mean_sd(average(ours, label))
+            lora = by_label.get(label.replace(method, "LoRA", 1), by_label.get("LoRA"))
+            if lora is not None and method not in ("LoRA", "base model"):
+                texts[task, f"{label} - LoRA", f"K = {depth:g}"] = with_interval(differences(ours, lora, label))
+    return pd.Series(texts, dtype=object).unstack(sort=False).fillna("").rename_axis(["task", "method"])
+
+
+def cost_table(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the costs of the trainings, means over seeds, by method."""
+    rows = labelled(results[results["task"] == "training"])
+    return rows.pivot_table("value", "label", "metric").reindex(columns=[*COSTS]).rename(columns=COSTS).round(2)
+
+
+# Figures (plotnine is imported in the functions, because sweeps do not need it)
+
+BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#7a7a7a"
+OTHER_COLORS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8c6d1f")
+"""Colors of Okabe and Ito, which color-blind readers can tell apart."""
+
+
+def points(rows: pd.DataFrame, by: list[str], minus: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return `mean` and `sd` over seeds of the rows, less those of `minus`, for each value of the columns `by`."""
+    data = []
+    for key, part in rows.groupby(by, sort=False):
+        place = ", ".join(map(str, key))
+        if minus is None:
+            values = average(part, place)
+        else:
+            values = differences(part, minus[(minus[by] == list(key)).all(axis=1)], place)
+        data.append([*key, values.mean(), values.std()])
+    return pd.DataFrame(data, columns=[*by, "mean", "sd"]).fillna({"sd": 0.0})
+
+
+def line_plot(data: pd.DataFrame, x: str, y_label: str, title: str = "") -> Any:
+    """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
+
+    Args:
+        data: columns `panel`, `label`, `mean`, `sd` and the column named `x`.
+    """
+    import plotnine as p9
+
+    known = {"base model": GREY, "LoRA": ORANGE, "Loop Dropout": BLUE}
+    colors = dict(zip(sorted({*data["label"]} - {*known}), cycle(OTHER_COLORS), strict=False)) | known
+    ticks = sorted(data[x].unique())
+    scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
+    return (
+        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
+        + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
+        + p9.geom_line(size=1.1)
+        + p9.geom_point(size=2)
+        + p9.facet_wrap("panel", scales="free", ncol=3)
+        + p9.scale_color_manual(colors)
+        + p9.scale_fill_manual(colors)
+        + scale(breaks=ticks)
+        + p9.labs(y=y_label, title=title)
+        + p9.theme_minimal()
+        + p9.theme(legend_position="top", legend_title=p9.element_blank(), panel_grid_minor=p9.element_blank())
+    )
+
+
+def heat_plot(data: pd.DataFrame, x: str, y: str, title: str) -> Any:
+    """Return a matrix of the means with their numbers, the first row on top."""
+    import plotnine as p9
+
+    data = data.assign(**{name: data[name].astype(int).astype(str) for name in (x, y)})
+    top = data["mean"].abs().max()
+    return (
+        p9.ggplot(data, p9.aes(x, y))
+        + p9.geom_tile(p9.aes(fill="mean"))
+        + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}")
+        + p9.scale_fill_gradient2(ORANGE, "#f7f7f7", BLUE, limits=(-top, top))
+        + p9.scale_y_discrete(limits=sorted(data[y].unique(), reverse=True))
+        + p9.facet_wrap("panel")
+        + p9.labs(fill="", title=title)
+        + p9.theme_minimal()
+    )
+
+
+def gates_plot(num_loops: int, p: float, seed: int, title: str) -> Any:
+    """Return the gates of eight examples, as a training draws them, and the gates of inference."""
+    draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=num_loops)
+    gates = make_rule("loop_dropout", p=p).sample(draw).T  # [8, K]
+    training = pd.DataFrame(gates.tolist(), range(1, 9), range(1, num_loops + 1)).rename_axis("example").reset_index()
+    training = training.melt("example", var_name="loop", value_name="mean").assign(panel="training")
+    return heat_plot(pd.concat([training, training.assign(panel="inference", mean=1.0)]), "loop", "example", title)
+
+
+def build_figure(spec: Mapping[str, Any], results: pd.DataFrame) -> Any:
+    """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
+    if spec["figure"] == "gates":
+        return gates_plot(**spec["filter"], title=spec["title"])
+    x, labels = spec["x"], (spec["x_label"], spec["y_label"])
+
+    def rows_of(change: Mapping[str, Any]) -> pd.DataFrame:
+        wanted = {x: [*results[x].dropna().unique()], **spec["filter"], **change}
+        panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
+        return pd.concat(panels).assign(label=lambda rows: rows["method"])
+
+    if spec["figure"] == "heat":
+        data = points(rows_of({}), ["panel", spec["y"], x], rows_of(spec["minus"]))
+        return heat_plot(data.rename(columns={x: labels[0], spec["y"]: labels[1]}), *labels, spec["title"])
+    return line_plot(points(rows_of({}), ["panel", "label", x]).rename(columns={x: labels[0]}), *labels, spec["title"])
+
+
+def overview_figure(results: pd.DataFrame) -> Any:
+    """Return a plotnine figure of the first task: accuracy by depth, and both diagnostics with one active loop.
+
+    Args:
+        results: from `load_results`.
+    """
+    accuracy = results[results["metric"] == "accuracy"]
+    accuracy = accuracy[accuracy["task"] == accuracy["task"].iloc[0]]
+    panels = {
+        "accuracy (%), K loops": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
+        "loss reduction (%), only loop t": results[results["metric"] == "loss_reduction"],
+        "accuracy (%), only loop t": accuracy,
+    }
+    rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
+    return line_plot(points(labelled(rows), ["panel", "label", "loop"]), "loop", "")
+
+
+def save_figure(plot: Any, path: str | Path) -> list[Path]:
+    """Save a plotnine figure as PNG, PDF and SVG, and return the paths. `path` has no ending."""
+    paths = [Path(f"{path}.{ending}") for ending in ("png", "pdf", "svg")]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    for file in paths:
+        plot.save(file, width=9.6, height=3.5, dpi=200, verbose=False)
+    return paths
+
+
+# The command
+
+
+def save_table(table: pd.DataFrame, title: str, path: Path, notes: str = "") -> None:
+    """Print a table, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
+    table = table.reset_index() if table.index.names[0] else table
+    text = f"### {title}\n\n{table.to_markdown(index=False, disable_numparse=True)}\n\n{notes}\n"
+    style = table.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+    print(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    path.with_suffix(".tex").write_text(style.to_latex(hrules=True, caption=title, label=path.name), encoding="utf-8")
+    table.to_csv(path.with_suffix(".csv"), index=False)
+
+
+def make(path: Path, results: pd.DataFrame, output_dir: Path) -> None:
+    """Make the table or figure of a YAML file, and list the missing numbers with the commands that measure them."""
+    spec, target = load_recipe(path), output_dir / path.stem
+    if "figure" in spec:
+        try:
+            save_figure(build_figure(spec, results), target)
+            missing = []
+        except Missing as reason:
+            missing = [f"{spec['title']}: {reason}"]
+    else:
+        table, missing = build_table(spec, results)
+        save_table(table, spec["title"], target, spec.get("note", ""))
+    if missing:
+        print(f"Missing: {'; '.join(missing)}. Made by: {', '.join(spec['made_by'])}\n")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folders of runs; everything below them is read")
     parser.add_argument(
-        "--tables",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names in recipes/tables, YAML files of your own, or `all`",
+        "folders", nargs="+", metavar="FOLDER", help="Folders of runs, read with all folders below them."
     )
-    parser.add_argument("--output_dir", default="report", help="folder for the report (default: %(default)s)")
-    parser.add_argument("--title", default="Report", help="of the page")
+    parser.add_argument("--tables", nargs="+", metavar="NAME", help="Names in recipes/tables, YAML files, or `all`.")
+    parser.add_argument("--output_dir", default="report", help="Folder of the report (default: report).")
     arguments = parser.parse_args(argv)
-    from loopdropout_trainer.reports.report import write_report
-    from loopdropout_trainer.reports.specs import grid, notes
-
-    tables, summary = write_report(
-        arguments.folders, table_files(arguments.tables), arguments.output_dir, arguments.title
-    )
-    screen = Console()
-    any_width = Console(width=10_000)
-    for cells in tables:
-        texts, spec = grid(cells), cells.attrs["spec"]
-        out = Table(title=spec.title, title_justify="left", caption="\n".join(notes(cells)), caption_justify="left")
-        for place, name in enumerate(texts):
-            out.add_column(name, justify="left" if place < len(spec.heads) else "right")
-        for row in texts.itertuples(index=False):
-            out.add_row(*row)
-        narrowest = any_width.measure(out).minimum  # on a narrower screen, too, every word is whole
-        Console(width=max(narrowest, screen.width)).print(out)
-    screen.print(summary, highlight=False, soft_wrap=True)
-
-
-def table_files(names: list[str]) -> list[Path]:
-    """Return the YAML files of tables given by name or path."""
-    tables = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
-    files = []
-    for name in names:
-        if name == "all":
-            files += tables.values()
-        elif name in tables:
-            files.append(tables[name])
-        elif Path(name).is_file():
-            files.append(Path(name))
-        else:
-            raise RecipeError(f"`--tables` must name a file or one of all, {', '.join(tables)}; got {name!r}.")
-    return files
+    results = load_results(*arguments.folders)
+    output_dir = Path(arguments.output_dir)
+    known = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
+    names = arguments.tables or []
+    for name in known if names == ["all"] else names:
+        make(known.get(name, Path(name)), results, output_dir)
+    if not names:
+        title = "Accuracy (%), and difference to LoRA (points) with its 95% interval over seeds"
+        save_table(accuracy_table(results), title, output_dir / "accuracy")
+        save_table(cost_table(results), "Costs of the training", output_dir / "costs")
+        save_figure(overview_figure(results), output_dir / "overview")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_script(main)

@@ -1,42 +1,420 @@
-"""Compare methods: choose each one's learning rate on held-out rows, then train and measure all seeds with it.
+"""Compare methods over learning rates and seeds.
 
-    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml
+    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --dry_run true
+    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --workers 8
     python recipes/sweep.py --recipe recipes/gsm8k.yaml --learning_rates 1e-4 3e-4 --methods lora loop_dropout \\
         --seeds 101 102 --measure '{"benchmarks": ["gsm8k"]}'
-    python recipes/sweep.py recipes/studies/small.yaml --dry_run true
-    python recipes/sweep.py recipes/studies/ouro_1.4b.yaml --workers 8
-    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --print_commands true > commands.txt
 
-A run is a folder with its log.txt, measurements.jsonl and run.json. The same command continues a sweep that was stopped, and
-shares the runs of a sweep that other processes work on.
+A run is one subprocess of a training script in `output_dir/METHOD/lr_X/seed_S`. The learning rate of each method is chosen on
+held-out examples with the first seed. All seeds are then trained with it and evaluated as `measure` says.
+
+The folder holds the whole state. The same command continues an interrupted sweep, and any number of processes and machines
+that share the folder divide the runs.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.runs.sweep import Sweep, SweepArguments
-from loopdropout_trainer.settings.recipe import parse_recipe
+from report import accuracy_table, load_results
+
+from loopdropout_trainer.errors import UserError, closest_match, run_script
+from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse
+from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, compare_recipes, is_finished, read_results, read_run
+
+
+SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
+
+FINAL_ONLY = {"depths", "single_loop_batches", "single_loop_accuracy", "merge", "push_to_hub", "push_merged_to_hub"}
+"""Settings that the runs that choose a learning rate leave out."""
+
+MEASURED = FINAL_ONLY | {
+    *("benchmarks", "benchmark_limit", "benchmark_files", "benchmark_revisions", "benchmark_batch_size"),
+    *("evaluate_base", "hub_model_id", "hub_private_repo"),
+}
+"""Settings of the steps after the training, which `measure` may set. They may change after a run has finished."""
+
+NON_FINITE = float("-inf")
+
+
+def setting(default: Any, help: str) -> Any:
+    return field(default_factory=lambda: default, metadata={"help": help})
+
+
+@dataclass
+class Part:
+    """The runs of one comparison. A sweep has these fields for all of its parts, and a part may replace them."""
+
+    learning_rates: list[float] = setting([], "Candidates for every method.")
+    methods: list[dict[str, Any]] = setting(
+        ["lora", "loop_dropout"],
+        "Rules, recipes (.yaml), or a mapping of names to a rule, a recipe or settings. A part lists names.",
+    )
+    seeds: list[int] = setting([101, 102, 103], "Training seeds. The first ones choose the learning rate.")
+    full_grid: bool = setting(False, "Train every seed with every learning rate and choose none.")
+    extend_grid: bool = setting(False, "Add learning rates while the best one is the smallest or the largest.")
+    max_extensions: int = setting(4, "Maximum number of learning rates that `extend_grid` adds.")
+    settings: dict[str, Any] | None = setting(
+        None, "Fields of every recipe (JSON). Those of a part rename its methods."
+    )
+    measure: dict[str, Any] | None = setting(None, "Fields of the evaluation of the final runs (JSON).")
+
+
+@dataclass
+class SweepArguments(Part):
+    """A sweep."""
+
+    recipe: str = setting("", "Recipe that all methods start from.")
+    script: str = setting("sft", "Training script: sft, dpo or grpo.")
+    parts: dict[str, Any] | None = setting(None, "Comparisons by name, in order of priority.")
+    only: list[str] = setting([], "Parts to run. Default: all.")
+    rate_factors: dict[str, Any] | None = setting(None, "Factors on the learning rates by method (JSON).")
+    select_on: str = setting("development", "Task that chooses the learning rate, or `eval_loss`.")
+    selection_seeds: int = setting(1, "Number of seeds that choose the learning rate.")
+    output_dir: str = setting("outputs/sweep", "Folder of all runs.")
+    launcher: str = setting("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
+    workers: int = setting(1, "Number of runs at a time, each on its own GPU.")
+    print_commands: bool = setting(False, "Print the commands of the runs that can start, and stop.")
+    dry_run: bool = setting(False, "Print the number of trainings, and stop.")
+
+
+class Run(NamedTuple):
+    """One start of the training script. If `selects` is true, it only serves the choice of the learning rate."""
+
+    method: str
+    learning_rate: float
+    seed: int
+    selects: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}/lr_{self.learning_rate:.6g}/seed_{self.seed}"
+
+
+class Choice(NamedTuple):
+    """The learning rates of a method in ascending order, the best one if it is known, and whether it is at an edge."""
+
+    rates: list[float]
+    best: float | None
+    edge: str | None
+
+
+class Sweep:
+    """The runs of a sweep, and their state in its folder.
+
+    Args:
+        arguments: fields of the sweep.
+
+    Raises:
+        UserError: if a part, a method or a field does not exist.
+    """
+
+    def __init__(self, arguments: SweepArguments) -> None:
+        self.arguments = arguments
+        self.output_dir = Path(arguments.output_dir)
+        self.script = Path(__file__).with_name(f"{arguments.script}.py")
+        self.factors = arguments.rate_factors or {}
+        self.recipes: dict[str, dict[str, Any]] = {}  # by method
+        self.measured: dict[str, dict[str, Any]] = {}
+        self.definitions = _definitions(arguments.methods)
+        parts = arguments.parts or {"all": {}}
+        _check_names("only", arguments.only, parts)
+        _check_names("rate_factors", self.factors, self.definitions)
+        self.parts = {name: self._part(name, own or {}) for name, own in parts.items()}
+        self.selected_parts = {name: self.parts[name] for name in arguments.only or parts}
+        self.stopped = threading.Event()
+        self.processes: set[subprocess.Popen] = set()
+
+    def _part(self, name: str, own: dict[str, Any]) -> Part:
+        """Return a part, with the fields of the sweep where it has none, and add its methods to `recipes`."""
+        names = [field.name for field in fields(Part)]
+        _check_names(f"parts.{name}", own, names)
+        shared = {field: getattr(self.arguments, field) for field in names}
+        part = Part(**{**shared, "methods": list(self.definitions), "settings": {}, **own})
+        part.measure = {**(shared["measure"] or {}), **(part.measure or {})}
+        part.learning_rates = sorted(part.learning_rates)
+        part.full_grid |= len(part.learning_rates) == 1
+        _check_names(f"parts.{name}.methods", part.methods, self.definitions)
+        _check_names(f"parts.{name}.measure", part.measure, MEASURED)
+        if not part.learning_rates or not part.seeds:
+            raise UserError(f"The part `{name}` must have `learning_rates` and `seeds`.")
+        own_names = {method: f"{method}@{name}" if part.settings else method for method in part.methods}
+        for method, own_name in own_names.items():
+            if own_name not in self.recipes:
+                self.recipes[own_name] = self._recipe(self.definitions[method], part.settings)
+                self.measured[own_name] = part.measure
+        part.methods = list(own_names.values())
+        return part
+
+    def _recipe(self, definition: str | dict[str, Any], of_part: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of a method, without learning rate and seed."""
+        path = self.arguments.recipe
+        if isinstance(definition, str):
+            path, definition = (definition, {}) if definition.endswith(".yaml") else (path, {"rule": definition})
+        recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
+        for changes in (self.arguments.settings or {}, definition, of_part):
+            recipe = override(recipe, changes)
+        for name in SET_BY_SWEEP & recipe.keys():
+            raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
+        return recipe
+
+    def settings(self, run: Run) -> dict[str, Any]:
+        """Return the recipe of a run."""
+        recipe = self.recipes[run.method]
+        measure = self.measured[run.method]
+        if run.selects:
+            select_on = self.arguments.select_on
+            recipe = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
+            measure = {"benchmarks": [] if select_on == "eval_loss" else [select_on]}
+        of_run = {
+            "learning_rate": run.learning_rate,
+            "seed": run.seed,
+            "run_name": f"{self.output_dir.name}/{run.name}",
+        }
+        return {**recipe, "evaluate_base": False, **measure, **of_run, "resume_from_checkpoint": "true"}
+
+    # Learning rates and runs
+
+    def choice(self, part: Part, method: str) -> Choice:
+        """Choose the learning rate with the best mean over the selection seeds, the smallest one of equals.
+
+        While the best one is at the edge of its grid, `extend_grid` adds the next one, in the ratio of the outermost two.
+        """
+        factor = self.factors.get(method.split("@")[0], 1.0)
+        rates = [_rounded(factor * rate) for rate in part.learning_rates]
+        extensions = 0 if part.full_grid else part.extend_grid * part.max_extensions
+        while True:
+            means = {rate: self._mean_score(part, method, rate) for rate in rates}
+            is_known = None not in means.values() and max(means.values()) > NON_FINITE
+            best = max(means, key=means.get) if is_known else None
+            edge = {rates[0]: "smallest", rates[-1]: "largest"}.get(best)
+            if edge is None or extensions == 0:
+                return Choice(rates, best, edge)
+            extensions -= 1
+            if edge == "smallest":
+                rates = [_rounded(rates[0] ** 2 / rates[1]), *rates]
+            else:
+                rates = [*rates, _rounded(rates[-1] ** 2 / rates[-2])]
+
+    def _mean_score(self, part: Part, method: str, rate: float) -> float | None:
+        scores = [self.score(run) for run in self._selection_runs(part, method, rate)]
+        return None if None in scores else sum(scores) / len(scores)
+
+    def _selection_runs(self, part: Part, method: str, rate: float) -> list[Run]:
+        return [Run(method, rate, seed, True) for seed in part.seeds[: self.arguments.selection_seeds]]
+
+    def runs_of(self, part: Part) -> list[Run]:
+        """Return the runs of a part that have a learning rate, in the order of their seeds."""
+        runs = []
+        for method in part.methods:
+            rates, best, _ = self.choice(part, method)
+            if not part.full_grid:
+                runs += [run for rate in rates for run in self._selection_runs(part, method, rate)]
+                rates = [] if best is None else [best]
+            runs += [Run(method, rate, seed, False) for rate in rates for seed in part.seeds]
+        return sorted(runs, key=lambda run: part.seeds.index(run.seed))
+
+    def pending(self) -> list[Run]:
+        """Return the runs that can start or have started, in order of priority."""
+        selecting = {run for part in self.parts.values() for run in self.runs_of(part) if run.selects}
+        pending = {}
+        for part in self.selected_parts.values():
+            for run in self.runs_of(part):
+                first = run._replace(selects=True)  # another part may choose by a run that is final here
+                for job in (first, run) if first in selecting else (run,):
+                    if not self.is_done(job):
+                        pending.setdefault(job.name, job)
+        return list(pending.values())
+
+    def plan(self) -> str:
+        """Return the number of trainings that each part adds, without extended grids."""
+        trainings, lines = set(), ["Trainings"]
+        for name, part in self.selected_parts.items():
+            before = len(trainings)
+            for method in part.methods:
+                seeds = part.seeds if part.full_grid else part.seeds[: self.arguments.selection_seeds]
+                trainings |= {(method, rate, seed) for rate in self.choice(part, method).rates for seed in seeds}
+                trainings |= {(method, None, seed) for seed in part.seeds[len(seeds) :]}
+            lines.append(f"{name:<40} {len(trainings) - before:>5}")
+        return "\n".join([*lines, f"{'all':<40} {len(trainings):>5}"])
+
+    # The state of a run, from its folder
+
+    def score(self, run: Run) -> float | None:
+        """Return the score that chooses the learning rate, -inf after a non-finite loss, or None before the run."""
+        folder = self.output_dir / run.name
+        if read_run(folder).get("status") == "non-finite":
+            return NON_FINITE
+        select_on = self.arguments.select_on
+        for row in read_results(folder) if is_finished(folder) else ():
+            if row["metric"] == select_on == "eval_loss":
+                return -row["value"]
+            if (row["task"], row["metric"], row["gates"]) == (select_on, "accuracy", "unit"):
+                return row["value"]
+        return None
+
+    def is_done(self, run: Run) -> bool:
+        """Return whether a run has finished with its settings.
+
+        Raises:
+            UserError: if the run in the folder has other training settings.
+        """
+        folder = self.output_dir / run.name
+        if not (folder / RECIPE_FILE).exists():
+            return False
+        saved, new = load_recipe(folder / RECIPE_FILE), self.settings(run)
+        if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
+            raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
+        score = self.score(run)
+        is_measured = is_finished(folder) and not compare_recipes(saved, new)
+        return score is not None if run.selects else is_measured or score == NON_FINITE
+
+    # Training
+
+    def train_all(self) -> None:
+        """Train all runs that are not done.
+
+        Raises:
+            UserError: if a run fails.
+        """
+        number = self.arguments.workers
+        gpus = _gpus() if number > 1 else [None]
+        with ThreadPoolExecutor(number) as pool:
+            workers = [pool.submit(self._work, gpus[index % len(gpus)]) for index in range(number)]
+            try:
+                for worker in workers:
+                    worker.result()
+            except BaseException:
+                self.stopped.set()
+                for process in list(self.processes):
+                    os.killpg(process.pid, signal.SIGTERM)  # each training saves a checkpoint
+                raise
+
+    def _work(self, gpu: str | None) -> None:
+        """Train one run after the other until none is left."""
+        while (runs := self.pending()) and not self.stopped.is_set():
+            for run in runs:
+                with lock_folder(self.output_dir / run.name) as descriptor:
+                    if descriptor is not None and not self.is_done(run):
+                        self._train(run, gpu, descriptor)
+                        break
+            else:
+                self.stopped.wait(1)  # other workers train these runs
+
+    def command(self, run: Run) -> list[str]:
+        """Write the recipe of a run, and return its command."""
+        folder = self.output_dir / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "sweep_recipe.yaml"
+        dump_recipe(self.settings(run), path)
+        launcher = shlex.split(self.arguments.launcher) or [sys.executable]
+        return [*launcher, str(self.script), str(path), "--output_dir", str(folder)]
+
+    def _train(self, run: Run, gpu: str | None, descriptor: int) -> None:
+        path = self.output_dir / run.name / "log.txt"
+        with open(path, "a", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                self.command(run),
+                stdout=log,
+                stderr=log,
+                env=None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
+                pass_fds=[descriptor],  # the training keeps the lock, even if the sweep is killed
+                start_new_session=True,
+            )
+        self.processes.add(process)
+        status = process.wait()
+        self.processes.remove(process)
+        if not self.is_done(run) and not self.stopped.is_set():
+            last_line = path.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            raise UserError(f"{run.name} ended with exit code {status}: {last_line} (log: {path})")
+        print(f"{run.name}: {read_run(path.parent).get('status', 'stopped')}", flush=True)
+
+    def write_summary(self) -> str:
+        """Write `summary.json`, and return the chosen learning rates and a table of mean ± SD over seeds."""
+        table = accuracy_table(load_results(self.output_dir))
+        summary = {"choices": [], "accuracy": table.reset_index().to_dict("records")}
+        lines = []
+        for name, part in self.parts.items():
+            for method in () if part.full_grid else part.methods:
+                choice = self.choice(part, method)
+                summary["choices"].append({"part": name, "method": method, **choice._asdict()})
+                edge = f", the {choice.edge} of {len(choice.rates)}" if choice.edge else ""
+                lines.append(f"{method}: learning rate {choice.best or 'not known'}{edge}")
+        (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        return "\n".join([*lines, "", table.to_string()])
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[int | None]:
+    """Lock the folder of a run, and give the file descriptor of the lock, or None if another process has it.
+
+    A subprocess that inherits the descriptor keeps the lock until it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield None
+    else:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _definitions(methods: list[Any]) -> dict[str, Any]:
+    """Return the definition of each method by its name, which is the file name of a recipe."""
+    if isinstance(methods[0], dict):
+        return methods[0]
+    definitions = {Path(method).stem if method.endswith(".yaml") else method: method for method in methods}
+    if len(definitions) < len(methods):
+        raise UserError(f"`methods` must have different names, got {', '.join(methods)}.")
+    return definitions
+
+
+def _check_names(field: str, names: Collection[str], choices: Collection[str]) -> None:
+    for name in names:
+        if name not in choices:
+            raise UserError(f"`{field}` has no {name!r}.{closest_match(name, choices)}")
+
+
+def _gpus() -> list[str | None]:
+    """Return the GPUs as `CUDA_VISIBLE_DEVICES` names them, or [None] without a GPU."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())] or [None]
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.6g}")  # as in the name of the folder
 
 
 def main(argv: list[str] | None = None) -> None:
-    (arguments,), _ = parse_recipe([SweepArguments], argv, __doc__)
+    (arguments,) = parse((SweepArguments,), argv, __doc__)
     sweep = Sweep(arguments)
     if arguments.dry_run:
         print(sweep.plan())
-        return
-    from loopdropout_trainer.runs.queue import Queue
-    from loopdropout_trainer.runs.workers import sigterm_as_interrupt
-
-    queue = Queue(sweep, Path(__file__).parent)
-    if arguments.print_commands:
-        print("\n".join(queue.commands()))
-        return
-    with sigterm_as_interrupt():
-        queue.run()
-    print(f"{queue.table()}\n\nEverything is in {sweep.output_dir / 'summary.json'} and summary.txt")
+    elif arguments.print_commands:
+        print("\n".join(shlex.join(sweep.command(run)) for run in sweep.pending()))
+    else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        sweep.train_all()
+        print(sweep.write_summary())
 
 
 if __name__ == "__main__":
-    run_command(main, interrupted="stopped; the same command continues.")
+    run_script(main)

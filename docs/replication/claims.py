@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from intervals import Estimate, estimate
 from runs import Study, differences
 from statsmodels.stats.multitest import multipletests
-
-from loopdropout_trainer.reports.statistics import Estimate, estimate
 
 
 Gains = Callable[[Study], np.ndarray]

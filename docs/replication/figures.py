@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
+from matplotlib import pyplot, rc_context
 from plotnine import (
     aes,
+    element_blank,
+    element_line,
+    element_rect,
+    element_text,
     facet_grid,
     facet_wrap,
     geom_line,
@@ -21,19 +26,47 @@ from plotnine import (
     scale_fill_gradient2,
     scale_fill_manual,
     scale_x_continuous,
+    theme,
+    theme_minimal,
 )
 from runs import METHODS, Study
 
-from loopdropout_trainer.reports import save_figure
-from loopdropout_trainer.reports.plots import BLUE, LOOKS, ORANGE, theme
-
 
 HERE = Path(__file__).parent
+BLUE, ORANGE = "#0072B2", "#E69F00"
+COLORS = {"LoRA": ORANGE, "Loop Dropout": BLUE}
+AXIS = element_line(color="#555555", size=0.5)
+THEME = theme_minimal(base_size=11) + theme(
+    plot_title=element_text(size=13, ha="left", weight="bold"),
+    plot_background=element_rect(fill="white", color="white"),
+    legend_position="top",
+    legend_title=element_blank(),
+    legend_text=element_text(size=11),
+    legend_key_width=34,
+    panel_grid_minor=element_blank(),
+    panel_grid_major_x=element_blank(),
+    panel_grid_major_y=element_line(color="#e4e4e4", size=0.5),
+    axis_line_x=AXIS,
+    axis_ticks_major_x=AXIS,
+    axis_text=element_text(color="#222222", size=10),
+    strip_text=element_text(size=11, weight="bold", ha="left", linespacing=1.3),
+    strip_background=element_blank(),
+)
 _PANELS = {  # metric, column of x, values of x
     "accuracy (%), K loops": ("accuracy", "depth", (1, 2, 3, 4, 6, 8, 10, 12)),
     "accuracy (%), only loop t": ("accuracy", "loop", (1, 2, 3, 4)),
     "loss reduction (%), only loop t": ("loss_reduction", "loop", (1, 2, 3, 4)),
 }
+
+
+def save(plot: ggplot, name: str, width: float, height: float) -> None:
+    """Save a figure as PNG, PDF and SVG. The same numbers give the same files."""
+    dates = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    with rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
+        figure = (plot + theme(figure_size=(width, height))).draw()
+        for ending, date in dates.items():
+            figure.savefig(HERE / f"{name}.{ending}", dpi=200, metadata=date)
+        pyplot.close(figure)
 
 
 def effect_figure(study: Study) -> None:
@@ -51,7 +84,6 @@ def effect_figure(study: Study) -> None:
     data = pd.DataFrame(points)
     data["panel"] = pd.Categorical(data["panel"], panels)
     trained = pd.DataFrame({"panel": pd.Categorical(panels[:1], panels), "x": [4]})
-    colours = {title: LOOKS[title][0] for title in METHODS.values()}
     plot = (
         ggplot(data, aes("x", "mean", color="method", fill="method"))
         + geom_vline(trained, aes(xintercept="x"), linetype="dotted", color="#777777")
@@ -59,13 +91,13 @@ def effect_figure(study: Study) -> None:
         + geom_line(size=1.1)
         + geom_point(size=2)
         + facet_wrap("panel", scales="free", ncol=3)
-        + scale_color_manual(values=colours)
-        + scale_fill_manual(values=colours)
+        + scale_color_manual(values=COLORS)
+        + scale_fill_manual(values=COLORS)
         + scale_x_continuous(breaks=list(range(13)))
         + labs(x="", y="")
-        + theme()
+        + THEME
     )
-    save_figure(plot, HERE / "effect", width=11, height=3.6)
+    save(plot, "effect", 11, 3.6)
 
 
 def map_figure(cells: pd.DataFrame) -> None:
@@ -85,6 +117,6 @@ def map_figure(cells: pd.DataFrame) -> None:
         + facet_grid("depth", "difficulty")
         + scale_fill_gradient2(low=ORANGE, mid="#f4f4f4", high=BLUE, limits=(-20, 20), guide=None)
         + labs(x="examples", y="epochs", fill="points")
-        + theme()
+        + THEME
     )
-    save_figure(plot, HERE / "map", width=11, height=6)
+    save(plot, "map", 11, 6)

@@ -1,15 +1,14 @@
 """Make the tables and figures of docs/replication.md from finished studies.
 
     python docs/replication/make.py collect outputs/studies/small outputs/studies/map ...   # adds runs to runs.csv.gz
-    python docs/replication/make.py collect outputs/agreement/diagnostics                   # of adapters of fresh_seeds
     python docs/replication/make.py write                                                   # runs.csv.gz -> the documents
 
-`collect` keeps one row for each number that a run measured (runs.py), so that every number of the document is in one small
-file; `write` decides the claims (claims.py), draws the figures (figures.py), and replaces what stands between marks in
+`collect` keeps one row for each number that a run measured (runs.py), so that all numbers of the documents are in one small
+file. `write` tests the claims (claims.py), draws the figures (figures.py), and replaces the text between marks in
 replication.md, when.md and README.md.
 
-Intervals and p-values are of loopdropout_trainer/reports/statistics.py: methods are paired by seed and problem, and both are
-drawn from more of their kind; where a seed gives one number, Student's t. Verdicts are corrected for their number (Holm).
+Intervals and p-values (intervals.py) pair the methods by seed and problem, with seeds and problems as random effects, or by
+seed with Student's t if a seed gives one number. Verdicts are corrected for their number (Holm).
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from claims import (
     verdict,
     with_interval,
 )
+from intervals import estimate, estimate_mean
 from runs import METHODS, RUNS, Study, collect, differences, mean_sd, verdicts
-
-from loopdropout_trainer.reports.statistics import estimate, of_numbers
 
 
 HERE = Path(__file__).parent
@@ -133,7 +131,7 @@ def language_line(study: Study, told: Callable[[str], str]) -> str:
         gains = study.gains("loop_dropout", "lora", depth=depth)
         certainty = told(words + SMALL_LM)
         if len(gains) == 1:
-            certainty = f"{with_interval(of_numbers(gains[0]))} over problems"
+            certainty = f"{with_interval(estimate_mean(gains[0]))} over problems"
         parts.append(f"{place} {', '.join(scores)}: {certainty}")
     base, *_ = BASES["small_lm"]
     return f"**A real language model** ({base}; {seeds_text(study)}). rho_t: {', '.join(rho)}. Accuracy {'; '.join(parts)}."
@@ -286,7 +284,7 @@ def map_table(rows: pd.DataFrame, ours: str = "loop_dropout") -> pd.DataFrame:
         seeds = sides[0].index.intersection(sides[1].index)
         if len(seeds):
             answers = [np.array([verdicts(side.loc[seed]) for seed in seeds]) for side in sides]
-            gain = of_numbers(100 * (answers[0] - answers[1]).mean(axis=0))
+            gain = estimate_mean(100 * (answers[0] - answers[1]).mean(axis=0))
             word = {"seen": "ahead", "opposite": "behind", "undecided": "level"}[verdict(gain.mean, gain.p)]
             means = [100 * of_side.mean() for of_side in answers]
             table.append((*place, *means, gain.mean, len(seeds), word))

@@ -1,11 +1,11 @@
-"""The numbers of finished studies: from the rows of their runs to runs.csv.gz, and from there by study and method.
+"""The numbers of finished studies: from their results to runs.csv.gz, and from there by study and method.
 
 runs.csv.gz has one row for each number that a run measured:
 
     study, method, learning_rate, seed     which run
     examples, steps, difficulty            what a map varies
-    metric                                 development, accuracy, loss_reduction, frozen_loss, readout_loss, or, of a readout
-                                           and the last one, same_token and overlap (the diagnostic `agreement`)
+    metric                                 development, accuracy, loss_reduction, frozen_loss, readout_loss, and of an earlier
+                                           diagnostic same_token and overlap of a readout and the last one
     depth, loop                            loops K at inference; the one loop that has the adapter, or whose readout it is
     value                                  in percent; losses in nats per token
     verdicts                               of an accuracy: one bit for each test problem, as hexadecimal digits
@@ -13,17 +13,16 @@ runs.csv.gz has one row for each number that a run measured:
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.record import measurement
-from loopdropout_trainer.record.measurement import BASE, Measurement, read_measurements
-from loopdropout_trainer.runs.result import Result
-from loopdropout_trainer.runs.summary import load_runs
-from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.results import read_results
 
 
 RUNS = Path(__file__).with_name("runs.csv.gz")
@@ -38,98 +37,9 @@ _KEY = ["study", "method", "learning_rate", "seed", "examples", "steps", "metric
 # From runs to rows.
 
 
-def rows_of(run: dict, folder: Path) -> Iterator[dict]:
-    """Yield the rows of one run as `load_runs` gives it; `folder`: of its sweep, with the name of the study."""
-    result = Result([row for row in run["result"].rows if row.method != BASE])
-    num_loops = result.training.depth
-    study, method = _place(run, folder.name)
-    easiest, hardest = load_recipe(folder / run["folder"] / "recipe.yaml").get("arithmetic_steps") or (3, 5)
-    facts = {
-        "study": study,
-        "method": method,
-        "learning_rate": run["learning_rate"],
-        "seed": run["seed"],
-        "num_loops": num_loops,
-        "examples": result.value("examples"),
-        "steps": result.training.steps,
-        "difficulty": f"{easiest} to {hardest}",
-    }
-    if run["selection_score"] is not None:
-        yield {**facts, "metric": "development", "depth": num_loops, "value": run["selection_score"]}
-    if not run["final"]:
-        return
-    frozen_loss = result.value("frozen_loss")
-    for row in result.rows:
-        if row.family == "accuracy" and row.benchmark == "development":  # of a rate more than a sweep had
-            yield {**facts, "metric": "development", "depth": row.depth, "value": row.value}
-        elif row.family == "accuracy":
-            yield {**facts, "metric": "accuracy", "depth": row.depth, **_counted(row), "loop": row.loop}
-        elif row.metric == "by_num_steps" and study == "small_lm" and row.benchmark == TEST and row.loop is None:
-            yield {**facts, "metric": f"accuracy_of_{row.group}_steps", "depth": row.depth, "value": row.value}
-        elif row.metric == "frozen_loss":
-            yield {**facts, "metric": "frozen_loss", "value": frozen_loss}
-        elif row.metric == "loss" and row.step is None:  # with the adapter in one loop, or in all
-            reduction = 100 * (1 - row.value / frozen_loss)
-            yield {**facts, "metric": "loss_reduction", "loop": row.loop, "value": reduction}
-        elif row.metric == "readout_loss":
-            yield {**facts, "metric": "readout_loss", "loop": row.loop, "value": row.value}
-
-
-def _place(run: dict, study: str) -> tuple[str, str]:
-    """Return the study that a run belongs to, and its method there; METHOD@PART is of a part with settings of its own."""
-    method, _, part = run["method"].partition("@")
-    if study == "map":
-        return study, run["method"]
-    if part == "second_base":
-        return "two_layers", method
-    if study == "small" and part not in ("", "rates"):  # `rates` adds rates to methods that other parts have
-        method = f"{part}_lora" if method == "lora" else part
-    if study == "small" and run["seed"] in FRESH:
-        study = "fresh_seeds"
-    return study, method
-
-
-def _counted(row: Measurement) -> dict:
-    """Return accuracy in percent, and the verdicts as hexadecimal digits, the first problem in the highest bit."""
-    bits = "".join(map(str, row.verdicts))
-    digits = f"{int(bits + '0' * (-len(bits) % 4), 2):0{-(-len(bits) // 4)}x}"
-    return {"value": row.value, "problems": len(bits), "verdicts": digits}
-
-
-def rows_of_agreement(folder: Path) -> Iterator[dict]:
-    """Yield the rows of the diagnostic `agreement` in a folder of diagnoses, of the adapters of `fresh_seeds`."""
-    measured, identities, _ = read_measurements(folder)
-    metrics = {"same_tokens": "same_token", "overlap": "overlap"}
-    for row in measured:
-        if row.family == "agreement" and row.run is not None:
-            training = identities[row.run]
-            yield {
-                "study": "fresh_seeds",
-                "method": training["settings"]["rule"],
-                "learning_rate": 1e-3,
-                "seed": row.seed,
-                "num_loops": training["loops"]["num_loops"],
-                "examples": 256,
-                "steps": 150,
-                "difficulty": "1 to 3",
-                "depth": row.depth,
-                "metric": metrics[row.metric],
-                "loop": row.loop,
-                "value": row.value,
-            }
-
-
 def collect(folders: Iterable[str]) -> pd.DataFrame:
-    """Return the numbers of all finished runs of some sweeps, and those of runs.csv.gz that these did not measure."""
-    rows: list[dict] = []
-    for folder in map(Path, folders):
-        if folder.name == "diagnostics":
-            rows += rows_of_agreement(folder)
-            continue
-        runs = {run["folder"]: run for run in load_runs(folder) if not run["diverged"]}  # some are in several parts
-        for run in runs.values():
-            rows += rows_of(run, folder)
-    new = pd.DataFrame(rows)
+    """Return the numbers of the runs of some sweeps, and the numbers of runs.csv.gz that these runs did not measure."""
+    new = pd.DataFrame([row for folder in folders for row in rows_of(read_results(folder))])
     new = new.reindex(columns=new.columns.union(_KEY, sort=False)).drop_duplicates(_KEY)
     if RUNS.exists():
         old = pd.read_csv(RUNS)
@@ -137,6 +47,71 @@ def collect(folders: Iterable[str]) -> pd.DataFrame:
         new = pd.concat([old[~is_measured_again], new])
     check_bases(new)
     return new
+
+
+def rows_of(results: list[dict]) -> Iterator[dict]:
+    """Yield the rows of the results of a sweep."""
+    for folder, rows in itertools.groupby(results, key=itemgetter("folder")):
+        rows = list(rows)
+        training = {row["metric"]: row for row in rows if row["task"] == "training"}
+        if "examples" not in training:
+            continue  # not finished
+        first = training["examples"]
+        sweep, method, *_ = first["recipe_run_name"].split("/")
+        study, method = _place(sweep, method, first["seed"])
+        easiest, hardest = first.get("recipe_arithmetic_steps") or (3, 5)
+        facts = {
+            "study": study,
+            "method": method,
+            "learning_rate": first["recipe_learning_rate"],
+            "seed": first["seed"],
+            "num_loops": first["num_loops"],
+            "examples": first["value"],
+            "steps": first["step"],
+            "difficulty": f"{easiest} to {hardest}",
+        }
+        yield from ({**facts, **_number(row, Path(folder))} for row in rows if _is_kept(row, study))
+
+
+def _place(study: str, method: str, seed: int) -> tuple[str, str]:
+    """Return the study that a run belongs to, and its method there. METHOD@PART is of a part with settings of its own."""
+    if study == "map":
+        return study, method
+    method, _, part = method.partition("@")
+    if part == "second_base":
+        return "two_layers", method
+    if study == "small" and part not in ("", "rates"):  # `rates` adds rates to methods that other parts have
+        method = f"{part}_lora" if method == "lora" else part
+    return ("fresh_seeds" if study == "small" and seed in FRESH else study), method
+
+
+def _is_kept(row: dict, study: str) -> bool:
+    if row["metric"] == "accuracy_by_num_steps":
+        return study == "small_lm" and row["task"] == TEST and row["gates"] == "unit"
+    is_frozen_loss = row["metric"] == "loss" and row["gates"] == "none"
+    is_accuracy = row["metric"] == "accuracy" and row["gates"] != "none"
+    return is_frozen_loss or is_accuracy or row["metric"] in ("loss_reduction", "readout_loss")
+
+
+def _number(row: dict, folder: Path) -> dict:
+    """Return metric, place and value of a result."""
+    metric, value = row["metric"], row["value"]
+    if metric == "accuracy_by_num_steps":
+        return {"metric": f"accuracy_of_{row['group']}_steps", "depth": row["num_loops"], "value": value}
+    if metric == "accuracy" and row["task"] == "development":
+        return {"metric": "development", "depth": row["num_loops"], "value": value}
+    if metric == "accuracy":
+        counted = _counted(folder / row["samples"])
+        return {"metric": metric, "depth": row["num_loops"], "value": value, **counted, "loop": row.get("loop")}
+    return {"metric": "frozen_loss" if metric == "loss" else metric, "value": value, "loop": row.get("loop")}
+
+
+def _counted(samples: Path) -> dict:
+    """Return which problems were solved as hexadecimal digits, the first problem in the highest bit."""
+    lines = samples.read_text(encoding="utf-8").splitlines()
+    bits = "".join(f"{json.loads(line)['correct']:.0f}" for line in lines)
+    digits = f"{int(bits + '0' * (-len(bits) % 4), 2):0{-(-len(bits) // 4)}x}"
+    return {"problems": len(bits), "verdicts": digits}
 
 
 def check_bases(rows: pd.DataFrame) -> None:
@@ -185,7 +160,7 @@ class Study:
     def select(
         self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None
     ) -> pd.DataFrame:
-        """Return the rows of one method and metric, by seed; `depth` None: the method's own."""
+        """Return the rows of one method and metric by seed, by default at the method's own depth and chosen rate."""
         rate = self.rates.get(method) if rate is None else rate
         rows = self.rows[(self.rows["method"] == method) & (self.rows["metric"] == metric)]
         rows = rows[np.isclose(rows["learning_rate"], -1.0 if rate is None else rate)]
@@ -199,7 +174,7 @@ class Study:
         return mean_sd(self.select(method, metric, **place))
 
     def gains(self, ours: str, other: str, metric: str = "accuracy", **place) -> np.ndarray:
-        """Return ours - other, [seeds, problems] for accuracies, [seeds, 1] for other metrics; only seeds that both have."""
+        """Return ours - other of the common seeds: [seeds, problems] of accuracies, [seeds, 1] of other metrics."""
         return differences(self.select(ours, metric, **place), self.select(other, metric, **place))
 
 
@@ -223,4 +198,5 @@ def differences(ours: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
 
 def mean_sd(rows: pd.DataFrame) -> str:
     """Return `mean ± SD` of a metric over seeds; `-` if there is none."""
-    return measurement.mean_sd(rows["value"], 1) if len(rows) else "-"
+    spread = f" ± {rows['value'].std():.1f}" if len(rows) > 1 else ""
+    return f"{rows['value'].mean():.1f}{spread}" if len(rows) else "-"
