@@ -17,7 +17,13 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.hub import save_adapter_metadata, write_model_card
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, GateState, LoopedModelMixin, find_looped_model
-from loopdropout_trainer.lora import add_gates, default_peft_config, physical_layers, trained_lora_parameters
+from loopdropout_trainer.lora import (
+    ADAPTER_KINDS,
+    add_gates,
+    default_peft_config,
+    physical_layers,
+    trained_lora_parameters,
+)
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.distributed import float32_adapter, has_unsharded_weights, may_skip_loops
 
@@ -80,7 +86,11 @@ class AdapterTrainingMixin:
     def after_init(self) -> None:
         """Put gates on the adapter."""
         float32_adapter(self.model, self._given_weights)
-        self.rule.check(self.num_loops)
+        depths = self.args.depth_limits(self.num_loops)
+        for depth in depths:
+            self.rule.check(depth)
+        if depths != (self.num_loops, self.num_loops) and self._needs_one_depth():
+            raise UserError(f"`depth_sampling` must be 'fixed' for {self._needs_one_depth()}.")
         self.gates = self.unit_gates.gates = add_gates(
             self.model,
             in_activation_dtype=True,
@@ -91,15 +101,21 @@ class AdapterTrainingMixin:
         self.physical_layers = physical_layers(self.model)  # [M]
         for callback in self.step_callbacks:
             callback.trainer = self
-        args, num_loops = self.args, self.num_loops
+        args = self.args
         self.looped.trained_with = {
             "rule": args.rule,
             "p": args.p,
             "rule_args": args.rule_args,
             "gate_seed": self.gate_seed,
-            "num_loops": num_loops,
-            "depths": list(args.depth_limits(num_loops)),
+            "num_loops": self.num_loops,
+            "depths": list(depths),
         }
+
+    def _needs_one_depth(self) -> str | None:
+        if self.looped.trains_at_one_depth:
+            return type(self.looped).__name__
+        is_bound = ADAPTER_KINDS[self.rule.adapter].one_depth or self.rule.wants_sensitivity
+        return f"the rule {self.rule.name!r}" if is_bound else None
 
     def find_batch_options(self) -> BatchOptions:
         """Return the optimizations that training may use."""

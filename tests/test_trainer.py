@@ -1,18 +1,31 @@
-"""`LoopDropoutSFTTrainer` as a drop-in for `SFTTrainer`: the same run but for the gates, which stay inside training steps."""
+"""`LoopDropoutSFTTrainer`: TRL's training with drawn gates inside of training passes and unit gates everywhere else."""
 
+import inspect
+import json
 from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model_state_dict
-from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
+from peft import get_peft_model_state_dict
+from torch.nn import functional as F
+from transformers import TrainerCallback
+from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, use_gates
-from loopdropout_trainer.looped import NotLoopedError, find_looped_model
+from loopdropout_trainer import (
+    LoopDropoutDPOTrainer,
+    LoopDropoutGRPOTrainer,
+    LoopDropoutSFTTrainer,
+    LoRADropoutSFTTrainer,
+    default_peft_config,
+    use_gates,
+)
+from loopdropout_trainer.gates import Draw, LoopDropout
+from loopdropout_trainer.looped import find_looped_model
+
+
+PLAIN = {"remove_padding": False, "fused_lora": False}
+EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}  # float noise stays small in the weights
 
 
 @dataclass
@@ -21,9 +34,9 @@ class OwnConfig(SFTConfig):
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, OwnConfig])
-def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, tmp_path, cls):
+def test_trl_config_gets_paper_defaults(model, dataset, tokenizer, tmp_path, cls):
     args = cls(str(tmp_path), max_steps=1, report_to="none", bf16=False, use_cpu=True)
-    trainer = LoopDropoutSFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
+    trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     assert (trainer.args.rule, trainer.args.p) == ("loop_dropout", 0.5)
     assert getattr(trainer.args, "nickname", None) == getattr(args, "nickname", None)
     lora = trainer.model.peft_config["default"]
@@ -33,29 +46,127 @@ def test_a_plain_config_trains_by_the_papers_default(model, dataset, tokenizer, 
     trainer.train()
 
 
-def test_unit_gates_train_exactly_as_trl_and_peft_do(train):
-    theirs = lambda **fields: train(
-        cls=SFTTrainer, rule="lora", peft_config=default_peft_config(tiny_ouro()), **fields
-    )
-    ours, stock = train(rule="lora", remove_padding=False, fused_lora=False), theirs()
-    assert_same_weights(ours, stock)
-    assert_same_weights(train(rule="lora", adam_epsilon=1e-3), theirs(adam_epsilon=1e-3), atol=1e-6, rtol=1e-4)
-    for mine, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
+@pytest.mark.parametrize(
+    ("cls", "parent"),
+    [
+        (LoopDropoutSFTTrainer, SFTTrainer),
+        (LoopDropoutDPOTrainer, DPOTrainer),
+        (LoopDropoutGRPOTrainer, GRPOTrainer),
+    ],
+)
+def test_signature_equals_parent(cls, parent):
+    assert list(inspect.signature(cls).parameters) == list(inspect.signature(parent).parameters)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True},
+        {"packing": True, "max_length": 32},
+        {"padding_free": True, "max_length": None},
+        {"label_smoothing_factor": 0.1},
+        {"loss_type": "dft"},
+        {"bf16": True},
+        {"eval_strategy": "steps", "eval_steps": 1},
+    ],
+    ids=str,
+)
+def test_unit_gates_train_as_trl_and_peft(train, fields):
+    ours = train(rule="lora", **PLAIN, **fields)
+    theirs = train(cls=SFTTrainer, rule="lora", peft_config=default_peft_config(tiny_ouro()), **fields)
+    assert_same_weights(ours, theirs)
+    for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert mine.get("loss") == other.get("loss")
+        assert mine.get("eval_loss", 0) == pytest.approx(other.get("eval_loss", 0), rel=1e-6)
 
 
-def test_evaluating_in_the_middle_leaves_training_as_it_was(train):
-    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
-    plain, evaluated = (train(cls=Recorder, **fields) for fields in ({}, evaluating))
-    trained = [[each for each in trainer.seen if each.gradients is not None] for trainer in (plain, evaluated)]
-    rows = [[(each.batch["input_ids"].tolist(), each.gates.tolist()) for each in steps] for steps in trained]
-    assert rows[0] == rows[1]
+@pytest.mark.parametrize("fields", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}], ids=str)
+def test_draws_depend_on_seed_step_and_row(train, fields):
+    trainer = train(cls=Recorder, gate_seed=7, **fields)
+    drawn = [torch.cat([s.gates for s in trainer.seen if s.step == step], dim=1) for step in range(4)]
+    for step, gates in enumerate(drawn):
+        draw = Draw(seed=7, step=step, example_ids=[(row, 0) for row in range(4)], num_loops=4)
+        assert torch.equal(gates, LoopDropout(0.5).sample(draw))
+
+
+def test_packed_examples_have_their_own_draws(train):
+    trainer = train(cls=Recorder, packing=True, max_length=64, per_device_train_batch_size=2, max_steps=1)
+    (seen,) = trainer.seen
+    ids = [(row, part) for row in range(2) for part in range(10)]
+    drawn = LoopDropout(0.5).sample(Draw(seed=trainer.args.seed, step=0, example_ids=ids, num_loops=4))
+    expected = {tuple(gates.tolist()) for gates in drawn.T}
+    starts = (seen.batch["position_ids"] == 0).sum()
+    assert seen.gates.shape[1] == len(seen.batch["example_ids"]) == starts > 8
+    assert {tuple(gates.tolist()) for gates in seen.gates.T} <= expected
+    segments = seen.gated.segments[0]
+    assert torch.equal(segments.bincount().cumsum(0)[:-1], (seen.batch["position_ids"][0] == 0).nonzero()[1:, 0])
+
+
+@pytest.mark.parametrize("cls", [LoopDropoutSFTTrainer, LoRADropoutSFTTrainer])
+def test_split_into_micro_batches_keeps_weights(train, cls):
+    fields = {"rule": "lora_dropout"} if cls is LoRADropoutSFTTrainer else {}
+    whole = train(cls=cls, **EXACT, **fields)
+    split = train(cls=cls, per_device_train_batch_size=2, gradient_accumulation_steps=2, **EXACT, **fields)
+    assert_same_weights(whole, split, atol=1e-6, rtol=1e-4)
+
+
+def test_checkpointing_recomputes_under_the_gates(train):
+    on, off = (train(**PLAIN, gradient_checkpointing=enabled) for enabled in (True, False))
+    assert_same_weights(on, off)
+
+
+class GatesAtEvents(TrainerCallback):
+    """Records the gates at each event, and evaluates at the end of a step."""
+
+    def __init__(self):
+        self.after, self.before = [], []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.after.append(self.trainer.gates.gates)
+        self.trainer.evaluate()
+
+    def on_log(self, args, state, control, **kwargs):
+        self.after.append(self.trainer.gates.gates)
+
+    on_save = on_evaluate = on_substep_end = on_log
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.before.append(self.trainer.gates.gates)
+
+
+def eval_losses(trainer):
+    return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+
+
+def test_callbacks_see_unit_gates(make_sft, train):
+    watch, fields = GatesAtEvents(), {"gradient_accumulation_steps": 2}
+    trainer = make_sft(callbacks=[watch], save_strategy="steps", save_steps=1, **fields)
+    watch.trainer = trainer
+    trainer.train()
+    assert len(watch.after) > 12 and all(gates is None for gates in watch.after)
+    assert len(watch.before) == 4 and all(gates is not None for gates in watch.before)
+    assert eval_losses(trainer) == eval_losses(train(eval_strategy="steps", eval_steps=1, **fields))
+
+
+def test_interrupted_training_leaves_unit_gates(make_sft):
+    trainer = make_sft(depth_sampling="uniform", depth_sampling_args={"low": 2, "high": 2})
+    trainer.accelerator.backward = lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.gates.gates is None and not trainer.gates.must_draw and trainer.num_loops == 4
+
+
+def test_evaluation_does_not_change_training(train):
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
+    plain, evaluated = train(), train(**fields)
     assert_same_weights(plain, evaluated)
-    losses = [log["eval_loss"] for log in evaluated.state.log_history if "eval_loss" in log]
+    losses = eval_losses(evaluated)
     assert len(losses) == 4 and evaluated.evaluate()["eval_loss"] == losses[-1]
 
 
-def test_an_evaluation_is_under_the_gates_that_the_caller_applies(train):
+def test_evaluation_keeps_the_gates_of_the_caller(train):
     trainer = train(per_device_eval_batch_size=4)
     (batch,) = trainer.get_eval_dataloader()
     losses = []
@@ -67,97 +178,119 @@ def test_an_evaluation_is_under_the_gates_that_the_caller_applies(train):
 
 
 class OwnLoss(LoopDropoutSFTTrainer):
+    draws = False
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.draws and model.training:
+            self.draw_gates(inputs)
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-class OwnBatches(LoopDropoutSFTTrainer):
-    def get_train_dataloader(self):
-        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=self.data_collator)
+class OwnDrawnLoss(OwnLoss):
+    draws = True
 
 
-@pytest.mark.parametrize("cls", [OwnLoss, OwnBatches])
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"padding_free": True, "max_length": None}, {"rule": "lora_dropout", "rule_args": {"num_masks": 3}}],
-    ids=str,
-)
-def test_a_subclass_with_a_loss_or_batches_of_its_own_is_trained_under_the_same_gates(train, cls, fields):
-    fields |= {
-        "train_sampling_strategy": "sequential",
-        "adam_epsilon": 1e-3,
-        "max_grad_norm": 0,
-        "eval_strategy": "epoch",
-    }
-    own, plain = train(cls=cls, **fields), train(**fields)
-    assert_same_weights(own, plain, atol=1e-6, rtol=1e-4)
-    assert own.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-5)
-
-
-def test_rows_in_the_format_of_numpy_are_trained_on_alike(train, dataset):
-    assert_same_weights(train(rows=dataset.with_format("numpy")), train())
-
-
-class GatesAtEvents(TrainerCallback):
-    """Looks at the gates at every event outside of a step."""
-
-    def __init__(self, trainer):
-        self.state, self.gates = trainer.loop_state, []
-
-    def on_evaluate(self, *args, **kwargs):
-        self.gates.append(self.state.gates)
-
-    on_log = on_save = on_step_end = on_substep_end = on_evaluate
-
-
-def test_no_sampled_gate_is_seen_outside_a_training_step(make_sft):
-    events = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = make_sft(gradient_accumulation_steps=2, **events)
-    watch = GatesAtEvents(trainer)
-    trainer.add_callback(watch)
-    trainer.train()
-    assert len(watch.gates) > 12 and all(gates is None for gates in watch.gates)
-
-    # An exception between forward and backward, as an interrupt from the keyboard would be.
-    trainer.accelerator.backward = lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("fields", [{}, PLAIN], ids=["optimized", "plain"])
+def test_training_without_drawn_gates_raises(make_sft, fields):
+    trainer = make_sft(cls=OwnLoss, **fields)
+    with pytest.raises(RuntimeError, match=r"`super\(\).compute_loss.*or call `self.draw_gates\(inputs\)`"):
         trainer.train()
-    assert trainer.loop_state.gates is None
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
-@pytest.mark.parametrize("fields", [{"p": 0.999999, "rule": "unscaled"}, {"p": [0.999999] * 4}])
-def test_micro_batches_without_any_active_loop_train_on(train, fields):
+@pytest.mark.parametrize("fields", [{}, {"padding_free": True, "max_length": None}], ids=str)
+def test_own_loss_trains_under_drawn_gates(train, fields):
+    fields = {**fields, **EXACT, "train_sampling_strategy": "sequential", "eval_strategy": "epoch"}
+    own, plain = train(cls=OwnDrawnLoss, **fields), train(**fields)
+    assert_same_weights(own, plain, atol=1e-6, rtol=1e-4)
+
+
+def test_compute_loss_by_hand_draws_gates(make_sft):
+    trainer = make_sft(model=with_adapter())
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.eval()
+    unit = trainer.compute_loss(trainer.model, dict(batch))
+    assert trainer.gates.gates is None
+    trainer.model.train()
+    drawn = trainer.compute_loss(trainer.model, dict(batch))
+    assert trainer.gates.gates.shape == (4, 4) and drawn != unit
+    trainer.model.eval()
+    assert trainer.compute_loss(trainer.model, dict(batch)) == unit
+
+
+@pytest.mark.parametrize("fields", [{"p": 0.999999, "rule": "unscaled"}, {"p": [0.999999] * 4}], ids=str)
+def test_step_without_active_loop_changes_nothing(train, fields):
     trainer = train(**fields)
     weights = get_peft_model_state_dict(trainer.model)
     assert all(not tensor.any() for name, tensor in weights.items() if "lora_B" in name)
     assert [log["gate_mean"] for log in trainer.state.log_history if "loss" in log] == [0] * 4
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_micro_batch_average(train, accumulation):
+    fields = {"loss_average": "micro_batches", "per_device_train_batch_size": 2, "max_steps": 1, "rule": "lora"}
+    trainer = train(cls=Recorder, gradient_accumulation_steps=accumulation, **fields)
+    means = []
+    for seen in trainer.seen:
+        labels = seen.batch.pop("labels")
+        inputs = {name: x for name, x in seen.batch.items() if name in ("input_ids", "attention_mask")}
+        logits = tiny_ouro()(**inputs).logits  # a new adapter changes nothing
+        means.append(F.cross_entropy(logits[:, :-1].mT, labels[:, 1:]).item())
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(means) / accumulation, rel=1e-5)
+
+
+def test_lora_plus_scales_the_learning_rate_of_b(train):
+    trainer = train(loraplus_lr_ratio=4.0, lr_scheduler_type="constant", max_steps=1)
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert {rate / 1e-2 for name, rate in rates.items() if "lora_B" in name} == {4}
+    assert {rate / 1e-2 for name, rate in rates.items() if "lora_A" in name} == {1}
+
+
+@pytest.mark.parametrize(("fields", "rates"), [({}, [0, 0.5, 1]), ({"warmup_from_first_step": True}, [0.5, 1, 1])])
+def test_warmup_from_first_step(train, fields, rates):
+    trainer = train(warmup_steps=2, lr_scheduler_type="constant_with_warmup", max_steps=3, **fields)
+    logged = [log["learning_rate"] / 1e-2 for log in trainer.state.log_history if "learning_rate" in log]
+    assert logged == pytest.approx(rates)
+
+
+def test_saved_adapter_has_its_settings_and_card(train, tmp_path):
+    trainer = train(p=[0.1, 0.2, 0.3, 0.4], save_strategy="steps", save_steps=4)
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-4"):
+        (metadata,) = (json.loads(path.read_text()) for path in folder.glob("*.json") if "loop" in path.name)
+        assert (metadata["rule"], metadata["p"], metadata["depths"]) == ("loop_dropout", [0.1, 0.2, 0.3, 0.4], [4, 4])
+    assert "Loop Dropout" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def test_loaded_adapter_is_trained_further(train):
+    given = with_adapter()
+    weights = {name: p.detach().clone() for name, p in trained_parameters(given).items()}
+    trainer = train(model=given, learning_rate=0.0)
+    for name, parameter in trained_parameters(trainer.model).items():
+        assert torch.equal(parameter, weights[name])
+
+
+def test_model_and_tokenizer_are_loaded_by_name(config, dataset, tiny_folder):
+    args = config(model_init_kwargs={"num_loops": 3}, max_steps=1)
+    trainer = LoopDropoutSFTTrainer(str(tiny_folder), args, train_dataset=dataset)
+    trainer.train()
+    assert trainer.num_loops == 3 and trainer.processing_class.name_or_path == str(tiny_folder)
+    adapted = {name.removeprefix("base_model.model.") for name in get_peft_model_state_dict(trainer.model)}
+    assert {name.rpartition(".lora_")[0] for name in adapted} == set(trainer.looped.recurrent_linears())
+
+
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
+    ("fields", "message"),
     [
-        ({"p": [0.1, 0.2]}, ValueError, "`p` has 2 values, but the model runs 4 loops"),
-        ({"model_init_kwargs": {"num_loops": 0}}, ValueError, "integer from 1 to 1,024; got 0"),
-        ({"peft_config": LoraConfig(use_dora=True, target_modules=["q_proj"])}, ValueError, "use_dora"),
-        ({"model": "llama"}, NotLoopedError, "`llama` model, which is not looped"),
+        ({"p": [0.1, 0.2]}, "`p`.*2 values.*4 loops"),
+        ({"rule": "lora_dropout"}, "must be trained with `LoRADropoutSFTTrainer`"),
+        ({"rule": "learned", "depth_sampling": "uniform"}, "`depth_sampling` must be 'fixed'"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "`packing_strategy` must be 'bfd'"),
     ],
+    ids=str,
 )
-def test_mistakes_are_found_before_any_weight_is_loaded(make_sft, tmp_path, monkeypatch, fields, error, message):
-    tiny_ouro().save_pretrained(tmp_path / "ouro")
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1))
-    llama.save_pretrained(tmp_path / "llama")
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
-    with pytest.raises(error, match=message) as caught:
-        make_sft(**{**fields, "model": str(tmp_path / fields.get("model", "ouro"))})
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_rows_that_are_cut_are_counted(make_sft, log, packing):
-    rows = Dataset.from_list([{"prompt": "x" * length, "completion": "y" * 4} for length in (5, 16, 17, 40)])
-    make_sft(rows=rows, max_length=20, packing=packing)
-    cut, gone = (3, 0) if packing else (2, 1)  # the third row's end, the last one's completion; packed, both are cut
-    assert f"Of 4 rows of `train_dataset`, {cut} are cut at `max_length`, 20, and lose their end token" in log.text
-    assert f"{gone} are left out" in log.text and "eval_dataset" not in log.text
+def test_settings_that_do_not_fit_raise(make_sft, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_sft(**fields)

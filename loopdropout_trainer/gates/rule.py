@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from loopdropout_trainer.checks import check_number
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, closest_match
 from loopdropout_trainer.gates.streams import Streams
 
 
@@ -114,7 +114,8 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
 def make_rule(name: str, **fields: Any) -> GateRule:
     """Build the rule `name` from its fields; raise ValueError, with what is valid, for what it does not take."""
     if name not in RULES:
-        raise UserError(f"Unknown rule {name!r}. Valid rules: {', '.join(sorted(RULES))}.")
+        choices = ", ".join(sorted(RULES))
+        raise UserError(f"`rule` must be one of {choices}, got {name!r}.{closest_match(name, RULES)}")
     return build(RULES[name], fields, f"The rule {name!r}")
 
 

@@ -1,0 +1,68 @@
+"""Training arguments: the rule, TRL's own arguments, and tokens that are never written."""
+
+import pickle
+
+import pytest
+from trl import DPOConfig, GRPOConfig, SFTConfig
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+from loopdropout_trainer.gates import LoopDropout, make_rule
+
+
+@pytest.mark.parametrize("p", [0.25, [0.25], [0.1, 0.2, 0.3, 0.4]])
+def test_p_is_one_number_or_one_for_each_loop(config, p):
+    args = config(p=p)
+    assert args.make_rule() == LoopDropout(p if isinstance(p, float) or len(p) > 1 else p[0])
+    assert config(p=args.p).p == args.p
+
+
+def test_rule_args_are_fields_of_the_rule(config):
+    args = config(rule="schedule", rule_args={"p_start": 0.5, "p_end": 0.1})
+    assert args.make_rule() == make_rule("schedule", p_start=0.5, p_end=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rule": "loop_dropot"}, "Did you mean 'loop_dropout'"),
+        ({"p": 1.0}, "`p` must be"),
+        ({"rule_args": {"p": 0.5}}, "Set `p` as a field of its own"),
+        ({"rule_args": {"q": 0.5}}, "'q'"),
+        ({"rule_args": 3}, "`rule_args` must be a mapping"),
+        ({"loss_average": "rows"}, "`loss_average` must be"),
+        ({"depth_sampling": "unifrom"}, "Did you mean 'uniform'"),
+    ],
+)
+def test_wrong_fields_raise(config, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("cls", "trl_class"),
+    [(LoopDropoutConfig, SFTConfig), (LoopDropoutDPOConfig, DPOConfig), (LoopDropoutGRPOConfig, GRPOConfig)],
+)
+def test_trl_arguments_keep_their_values(config, cls, trl_class):
+    given = config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8)
+    args = cls.from_trl(given, "user/model")
+    assert type(args) is cls and args.rule == "loop_dropout"
+    assert (args.learning_rate, args.output_dir) == (3e-4, given.output_dir)
+    assert cls.from_trl(args, "user/model") is args
+    assert cls.from_trl(None, "user/model").output_dir == "model-LoopDropout"
+
+
+def test_arguments_of_another_trainer_raise(config):
+    with pytest.raises(ValueError, match="LoopDropoutDPOConfig or DPOConfig, got a LoopDropoutConfig"):
+        LoopDropoutDPOConfig.from_trl(config(), "user/model")
+
+
+def test_hub_tokens_are_not_written(config):
+    args = config(hub_token="hf_secret123", model_init_kwargs={"token": "hf_secret123", "num_loops": 2})
+    assert b"hf_secret123" not in pickle.dumps(args) and "hf_secret123" not in str(args.to_dict())
+    assert args.hub_token == "hf_secret123" and args.model_init_kwargs["token"] == "hf_secret123"
+    assert pickle.loads(pickle.dumps(args)).model_init_kwargs == {"num_loops": 2}
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.25, 2), (0.01, 1), (3, 3)])
+def test_warmup_is_rounded_down(config, share, steps):
+    assert config(warmup_from_first_step=True, warmup_steps=share).get_warmup_steps(10) == steps
