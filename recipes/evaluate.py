@@ -1,53 +1,199 @@
-"""Evaluate a base model, a merged model or adapters on benchmarks, and write the rows of a table.
+"""Evaluate a base model, a merged model or adapters on tasks, and print one table.
 
     accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
     accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/tulu2_lora outputs/tulu2
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --at_depths 2 4 8
     python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
 
-Recipes of sft.py are taken as well; their fields that concern only the training are ignored. `output_dir` gets a row for each
-number, and every prediction (docs/evaluation.md). The same command continues an evaluation that was killed.
+Recipes of sft.py are accepted too, and their training fields are ignored. The results are added to `results.jsonl` in
+`output_dir`. The same command continues an interrupted evaluation.
 """
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from loopdropout_trainer import LoopDropoutConfig
+import pandas as pd
+import torch
+from accelerate import PartialState
+from sft import AdapterArguments, ScriptArguments, saved_recipe
+
+from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.evaluation.results import ANSWERS_FOLDER, results_table
-from loopdropout_trainer.evaluation.run import EvaluationArguments, run_evaluation
-from loopdropout_trainer.processes import show_log
-from loopdropout_trainer.record.measurement import MEASUREMENTS_FILE, read_measurements
-from loopdropout_trainer.settings.arguments import AdapterArguments, ModelArguments, RunArguments
-from loopdropout_trainer.settings.recipe import parse_recipe
+from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks
+from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
+from loopdropout_trainer.recipe import ModelArguments, dump_recipe, parse, recipe_dict
+from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, write_results
+from loopdropout_trainer.tokenizers import load_tokenizer
 
 
-OF_TRAINING = (RunArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
-IS_FIRST = os.environ.get("RANK", "0") == "0"
+SINGLE_LOOP = "single_loop"
+
+
+@dataclass
+class EvaluationArguments:
+    """The adapters, the depths and gates, and the tasks."""
+
+    benchmarks: list[str] = field(
+        default_factory=list, metadata={"help": "Tasks of the package such as `gsm8k`, or tasks of lm-eval."}
+    )
+    adapter: list[str] = field(
+        default_factory=lambda: ["none"],
+        metadata={
+            "help": "Adapters as PATH or NAME=PATH, folders or Hub names. `none` is the model without an adapter."
+        },
+    )
+    at_depths: list[int] | None = field(
+        default=None, metadata={"help": "Recurrence depths. Default: `num_loops`, or the depth of the training."}
+    )
+    gates: list[str] | None = field(
+        default=None,
+        metadata={"help": "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."},
+    )
+    readout: int | None = field(
+        default=None, metadata={"help": "Loop (from 1) whose readout gives the logits. Default: the last loop."}
+    )
+    benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
+    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
+    benchmark_files: dict[str, list[str]] | None = field(
+        default=None, metadata={"help": "Local files of tasks instead of the Hub, as a mapping (JSON)."}
+    )
+    benchmark_revisions: dict[str, str] | None = field(
+        default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
+    )
+    decoding: Literal["eager", "compiled", "generate"] = field(
+        default="eager", metadata={"help": "Decoding of greedy texts. `generate` is the decoding of transformers."}
+    )
+    apply_chat_template: bool | None = field(
+        default=None, metadata={"help": "Whether prompts are turns of a chat. Default: as each task defines."}
+    )
+    system_instruction: str | None = field(default=None, metadata={"help": "System turn of the chat."})
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Maximum number of tokens of an answer. Default: as each task defines."}
+    )
+    averages: dict[str, list[str]] | None = field(
+        default=None, metadata={"help": "Averages of tasks in the table, as a mapping name: [task, ...] (JSON)."}
+    )
+    output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
+    use_cpu: bool = field(default=False, metadata={"help": "Whether to run on the CPU only."})
+    allow_unsafe_code: bool = field(
+        default=False, metadata={"help": "Whether to run generated programs without sandbox. Command line only."}
+    )
+
+    def __post_init__(self):
+        if not self.benchmarks:
+            raise UserError("`benchmarks` must name at least one task, such as gsm8k.")
+        names = [name for name, _ in self.adapters]
+        if len({*names}) < len(names):
+            raise UserError(
+                f"`adapter` must give each adapter its own name, as NAME=PATH, got {', '.join(self.adapter)}."
+            )
+
+    @property
+    def adapters(self) -> list[tuple[str, str | None]]:
+        """Name and path of each adapter. The model without an adapter has the path None."""
+        pairs = [text.split("=", 1) if "=" in text else ["", text] for text in self.adapter]
+        return [
+            (name or "base", None) if path == "none" else (name or Path(path).resolve().name, path)
+            for name, path in pairs
+        ]
 
 
 def main(argv: list[str] | None = None) -> None:
-    (model, arguments), _ = parse_recipe(
-        (ModelArguments, EvaluationArguments), argv, description=__doc__, unread_types=OF_TRAINING
+    training = (ScriptArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+    arguments = args, model_args = parse((EvaluationArguments, ModelArguments), argv, __doc__, unread_types=training)
+    state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
+    check_folder(args.output_dir, recipe_dict(model_args))
+
+    # Tokenizer and adapters
+    tokenizer = load_tokenizer(
+        model_args.model_name_or_path, model_args.model_revision, chat_template=model_args.chat_template
     )
-    show_log()
-    results = run_evaluation(model, arguments)
-    if IS_FIRST:
-        for row, benchmarks in results.items():
-            for result in benchmarks:
-                missing, errors = 100 * result.missing / result.total, result.errors
-                print(
-                    f"{row}, {result.name}: {result.score:.2f} on {result.total} problems, {missing:.2f}% without an answer, "
-                    f"{errors} that the scorer cannot read"
+    with state.main_process_first():
+        adapters = [find_adapter(name, path) for name, path in args.adapters]
+
+    # Evaluation
+    rows = []
+    for name, folder, facts in adapters:
+        model = load_model(
+            model_args.model_name_or_path, adapter=folder, device=state.device, **model_args.load_kwargs
+        )
+        for num_loops in args.at_depths or [model.config.num_loops]:
+            for gates in all_gates(args.gates, num_loops) if folder else [None]:
+                options = {"readout": args.readout, "decoding": args.decoding}
+                lm = LoopedLM(
+                    model, tokenizer, batch_size=args.benchmark_batch_size, num_loops=num_loops, gates=gates, **options
                 )
-        rows, _, _ = read_measurements(arguments.output_dir)
-        print(f"\n{results_table(rows, list(results), arguments.averages)}\n")
-        folder = Path(arguments.output_dir)
-        print(f"Rows are in {folder / MEASUREMENTS_FILE}, predictions in {folder / ANSWERS_FOLDER}")
+                results = evaluate_tasks(
+                    lm,
+                    args.benchmarks,
+                    limit=args.benchmark_limit,
+                    cache_dir=Path(args.output_dir, "cache"),
+                    output_dir=Path(args.output_dir, name),
+                    data_files=args.benchmark_files,
+                    revisions=args.benchmark_revisions,
+                    allow_unsafe_code=args.allow_unsafe_code,
+                    apply_chat_template=args.apply_chat_template,
+                    system_instruction=args.system_instruction,
+                    max_new_tokens=args.max_new_tokens,
+                )
+                results = [{**facts, **row} for row in results]
+                for row in results:
+                    row |= {"samples": f"{name}/{row['samples']}"} if "samples" in row else {}
+                if state.is_main_process:
+                    write_results(args.output_dir, results)
+                rows += [{**row, "name": name} for row in results]
+        del model
+
+    # Table
+    if state.is_main_process:
+        if not Path(args.output_dir, RECIPE_FILE).exists():
+            dump_recipe(recipe_dict(*arguments), Path(args.output_dir, RECIPE_FILE))
+        print(f"\n{results_table(rows, args.averages or {})}\n")
+        print(f"The results are in {args.output_dir}")
+
+
+def check_folder(output_dir: str, model_settings: dict[str, Any]) -> None:
+    """Raise `UserError` if a folder holds results of another model."""
+    saved = {
+        name: value for name, value in saved_recipe(output_dir).items() if name in ModelArguments.__dataclass_fields__
+    }
+    difference = compare_recipes({**saved, "num_loops": None}, {**model_settings, "num_loops": None})
+    if saved and difference:
+        raise UserError(f"{output_dir} holds results of another model: {difference}. Set another `output_dir`.")
+
+
+def find_adapter(name: str, path: str | None) -> tuple[str, Path | None, dict[str, Any]]:
+    """Return the name and the folder of an adapter, and the columns of its results."""
+    if path is None:
+        return name, None, {"method": "base model"}
+    folder = adapter_folder(path)
+    trained = [row for row in read_card_fields(folder)["results"] if row["task"] == "training"]
+    columns = {column: trained[0][column] for column in ("method", "seed", "step")} if trained else {"method": name}
+    return name, folder, {**columns, "adapter": path}
+
+
+def all_gates(gates: list[str] | None, num_loops: int) -> list[Any]:
+    """Return the gates to evaluate under, with `single_loop` replaced by one-hot gates."""
+    alone = torch.eye(num_loops).tolist()
+    return [each for text in gates or [None] for each in (alone if text == SINGLE_LOOP else [text])]
+
+
+def results_table(rows: list[dict[str, Any]], averages: dict[str, list[str]]) -> str:
+    """Return a table with a line for each task or average, and a column for each adapter, depth and gates."""
+    results = pd.DataFrame(rows)
+    results = results[~results["metric"].str.startswith("accuracy_by_")]
+    lines = results["task"] + results["metric"].map(lambda metric: "" if metric == "accuracy" else f", {metric}")
+    columns = results["name"] + ", K = " + results["num_loops"].astype(str)
+    columns += results["gates"].map(lambda gates: "" if gates in ("unit", "none") else f", {gates}")
+    table = results.pivot_table("value", lines, columns, sort=False).rename_axis(index=None, columns=None)
+    for title, tasks in averages.items():
+        table.loc[title] = table.reindex(tasks).mean(skipna=False)
+    return table.to_string(float_format="{:.2f}".format, na_rep="")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_script(main)
