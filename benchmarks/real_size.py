@@ -193,7 +193,7 @@ def make_tokenizer():
 
 def rows() -> list[dict[str, str]]:
     """Return word problems in MetaMathQA's columns, about a hundred tokens each."""
-    from loopdropout_trainer.data.arithmetic import arithmetic_problems
+    from loopdropout_trainer.arithmetic import arithmetic_problems
 
     problems = arithmetic_problems("train", NUM_ROWS, steps=(3, 4))
     answers = [(row["question"], *row["answer"].split("\n#### ")) for row in problems]

