@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -17,11 +17,17 @@ from accelerate.utils import gather_object, send_to_device
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from loopdropout_trainer.data import label_example, remove_calculations
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model, set_depth
 from loopdropout_trainer.lora import kind_of, use_gates
 
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
 
 Batch = Mapping[str, Tensor]
 Result = dict[str, Any]
@@ -39,6 +45,41 @@ class Score(NamedTuple):
     loss: float
     accuracy: float
     n: int
+
+
+def reference_examples(task: Task, num_examples: int | None = None) -> list[dict[str, str]]:
+    """Return the prompts of a task with their reference solutions, as examples with `prompt` and `completion`.
+
+    Args:
+        task: Task of lm-eval whose problems have a text column `solution` or `answer`.
+        num_examples: Maximum number of examples. Default: all.
+    """
+    problems = list(islice(getattr(task, "eval_docs", ()), num_examples))
+    solutions = [problem.get("solution", problem.get("answer")) for problem in problems]
+    if not problems or not isinstance(solutions[0], str):
+        raise UserError("`task` must be a task with a text column `solution` or `answer`.")
+    pairs = zip(problems, solutions, strict=True)
+    return [{"prompt": task.doc_to_text(doc), "completion": f" {remove_calculations(text)}"} for doc, text in pairs]
+
+
+def label_batches(
+    examples: Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int = 8,
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+) -> list[Batch]:
+    """Return examples as batches with labels, padded on the right, as the trainer sees them.
+
+    Args:
+        examples: Examples in one of TRL's formats.
+        tokenizer: Tokenizer with the chat template of the training.
+        batch_size: Number of examples in a batch.
+        completion_only_loss, assistant_only_loss: As in `SFTConfig`.
+    """
+    labeled = [label_example(row, tokenizer, completion_only_loss, assistant_only_loss) for row in examples]
+    collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
+    return [collate(labeled[start : start + batch_size]) for start in range(0, len(labeled), batch_size)]
 
 
 def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
@@ -90,16 +131,13 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     Args:
         model: Looped model, with or without an adapter.
         batches: Model inputs with labels.
-        depths: Numbers of loops.
+        depths: Numbers of loops. An adapter with parameters of its own for each loop runs at its own depth only.
 
     Returns:
         `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
-
-    Raises:
-        UserError: If each loop of the adapter has parameters of its own.
     """
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
-        raise UserError("`depths` must not be set for an adapter with parameters of its own for each loop.")
+        depths = [find_looped_model(model).config.num_loops]
     with set_depth(model, max(depths)):
         scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
     return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]
