@@ -22,7 +22,7 @@ def test_the_first_screen_of_the_readme_names_the_paper_and_the_authors_program(
     assert PAPER["identifiers"][0]["value"] == f"arXiv:{NUMBER}"
 
 
-@pytest.mark.parametrize("path", ["docs/replication.md", "loopdropout_trainer/saving/card.jinja"])
+@pytest.mark.parametrize("path", ["docs/replication.md", "loopdropout_trainer/model_card.jinja"])
 def test_pages_name_it(path):
     text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
     assert PAPER["title"] in text and PAPER["url"] in text
