@@ -9,11 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.startup import import_with_transformers
+from loopdropout_trainer.versions import warn_about_untested_versions
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.lora import default_peft_config, use_gates
-    from loopdropout_trainer.looped.described import LoopDescription, check_loops, register_looped
+    from loopdropout_trainer.described import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
     from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
     from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
@@ -24,20 +25,20 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
 _HOMES = {
     "GateSamplingMixin": "trainer",
     "LoRADropoutSFTTrainer": "lora_dropout",
-    "LoopDescription": "looped.described",
+    "LoopDescription": "described",
     "LoopDropoutConfig": "config",
     "LoopDropoutDPOConfig": "config",
     "LoopDropoutDPOTrainer": "dpo",
     "LoopDropoutGRPOConfig": "config",
     "LoopDropoutGRPOTrainer": "grpo",
     "LoopDropoutSFTTrainer": "trainer",
-    "check_loops": "looped.described",
+    "check_loops": "described",
     "default_peft_config": "lora",
     "load_adapter": "hub",
     "load_model": "hub",
     "merge_and_save": "hub",
     "push_merged_to_hub": "hub",
-    "register_looped": "looped.described",
+    "register_looped": "described",
     "use_gates": "lora",
 }
 """The public names, each with its module. They are imported when they are asked for, since torch takes seconds."""
@@ -57,4 +58,5 @@ def __dir__() -> list[str]:
 
 __version__ = "0.1.0"
 
+warn_about_untested_versions()
 import_with_transformers("loopdropout_trainer.models")

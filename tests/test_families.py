@@ -242,8 +242,8 @@ def test_a_multi_token_step_on_a_filled_cache_equals_one_pass(make_tiny):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
             whole = model(ids, mask, use_cache=False).logits
-            first = model(ids[:, :5], mask[:, :5], past_key_values=cache).logits
-            second = model(ids[:, 5:], mask, past_key_values=cache).logits
+            first = model(ids[:, :5], mask[:, :5], cache=cache).logits
+            second = model(ids[:, 5:], mask, cache=cache).logits
         torch.testing.assert_close(
             torch.cat([first, second], 1)[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=1e-5
         )
@@ -256,11 +256,11 @@ def test_a_cache_of_fewer_loops_is_refused(make_tiny):
     for cache in (DynamicCache(config=model.config), DynamicCache()):
         for num_loops in (4, 2):
             model.config.num_loops = num_loops
-            model(torch.tensor([[5, 6]]), past_key_values=cache)
+            model(torch.tensor([[5, 6]]), cache=cache)
         for num_loops in (4, 6):
             model.config.num_loops = num_loops
             with pytest.raises(ValueError, match="number of loops was raised"):
-                model(torch.tensor([[7]]), past_key_values=cache)
+                model(torch.tensor([[7]]), cache=cache)
 
 
 def test_gradients_flow_through_the_last_backprop_depth_loops_only(make_tiny):

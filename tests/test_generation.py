@@ -5,14 +5,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import tiny_ouro, two_families, with_adapter
+from conftest import TINY, tiny_hrm, tiny_ouro, two_families, with_adapter
+from torch.nn.utils.rnn import pad_sequence
 
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.lora import PreparedProjections, adapted_layers, add_gates, prepared
 from loopdropout_trainer.generation import decoding, generate_greedy
 from loopdropout_trainer.generation.decoding import SlotCache
 from loopdropout_trainer.generation.generation import decoding_memory, sample_completions
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.lora import PreparedProjections, adapted_layers, add_gates, prepared
 
 
 PROMPTS = [
@@ -78,6 +79,28 @@ def test_generation_is_under_the_gates_that_the_caller_applies(make_tiny, tokeni
             got = generate_greedy(model, tokenizer, PROMPTS, 12, 3, progress=False, decoding=form)
             assert got == want != unit and loop_state.gates.flatten().tolist() == pytest.approx(gates)
     assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == unit
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in TINY.items()] + [tiny_hrm])
+@pytest.mark.parametrize("gates", [None, [0.5, 2.0, 0.0]], ids=["unit gates", "use_gates"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_generate_agrees_with_and_without_a_cache(make, gates, padding, tokenizer):
+    model = adapted(varied(make())).double()
+    find_looped_model(model).config.num_loops = 3
+    prompts = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    inputs = {
+        "input_ids": pad_sequence(prompts, batch_first=True, padding_value=1, padding_side=padding),
+        "attention_mask": pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True, padding_side=padding),
+    }
+    length = inputs["input_ids"].shape[1]
+    rows = [index for index, prompt in enumerate(prompts) if padding == "left" or len(prompt) == length]
+    with nullcontext() if gates is None else use_gates(model, gates):
+        tokens = model.generate(**inputs, max_new_tokens=10, do_sample=False)
+        assert torch.equal(tokens, model.generate(**inputs, max_new_tokens=10, do_sample=False, use_cache=False))
+        texts = generate_greedy(model, tokenizer, PROMPTS, 10, 3, progress=False)
+    answers = tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
+    assert [answers[row] for row in rows] == [texts[row] for row in rows]  # a right-padded row continues its padding
+    assert len(set(texts)) > 2
 
 
 def test_generation_leaves_model_and_tokenizer_as_they_were(tokenizer):

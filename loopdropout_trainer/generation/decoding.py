@@ -25,6 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
+from loopdropout_trainer.models.keywords import CACHE
+
 
 COLUMNS = {False: 16, True: 256}
 """By whether steps are compiled: the cache's length is a multiple of it, since each length costs a view or a CUDA graph."""
@@ -344,7 +346,7 @@ def _logits(model: PreTrainedModel, cache: SlotCache, ids: Tensor, ends: Tensor 
     # As a number to add to the scores: each attention layer of each loop would have to convert a boolean mask.
     mask = torch.zeros_like(unseen, dtype=cache.dtype).masked_fill_(unseen, torch.finfo(cache.dtype).min)
     given = {"input_ids": ids, "attention_mask": mask, "position_ids": cache.positions}
-    hidden = model.base_model(**given, past_key_values=cache, use_cache=True).last_hidden_state  # ready for the head
+    hidden = model.base_model(**given, **{CACHE: cache}, use_cache=True).last_hidden_state  # ready for the head
     last = hidden[:, -1] if ends is None else hidden[torch.arange(len(hidden)), ends]
     return model.get_output_embeddings()(last).float()
 

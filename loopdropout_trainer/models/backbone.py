@@ -18,12 +18,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import create_causal_mask
+from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, GateState, RunningLoop
+from loopdropout_trainer.looped import GateState, LoopedModelMixin, RunningLoop
+from loopdropout_trainer.models.keywords import CACHE, check_keywords
 from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm
 from loopdropout_trainer.models.looped_modeling import LoopedModelOutput, LoopedPreTrainedModel
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -81,7 +86,7 @@ class PlainPass:
         if isinstance(attention_mask, dict):  # compiled generation builds the mask beforehand, by layer type
             mask = attention_mask["full_attention"]
         else:
-            options = {"past_key_values": cache, "position_ids": inputs.position_ids}
+            options = {CACHE: cache, "position_ids": inputs.position_ids}
             mask = create_causal_mask(self.backbone.config, inputs.state, attention_mask, **options)
         return replace(inputs, attention_mask=mask)
 
@@ -184,7 +189,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     # What all of them do.
 
     def run_loops(
-        self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, use_cache: bool, keep_all: bool
+        self, one_pass: PlainPass, inputs: LoopInputs, cache: Cache | None, keep_all: bool
     ) -> list[LoopInputs]:
         """Run `config.num_loops` loops: the one place where any family's loops are run.
 
@@ -194,7 +199,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         Args:
             one_pass: of this forward pass.
             inputs: of the first loop.
-            cache: with one cache layer for every (loop, layer), or None; `use_cache`: whether layers write to it.
+            cache: with one cache layer for every (loop, layer), or None.
             keep_all: whether to return what every loop gives.
 
         Returns:
@@ -206,7 +211,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         one_pass.start(inputs)
         for loop in range(num_loops):
             view = None if cache is None else LoopCacheView(cache, loop * self.config.num_recurrent_layers)
-            recurrent_step = functools.partial(self.recurrent_step, past_key_values=view, use_cache=use_cache)
+            recurrent_step = functools.partial(self.recurrent_step, cache=view)
             has_gradient = backprop_depth is None or loop >= num_loops - backprop_depth
             with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
                 one_pass.loop(recurrent_step, loop)
@@ -214,13 +219,14 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 results.append(one_pass.result())
         return results
 
+    @check_keywords()
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         initial_state: Tensor | None = None,
@@ -234,7 +240,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
             attention_mask: [B, cached + S], 0 on padding, on either side.
             position_ids: [B, S]; default: counted from the first token that is not padding. Without an attention mask,
                 positions that do not count on by one mark packed examples, which then attend to themselves only.
-            past_key_values: cache with one cache layer for every (loop, layer); missing ones are added.
+            cache: with one cache layer for every (loop, layer); missing layers are added. transformers before 5.24 calls it
+                `past_key_values`; both names work with every version.
             use_cache: default `config.use_cache`, and False in training or with `output_readouts`.
             initial_state: [B, S, H] that the first loop starts from; default: the family's own.
             output_readouts: also return the K readouts and the K states.
@@ -245,7 +252,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         embeddings = self._embed(input_ids, inputs_embeds, initial_state)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
-        cache = self._fit_cache(past_key_values, use_cache, output_readouts)
+        cache = self._fit_cache(cache, use_cache, output_readouts)
         one_pass = self._new_pass(embeddings, attention_mask, cache, kwargs)
         if position_ids is None:
             position_ids = _positions(embeddings, attention_mask, 0 if cache is None else cache.get_seq_length())
@@ -253,12 +260,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
         inputs = LoopInputs(embeddings, None, position_ids, rotations, attention_kwargs=kwargs)
         inputs = one_pass.arrange(inputs, attention_mask, cache)
 
-        outside = {"past_key_values": cache, "use_cache": use_cache}
-        inputs = self.run_prelude(inputs, None if initial_state is None else one_pass.pack(initial_state), **outside)
-        results = self.run_loops(one_pass, inputs, cache, use_cache, output_readouts)
-        readouts = tuple(one_pass.unpack(self.readout(result, **outside)) for result in results)
-        self.loop_state.set_loop(self.loop_state.batch.loop(0))  # what belongs to this pass ends with it
-        output = LoopedModelOutput(last_hidden_state=readouts[-1], past_key_values=cache)
+        packed_state = None if initial_state is None else one_pass.pack(initial_state)
+        inputs = self.run_prelude(inputs, packed_state, cache=cache)
+        results = self.run_loops(one_pass, inputs, cache, output_readouts)
+        readouts = tuple(one_pass.unpack(self.readout(result, cache=cache)) for result in results)
+        self.loop_state.set_loop(self.loop_state.batch.loop(0))  # so that nothing of this pass outlives it
+        output = LoopedModelOutput(last_hidden_state=readouts[-1], **{CACHE: cache})
         if output_readouts:
             output.readouts = readouts
             output.loop_states = tuple(one_pass.unpack(result.state) for result in results)
@@ -280,10 +287,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
         """Return the cache to use, with all the layers that the model needs; None: none."""
-        if cache is None:
-            if not use_cache:
-                return None
-            cache = DynamicCache()
+        if cache is None and not use_cache:
+            return None
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            logger.warning_once("Checkpointed layers cannot write to a cache: training continues without the cache.")
+            return None
+        cache = DynamicCache() if cache is None else cache
         if output_readouts and self.readout_attends:
             raise UserError(
                 f"`output_readouts` cannot be combined with a cache in {type(self).__name__}: the layers behind the loop "

@@ -7,14 +7,16 @@ batches with labels get them, and `generate` takes all of its input for the prom
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import HrmTextForCausalLM, PreTrainedConfig
 
+from loopdropout_trainer.described import LoopDescription, register_looped
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped.described import LoopDescription, register_looped
+from loopdropout_trainer.models.keywords import check_keywords
 from loopdropout_trainer.models.looped_modeling import load_strictly
 
 
@@ -47,6 +49,11 @@ class HrmTextLoops(LoopDescription):
 
     def readout_module(self) -> nn.Module:
         return self.model.H_module
+
+    @check_keywords()
+    @functools.wraps(HrmTextForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
     # The prefix mask.
 

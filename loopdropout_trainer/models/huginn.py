@@ -29,6 +29,7 @@ from transformers import initialization as init
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.backbone import LoopedBackbone, LoopInputs
 from loopdropout_trainer.models.huginn_config import HuginnConfig, drop_huginn_ids
+from loopdropout_trainer.models.keywords import CACHE
 from loopdropout_trainer.models.layers import (
     Attention,
     ExactRotaryEmbedding,
@@ -319,9 +320,13 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
         self.config.padded_vocab_size = len(embeddings.weight)
         return embeddings
 
-    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, initial_state=None, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids, *args, inputs_embeds=None, initial_state=None, past_key_values=None, **kwargs
+    ):
         """Also cut this call's tokens out of `initial_state` [B, at least the final length - 1, E], indexed by column."""
-        # `inputs_embeds` has a name here, since transformers reads the signature to know whether it is taken.
+        # transformers reads this signature to decide which keywords `generate` accepts.
+        if past_key_values is not None:
+            kwargs[CACHE] = past_key_values
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if initial_state is None:
             return inputs

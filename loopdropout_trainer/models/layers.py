@@ -79,7 +79,7 @@ class Attention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | Any | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention's output [B, S, H], and its weights if the kernel gives them.
@@ -87,8 +87,8 @@ class Attention(nn.Module):
         The mask has the form of the kernel that the configuration names, or attends by itself, as packed examples do.
         """
         query, key, value = self.heads(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         dropout = self.config.attention_dropout if self.training else 0.0
         weights = None
         if hasattr(attention_mask, "attend"):

@@ -29,7 +29,8 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.output_capturing import OutputRecorder
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, GateState, check_num_loops
+from loopdropout_trainer.looped import GateState, LoopedModelMixin, check_num_loops
+from loopdropout_trainer.models.keywords import CACHE, check_keywords
 from loopdropout_trainer.models.layers import Attention, RecurrentLayer
 
 
@@ -214,7 +215,7 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     # Hidden states and attentions of every run of a layer, not of every layer.
     _can_record_outputs = {"hidden_states": _STATES, "attentions": OutputRecorder(Attention, index=1)}
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", CACHE]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -259,8 +260,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         if self.get_output_embeddings() is None:
-            size, width = self.get_input_embeddings().weight.shape
-            self.lm_head = nn.Linear(width, size, bias=False)
+            embeddings = self.get_input_embeddings()  # under ZeRO-3 its weight is partitioned, and has no shape
+            self.lm_head = nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False)
         self.register_load_state_dict_pre_hook(type(self).accept_hub_weights)
         self.post_init()
 
@@ -290,13 +291,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             "`generate`, or `loopdropout_trainer.evaluation.generate_greedy`, which packs prompts of all lengths."
         )
 
+    @check_keywords("use_cache", "initial_state", "output_readouts")
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -308,7 +310,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             labels: [B, S], -100 for tokens without a loss; shifted inside.
             logits_to_keep: number of last positions (0: all), or their indices, to compute logits [B, S', V] for.
         """
-        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds)
         outputs = self.base_model(*inputs, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
