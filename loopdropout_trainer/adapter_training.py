@@ -85,6 +85,10 @@ class AdapterTrainingMixin:
 
     def after_init(self) -> None:
         """Put gates on the adapter."""
+        for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # new name, old name
+            if (getattr(self.args, name, None) or {}).get("use_reentrant"):
+                # TRL asks for it under ZeRO-3. A layer that runs K times would report its gradients K times.
+                getattr(self.args, name)["use_reentrant"] = False
         float32_adapter(self.model, self._given_weights)
         depths = self.args.depth_limits(self.num_loops)
         for depth in depths:

@@ -1,14 +1,13 @@
-"""What gates, adapters and models share: what is known of a looped model, the gates in force in it, and its running loop.
+"""Looped models: the recurrent block, the running loop, and the gates in force.
 
 A looped model runs h_t = F(h_{t-1}; W) for t = 1..K with the same weights W (Eq. 1). The gates of a micro-batch, g[t, b] for K
-loops and N examples (Eq. 3), are a `GatedBatch`. While the model runs, it *announces* each loop on its `LoopState` as a
-`RunningLoop`: which tokens run, and by how much their update is multiplied. A gated adapter reads it there. Models, adapters
-and gate rules never import one another.
+loops and N examples (Eq. 3), are a `GatedBatch`. While the model runs, it sets each loop in its `GateState` as a
+`RunningLoop`: the tokens that run, and the multipliers of their updates. A gated LoRA layer reads them there. Models, LoRA
+layers and gate rules never import one another.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +18,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, short_repr
 
-
-logger = logging.get_logger(__name__)
 
 MOST_LOOPS = 1024
 """Largest recurrence depth that is accepted."""
@@ -241,7 +236,7 @@ class GateState:
 
 @contextmanager
 def applied_gates(state: GateState, gates: Tensor | None, segments: Tensor | None = None) -> Iterator[None]:
-    """Apply gates inside the block, and put back everything that was there before, also after an exception."""
+    """Apply gates inside the block and restore the former gates after it."""
     before = state.batch, state.running
     state.set(GatedBatch(gates, segments))
     try:
@@ -251,9 +246,9 @@ def applied_gates(state: GateState, gates: Tensor | None, segments: Tensor | Non
 
 
 def example_starts(position_ids: Tensor) -> Tensor:
-    """Return whether an example begins at each token, [B, S]: where its position is not the previous token's plus 1.
+    """Return whether an example begins at each token, [B, S]: its position is not the previous token's plus 1.
 
-    This is decided here alone, by the criterion of transformers' attention masks.
+    transformers' attention masks have the same criterion.
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=1) != 1
@@ -285,33 +280,38 @@ def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
     return gates
 
 
-# What is known of a looped model.
+# Looped models.
 
 
-class NotLoopedError(ValueError):
-    """The model has no recurrent block that announces its loops."""
+class NotLoopedError(UserError):
+    """The model has no recurrent block that sets the running loop."""
 
 
 class LoopedModelMixin:
-    """What is known of a looped model: which modules recur, which loop runs, how deep it runs, how it is read out.
+    """Interface of a looped model: its recurrent layers, its running loop, its depth and its readouts.
 
-    A model class of one's own subclasses this; one that belongs to others gets a `LoopDescription`. The model reads its
-    depth from `config.num_loops` at every forward call, and announces every loop on `loop_state`, inside the recurrent
-    layers' checkpointed `forward`.
+    The model reads its depth from `config.num_loops` in every forward call. It sets each loop on `loop_state`, inside the
+    checkpointed `forward` of the recurrent layers.
+
+    Attributes:
+        loop_state: Gates in force, and the running loop.
+        can_pack: Whether the model uses `BatchOptions`.
+        trains_at_one_depth: Whether the model trains only at the depth that it was built for.
+        trained_with: Training settings of the adapter on the model, for its card.
     """
 
     loop_state: GateState
     config: PreTrainedConfig
-    can_pack = False  # whether the model uses `BatchOptions`
-    trains_at_one_depth = False  # whether it is built for the depth that it trains at, and for the final loop's loss
-    trained_with: Mapping[str, Any] = MappingProxyType({})  # `rule`, `p`, ... of the adapter on it, for its card
+    can_pack = False
+    trains_at_one_depth = False
+    trained_with: Mapping[str, Any] = MappingProxyType({})
 
     def recurrent_layers(self) -> Iterable[nn.Module]:
-        """Return the modules that run in every loop. Their linear projections are where adapters go by default."""
+        """Return the modules that run in every loop."""
         raise NotImplementedError
 
     def recurrent_linears(self) -> list[str]:
-        """Return the full names of the linear projections inside the recurrent block: where adapters go by default."""
+        """Return the full names of the linear projections of the recurrent block, the default targets of adapters."""
         layers = set(map(id, self.recurrent_layers()))
         inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
         names = [
@@ -322,8 +322,8 @@ class LoopedModelMixin:
         return list(dict.fromkeys(names))
 
     def register_projections(self) -> None:
-        """Tell PEFT where an adapter without `target_modules` goes in models of this type: on `recurrent_linears`."""
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # late: it takes long
+        """Set PEFT's default targets for models of this type to `recurrent_linears`."""
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # takes seconds
 
         names = [name.removeprefix(f"{self.base_model_prefix}.") for name in self.recurrent_linears()]
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", r"\\d+", re.escape(name)) for name in names)  # of any layer
@@ -335,44 +335,23 @@ class LoopedModelMixin:
         raise NotImplementedError
 
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a collated batch of examples with what else the model reads of it; by default nothing."""
+        """Return a collated batch with further inputs that the model needs. By default there are none."""
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the model is made of: without TRL's `forward`, which would run this very model in it."""
+        """Return the state for a copy, without TRL's `forward`, which would run this very model in the copy."""
         state = dict(self.__dict__)
         if isinstance(state.get("forward"), types.MethodType):
             del state["forward"]
         return state
 
-    def enable_input_require_grads(self) -> None:
-        """Let the embeddings require a gradient; by a hook that `torch.save` can keep, which transformers' own is not."""
-        self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]
-
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
-        # Reentrant checkpointing runs a backward pass inside the backward pass. A layer that ran K times then reports
-        # its gradients K times: DDP raises or lets the ranks diverge, ZeRO-3, for which TRL asks for it, reduces wrong sums.
-        func = gradient_checkpointing_func or checkpoint
-        if enable and getattr(func, "keywords", {}).get("use_reentrant"):
-            logger.warning("Reentrant gradient checkpointing is wrong for layers that run several times: not used.")
-        super()._set_gradient_checkpointing(enable, functools.partial(func, use_reentrant=False), **kwargs)
-
-    def compile_layers(self) -> bool:
-        """Compile the repeated layer, for training: one program for all its runs. Return whether the model can do that."""
-        return False
-
-
-def _require_gradient(module: nn.Module, args: tuple, output: Tensor) -> None:
-    output.requires_grad_(True)
-
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside PEFT, DDP or other wrappers; raise NotLoopedError if there is none."""
+    """Return the looped model inside PEFT, DDP or other wrappers."""
     looped = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
     if looped is None:
         raise NotLoopedError(
-            f"{type(model).__name__} is not a looped model, such as `model_type: ouro`, or one that was built after "
-            "`register_looped` described its class."
+            f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}."
         )
     return looped
 
@@ -385,12 +364,59 @@ def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
 
 
 @contextmanager
-def set_depth(model: nn.Module, num_loops: int) -> Iterator[None]:
-    """Run a looped model at another recurrence depth inside the block."""
+def set_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
+    """Run a model at another recurrence depth inside the block.
+
+    Args:
+        model: Looped model, with or without wrappers.
+        num_loops: Recurrence depth. None: the model's own depth.
+    """
     config = find_looped_model(model).config
-    before = config.num_loops
-    config.num_loops = num_loops
+    own_depth = config.num_loops
+    config.num_loops = own_depth if num_loops is None else num_loops
     try:
         yield
     finally:
-        config.num_loops = before
+        config.num_loops = own_depth
+
+
+# Launches against arithmetic: the faster of two exact ways to compute something.
+#
+# Small tensors leave a device waiting for the next operation, and large tensors do not. Both are counted in floating-point
+# operations (FLOP). The rates are nominal, and a CPU's rate is the rate of one core, so that neither a busy machine nor the
+# number of cores changes the choice. On a CPU a launch is worth 5e-6 s * 50e9 FLOP/s = 250,000 FLOP.
+
+LAUNCH_SECONDS = 5e-6
+"""Seconds of one operation with its share of Python and autograd."""
+
+CORE_FLOPS = 50e9
+"""FLOP/s of one CPU core in products of matrices, float32."""
+
+MULTIPROCESSOR_FLOPS = {torch.float16: 3e12, torch.bfloat16: 3e12, torch.float32: 0.3e12, torch.float64: 0.15e12}
+"""FLOP/s of one multiprocessor of a GPU in products of matrices, by dtype."""
+
+FLOPS_PER_COPY = 50
+"""FLOP in the time of copying one number."""
+
+
+def launch_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP that a device could do while one operation is launched."""
+    if device.type == "cuda":
+        # A slice of a GPU (MIG) has fewer multiprocessors.
+        rate = MULTIPROCESSOR_FLOPS[dtype] * torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        rate = CORE_FLOPS
+    return LAUNCH_SECONDS * rate
+
+
+def launches_pay(launches: float, flops: float, like: torch.Tensor, copied: int = 0) -> bool:
+    """Return whether fewer operations are worth more arithmetic and copies.
+
+    Args:
+        launches: Number of operations that are saved, forward and backward together.
+        flops: Further arithmetic in FLOP, forward and backward together.
+        like: Tensor of the device and dtype.
+        copied: Number of further numbers to copy, such as weights that are joined in one matrix.
+    """
+    # Copying is bound by memory. It counts as arithmetic that takes as long.
+    return launches * launch_flops(like.device, like.dtype) > flops + FLOPS_PER_COPY * copied
