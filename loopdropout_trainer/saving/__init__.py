@@ -1,1 +1,0 @@
-"""Adapters and merged models on disk and on the Hub."""
