@@ -5,8 +5,7 @@ import torch
 from conftest import ROOT, tiny_ouro, trained_parameters
 from transformers import BitsAndBytesConfig
 
-from loopdropout_trainer import LoopDropoutSFTTrainer
-from loopdropout_trainer import merge_and_save
+from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.settings.recipe import load_recipe
 
 
@@ -65,7 +64,7 @@ def test_training_over_a_4_bit_base_is_training_over_its_dequantised_weights(
             assert one[key] == pytest.approx(other[key], rel=1e-4)
     moved = max((p - start[name]).abs().max() for name, p in want.items())
     torch.testing.assert_close(got, want, rtol=0, atol=float(moved) * 1e-3)
-    with pytest.raises(ValueError, match="load the base model unquantised"):
+    with pytest.raises(ValueError, match="load the base model unquantized"):
         merge_and_save(quantised.model, tmp_path / "merged")
 
 

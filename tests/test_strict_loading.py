@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from test_families import hub_folder
 from transformers import AutoModel, AutoModelForCausalLM
 
-from loopdropout_trainer import default_peft_config
+from loopdropout_trainer import default_peft_config, load_adapter
 from loopdropout_trainer.models import HuginnConfig, HuginnForCausalLM
 from loopdropout_trainer.models.looped_modeling import WrongWeightsError
-from loopdropout_trainer import load_adapter
 
 
 IDS = torch.arange(2, 12).view(2, 5)
