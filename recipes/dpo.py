@@ -1,58 +1,83 @@
-"""Train a looped language model on preferences (DPO), with Loop Dropout or with any other rule.
+"""Train a looped language model on preferences (DPO) with Loop Dropout or another rule.
 
     accelerate launch recipes/dpo.py recipes/dpo/arithmetic.yaml
     python recipes/dpo.py recipes/dpo/ultrafeedback.yaml --beta 0.05 --seed 102
 
-Each row has a `chosen` and a `rejected` completion, and mostly their `prompt`. A recipe sets the fields below; `--field value`
-overrides it.
+Each example has a `chosen` and a `rejected` completion, and usually their `prompt`. A recipe sets the fields below, and
+`--field value` overrides it.
 """
 
 from __future__ import annotations
 
-from datasets import Dataset
+from sft import (
+    AdapterArguments,
+    ScriptArguments,
+    evaluate,
+    evaluate_base,
+    is_complete,
+    load_tasks,
+    plan_runs,
+    print_data,
+    print_results,
+    push,
+    save,
+    train,
+)
 
-from loopdropout_trainer import LoopDropoutDPOConfig
-from loopdropout_trainer.errors import run_command
-from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.recipe import RecipeError
-
-
-class DPORun(Run):
-    """A run of DPO, on rows with a chosen and a rejected answer."""
-
-    config_class = LoopDropoutDPOConfig
-
-    @property
-    def trainer_class(self) -> type:
-        from loopdropout_trainer import LoopDropoutDPOTrainer
-
-        return LoopDropoutDPOTrainer
-
-    def check(self) -> None:
-        if self.script.single_loop_batches:
-            raise RecipeError(
-                "`single_loop_batches` measures losses of single answers, and DPO has pairs: leave it out."
-            )
-
-    def longest_row(self, config: LoopDropoutDPOConfig) -> None:
-        return None  # each example is two rows
-
-    def examples(self, rows: Dataset | None) -> Dataset | None:
-        if rows is None:
-            return None
-        if not {"chosen", "rejected"} <= {*rows.column_names}:
-            raise RecipeError(
-                "DPO needs rows with a `chosen` and a `rejected` answer; `column_mapping` names other columns."
-            )
-        return rows.select_columns([name for name in ("prompt", "chosen", "rejected") if name in rows.column_names])
-
-
-RUN = DPORun  # what recipes/sweep.py checks recipes with
+from loopdropout_trainer.config import LoopDropoutDPOConfig
+from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
+from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.hub import load_model
+from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
+from loopdropout_trainer.tokenizers import load_tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
-    run_all(DPORun(argv, __doc__))
+    types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutDPOConfig)
+    arguments = script_args, model_args, adapter_args, data_args, training_args = parse(types, argv, __doc__)
+    runs = plan_runs(script_args, training_args, recipe_dict(*arguments))
+
+    # Tokenizer and data
+    tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
+    dataset = load_datasets(data_args, tokenizer, training_args.max_length)
+    columns = [name for name in ("prompt", "chosen", "rejected") if name in dataset["train"].column_names]
+    if not {"chosen", "rejected"} <= {*columns}:
+        raise UserError(
+            "The examples must have the columns `chosen` and `rejected`. `column_mapping` renames columns."
+        )
+    dataset = dataset.select_columns(columns)
+    print_data(dataset, training_args)
+    tasks = load_tasks(script_args, data_args.preparation, dataset.get("eval"))
+    if script_args.dry_run:
+        return
+
+    for args, recipe in runs:
+        if is_complete(args, recipe):
+            continue
+
+        # Training
+        model = load_model(model_args.model_name_or_path, **model_args.load_kwargs, **(args.model_init_kwargs or {}))
+        trainer = LoopDropoutDPOTrainer(
+            model=model,
+            args=args,
+            train_dataset=dataset["train"],
+            eval_dataset=dataset.get("eval"),
+            processing_class=tokenizer,
+            peft_config=adapter_args.peft_config,
+        )
+        if script_args.evaluate_base and args is training_args:
+            evaluate_base(trainer, script_args, recipe, tasks)
+        train(trainer, recipe)
+
+        # Evaluation and merging
+        evaluate(trainer, script_args, recipe, tasks)
+        save(trainer, recipe, merge=script_args.merge and args is training_args)
+
+    if training_args.process_index == 0:
+        print_results([args.output_dir for args, _ in runs])
+    push(script_args, training_args)
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_script(main)

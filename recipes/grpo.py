@@ -1,104 +1,109 @@
-"""Train a looped language model by reward (GRPO), with Loop Dropout or with any other rule.
+"""Train a looped language model by reward (GRPO) with Loop Dropout or another rule.
 
     accelerate launch recipes/grpo.py recipes/grpo/arithmetic.yaml
     python recipes/grpo.py recipes/grpo/gsm8k.yaml --learning_rate 1e-5 --seed 102
 
-Completions of each prompt are sampled from the model as it will be used, at unit gates, and rewarded if their answer equals
-the reference. A recipe sets the fields below; `--field value` overrides it.
+Completions are sampled at unit gates and rewarded if their answer equals the reference, which is the `completion` of the
+example. A recipe sets the fields below, and `--field value` overrides it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset
+from sft import (
+    AdapterArguments,
+    ScriptArguments,
+    evaluate,
+    evaluate_base,
+    is_complete,
+    load_tasks,
+    plan_runs,
+    print_data,
+    print_results,
+    push,
+    save,
+    train,
+)
 
-from loopdropout_trainer import LoopDropoutGRPOConfig
-from loopdropout_trainer.checks import check_list, shown
-from loopdropout_trainer.errors import UserError, run_command
-from loopdropout_trainer.experimental.rewards import REWARDS, math_verify
-from loopdropout_trainer.runs.run import Run, run_all
-from loopdropout_trainer.settings.arguments import setting
-from loopdropout_trainer.settings.recipe import RecipeError
+from loopdropout_trainer.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.errors import UserError, closest_match, run_script
+from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
+from loopdropout_trainer.hub import load_model
+from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
+from loopdropout_trainer.rewards import REWARDS
+from loopdropout_trainer.tokenizers import load_tokenizer
 
 
 @dataclass
 class RewardArguments:
-    """What completions are rewarded for."""
+    """Rewards of completions."""
 
-    rewards: list[str] = setting(
-        help="`gsm8k_strict`, `gsm8k_format`, `last_number` or `math_verify`: each 1 or 0, added by `reward_weights`.",
+    rewards: list[str] = field(
         default_factory=lambda: ["gsm8k_strict"],
+        metadata={"help": f"Names among {', '.join(REWARDS)}, which are added by `reward_weights`."},
     )
 
     def __post_init__(self):
-        check_list("rewards", self.rewards)
-        if not self.rewards:
-            raise UserError("`rewards` must name one or more rewards; got [].")
-
-
-class GRPORun(Run):
-    """A run of GRPO: the model completes the prompts of the prepared rows, whose completions are the references."""
-
-    config_class = LoopDropoutGRPOConfig
-    more_arguments = (RewardArguments,)
-
-    @property
-    def trainer_class(self) -> type:
-        from loopdropout_trainer import LoopDropoutGRPOTrainer
-
-        return LoopDropoutGRPOTrainer
-
-    def check(self) -> None:
-        (self.rewards,) = self.more
-        for name in self.rewards.rewards:
+        for name in self.rewards:
             if name not in REWARDS:
-                raise RecipeError(f"`rewards` must be among {', '.join(REWARDS)}; got {name!r}.")
-        if self.configs[0].remove_unused_columns:
-            raise RecipeError("`remove_unused_columns` would take the references from the rewards: leave it at false.")
-        if self.script.single_loop_batches:
-            raise RecipeError(
-                "`single_loop_batches` measures losses of examples, which GRPO has none of: leave it out."
-            )
-
-    def examples(self, rows: Dataset | None) -> Dataset | None:
-        if rows is None:
-            return None
-        if "completion" not in rows.column_names:
-            raise RecipeError(
-                "GRPO needs rows with `prompt` and `completion`, the reference that answers are compared with."
-            )
-        examples = Dataset.from_dict({"prompt": rows["prompt"], "answer": [_reference(row) for row in rows]})
-        rewards = [REWARDS[name] for name in self.rewards.rewards]
-        for row in examples:
-            if not row["prompt"]:
-                raise RecipeError("GRPO completes prompts, and a row has an empty one.")
-            right = [row["answer"]]  # math-verify reads them in seconds, not milliseconds
-            if math_verify not in rewards and not any(reward(right, right)[0] for reward in rewards):
-                raise RecipeError(
-                    f"No completion could be rewarded for equalling the reference {shown(row['answer'])}."
+                raise UserError(
+                    f"`rewards` must be among {', '.join(REWARDS)}, got {name!r}.{closest_match(name, REWARDS)}"
                 )
-        return examples
-
-    def longest_row(self, config: LoopDropoutGRPOConfig) -> int | None:
-        return self.data.report.longest + config.max_completion_length  # more than that no prompt has
-
-    def trainer_arguments(self) -> dict[str, Any]:
-        return {"reward_funcs": [REWARDS[name] for name in self.rewards.rewards]}
 
 
-def _reference(row: dict[str, Any]) -> str:
-    completion = row["completion"]
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-RUN = GRPORun  # what recipes/sweep.py checks recipes with
+def add_answer(example: dict[str, Any]) -> dict[str, str]:
+    """Return the completion of an example as the reference `answer`."""
+    completion = example["completion"]
+    return {"answer": completion if isinstance(completion, str) else completion[-1]["content"]}
 
 
 def main(argv: list[str] | None = None) -> None:
-    run_all(GRPORun(argv, __doc__))
+    types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutGRPOConfig, RewardArguments)
+    arguments = parse(types, argv, __doc__)
+    script_args, model_args, adapter_args, data_args, training_args, reward_args = arguments
+    runs = plan_runs(script_args, training_args, recipe_dict(*arguments))
+
+    # Tokenizer and data
+    tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
+    dataset = load_datasets(data_args, tokenizer)
+    if not {"prompt", "completion"} <= {*dataset["train"].column_names}:
+        raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
+    dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
+    print_data(dataset, training_args)
+    tasks = load_tasks(script_args, data_args.preparation, dataset.get("eval"))
+    if script_args.dry_run:
+        return
+
+    for args, recipe in runs:
+        if is_complete(args, recipe):
+            continue
+
+        # Training
+        model = load_model(model_args.model_name_or_path, **model_args.load_kwargs, **(args.model_init_kwargs or {}))
+        trainer = LoopDropoutGRPOTrainer(
+            model=model,
+            reward_funcs=[REWARDS[name] for name in reward_args.rewards],
+            args=args,
+            train_dataset=dataset["train"],
+            eval_dataset=dataset.get("eval"),
+            processing_class=tokenizer,
+            peft_config=adapter_args.peft_config,
+        )
+        if script_args.evaluate_base and args is training_args:
+            evaluate_base(trainer, script_args, recipe, tasks)
+        train(trainer, recipe)
+
+        # Evaluation and merging
+        evaluate(trainer, script_args, recipe, tasks)
+        save(trainer, recipe, merge=script_args.merge and args is training_args)
+
+    if training_args.process_index == 0:
+        print_results([args.output_dir for args, _ in runs])
+    push(script_args, training_args)
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_script(main)
