@@ -61,13 +61,13 @@ from loopdropout_trainer.results import COLUMNS, RECIPE_FILE, UNCOMPARED, compar
 
 
 TABLES = Path(__file__).parent / "tables"
-EXPECTED = (*COLUMNS, "loop", "group", "samples", "adapter", "folder", "recipe_run_name")
+EXPECTED = (*COLUMNS, "loop", "group", "samples", "recipe_run_name")
 
 NO_EFFECT = UNCOMPARED | {
-    *("seed", "data_seed", "gate_seed", "evaluate_base", "merge"),
+    *("seed", "data_seed", "gate_seed", "evaluate_base", "merge", "adapter", "at_depths", "gates"),
     *("benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
 }
-IGNORED = {"value", "seed", "folder", "adapter", "samples"} | {f"recipe_{name}" for name in NO_EFFECT}
+IGNORED = {"value", "seed", "folder", "run", "adapter", "samples"} | {f"recipe_{name}" for name in NO_EFFECT}
 """Columns in which the results of one mean may differ."""
 
 COSTS = {
@@ -97,15 +97,15 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     if not rows:
         raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
     for row in rows:
-        path = Path(row.get("adapter") or "", RECIPE_FILE)
-        if row.get("adapter") and path.exists():
-            row |= {f"recipe_{name}": value for name, value in load_recipe(path).items()}
+        training = Path(row.get("adapter") or row["folder"]).resolve()
+        row["run"] = str(training)
+        if row.get("adapter") and (training / RECIPE_FILE).exists():
+            row |= {f"recipe_{name}": value for name, value in load_recipe(training / RECIPE_FILE).items()}
     results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
     results = results.reindex(columns=list(dict.fromkeys([*EXPECTED, *results])))
     names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
-    runs = results["adapter"].fillna(results["folder"])
-    depths = results[results["task"] == "training"].groupby("folder")["num_loops"].first()
-    return results.assign(**names, trained_loops=runs.map(depths).fillna(results["num_loops"]))
+    depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
+    return results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
 
 
 def select(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
@@ -206,7 +206,7 @@ def fill_cell(results: pd.DataFrame, cell: Mapping[str, Any], place: str) -> str
     rows = find(results, wanted)
     if "of" in cell:
         costs = find(results, {"task": "training", "metric": cell["of"]})
-        rows = costs[costs["folder"].isin(rows["folder"])]
+        rows = costs[costs["run"].isin(rows["run"])]
     if "minus" in cell:
         other = find(results, {**wanted, **cell["minus"]})
         return with_interval(differences(rows, other, place, cell.get("part")), decimals)
