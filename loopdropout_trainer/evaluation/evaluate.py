@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import random
 from collections import defaultdict
@@ -16,6 +15,7 @@ from typing import Any
 import jinja2
 import lm_eval.tasks
 import numpy as np
+import pandas as pd
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_dataset
@@ -43,7 +43,6 @@ TASKS = Path(__file__).with_name("tasks")
 """Folder of the package's own tasks."""
 
 _FOLDERS = {"mmlu": "mmlu/default", "bbh": "bbh/cot_fewshot", "truthfulqa": "truthfulqa"}
-_PROGRAMS = {"humaneval": "humaneval", "humaneval_plus": "humaneval", "mbpp": "mbpp", "mbpp_plus": "mbpp"}
 _SCORED_LIKE = {
     "arithmetic": "arithmetic_test",
     "arithmetic_short": "arithmetic_test",
@@ -151,9 +150,7 @@ def load_task(
         overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
     kind = "group" if name in manager.all_groups else "task"
     try:
-        if files and name in _PROGRAMS:
-            overrides["dataset_kwargs"] = {"dataset": _PROGRAMS[name], "file": str(files[0])}
-        elif files and Path(files[0]).is_dir():
+        if files and Path(files[0]).is_dir():
             overrides["dataset_path"] = str(files[0])
         elif files:
             overrides |= {"custom_dataset": _read_files(files), "dataset_kwargs": None}
@@ -281,65 +278,54 @@ def _collect(
     numbers = evaluation["results"][name]
     keys = [key for key in numbers if "," in key and "_stderr," not in key]
     main_metric, main_filter = keys[0].split(",", 1)
-    shared = {"task": name, **lm.columns}
-    leaves = _leaves(task)
-    samples = {}  # by filter
-    for leaf in leaves:
+    samples = defaultdict(list)  # by filter
+    for leaf in _leaves(task):
         for sample in sorted(evaluation["samples"][leaf.task_name], key=lambda sample: sample["doc_id"]):
-            samples.setdefault(sample["filter"], []).append((leaf, sample))
-    samples_columns = {}
-    lines = [_sample(leaf, sample, main_metric, len(leaves) > 1) for leaf, sample in samples[main_filter]]
-    if output_dir is not None:
-        path = Path(output_dir, f"samples_{name}{_suffix(lm)}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-        path.write_text(text, encoding="utf-8")
-        samples_columns = {"samples": path.name}
+            samples[sample["filter"]].append({**sample, "task": leaf.task_name})
+    lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
+    shared = {"task": name, **lm.columns, "n": len(lines)}
     rows = []
     for key in keys:
         metric, filter_name = key.split(",", 1)
-        values = [sample.get(metric) for _, sample in samples[filter_name]]
+        values = [sample.get(metric) for sample in samples[filter_name]]
         is_share = all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values)
         title = metric if filter_name == "none" else filter_name if metric == main_metric else key
-        title = "accuracy" if key == keys[0] and is_share else title
-        value, unit = (100 * numbers[key], "%") if is_share else (numbers[key], "")
-        row = {"metric": title, "value": float(value), "unit": unit, **shared, "n": len(values)}
-        rows.append({**row, **samples_columns} if key == keys[0] else row)
-    if leaves[0].OUTPUT_TYPE == "generate_until":
-        missing = 100 * sum(not line["answered"] for line in lines) / len(lines)
-        rows.append({"metric": "missing", "value": missing, "unit": "%", **shared, "n": len(lines)})
-    by_group = defaultdict(list)
-    for (leaf, sample), line in zip(samples[main_filter], lines, strict=True):
-        columns = {column: sample["doc"][column] for column in _GROUPS if column in sample["doc"]}
-        for column, group in (columns or ({"task": leaf.task_name} if len(leaves) > 1 else {})).items():
-            by_group[f"accuracy_by_{column}", str(group)].append(line["correct"])
-    for (metric, group), values in by_group.items():
-        row = {"metric": metric, "group": group, "value": 100 * sum(values) / len(values), "unit": "%"}
-        rows.append({**row, **shared, "n": len(values)})
+        row = {"metric": "accuracy" if key == keys[0] and is_share else title, **shared}
+        rows.append({**row, "value": float(numbers[key]) * (100 if is_share else 1), "unit": "%" if is_share else ""})
+    if lines["completion"].notna().all():
+        rows.append({"metric": "missing", **shared, "value": 100 * (~lines["answered"]).mean(), "unit": "%"})
+    for column in [name for name in _GROUPS if name in lines] or ["task"]:
+        for group, correct in lines.groupby(column, sort=False)["correct"] if lines[column].nunique() > 1 else ():
+            row = {"metric": f"accuracy_by_{column}", "group": str(group), **shared, "n": len(correct)}
+            rows.append({**row, "value": 100 * correct.mean(), "unit": "%"})
+    if output_dir is not None:
+        path = Path(output_dir, f"samples_{name}{_suffix(lm)}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines.to_json(path, orient="records", lines=True, force_ascii=False)
+        rows[0]["samples"] = path.name
     return rows
 
 
-def _sample(task: Task, sample: Mapping[str, Any], metric: str, in_group: bool) -> dict[str, Any]:
-    """Return one line of `samples_<task>.jsonl`."""
+def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return the columns of one line of `samples_<task>.jsonl`."""
     arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
-    if isinstance(responses[0], str):
-        completion, answer = responses[0], sample["filtered_resps"][0]
-        if answer == "[invalid]" or sample["filter"] == "none" and not completion.strip():
-            answer = None
-    else:  # log-likelihoods of choices
+    completion, answer = responses[0], sample["filtered_resps"][0]
+    if not isinstance(completion, str):  # log-likelihoods of choices, or of a text
         scores = [response[0] if isinstance(response, tuple | list) else response for response in responses]
-        completion = arguments[int(np.argmax(scores))][-1]
-        answer = completion.strip()
+        completion, answer = None, arguments[int(np.argmax(scores))][-1].strip()
+    elif answer == "[invalid]" or sample["filter"] == "none" and not completion.strip():
+        answer = None
     value = sample.get(metric)
     return {
-        **({"task": task.task_name} if in_group else {}),
+        "task": sample["task"],
         "doc_id": sample["doc_id"],
         "prompt": arguments[0][0],
         "completion": completion,
-        "target": sample["target"],
-        "answer": answer,
+        "target": str(sample["target"]),
+        "answer": None if answer is None else str(answer),
         "answered": answer is not None,
-        "correct": float(value) if isinstance(value, Real | np.bool_) else None,
+        "correct": float(value) if isinstance(value, Real | np.bool_) else np.nan,
+        **{column: sample["doc"][column] for column in _GROUPS if column in sample["doc"]},
     }
 
 
