@@ -58,6 +58,7 @@ def run_script(main: Callable[[], None]) -> None:
         main: function that parses the command line and does the work.
     """
     script = Path(sys.argv[0]).name
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # for users of its next release
     try:
         main()
         sys.stdout.flush()

@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 
@@ -78,6 +78,7 @@ def load_tokenizer(
         UserError: if the tokenizer or the template cannot be loaded, or if no token ends answers.
     """
     try:
+        cached_file(name_or_path, "tokenizer.json", revision=revision or "main")  # its error names the Hub
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")
     except (OSError, ValueError) as error:
         raise UserError(f"The tokenizer of {name_or_path} cannot be loaded: {error}") from error

@@ -219,14 +219,15 @@ def plan_runs(
 def print_plan(runs: list[tuple[TrainingArguments, dict[str, Any]]]) -> None:
     """Print the model, the rules, the data and the training of a recipe."""
     args, recipe = runs[0]
-    length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+    length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
     source = recipe.get("dataset_name") or recipe.get("train_files") or ""
     rules = [method_title(*run) + (f" (p = {run[0].p})" if run[0].p is not None else "") for run in runs]
     plan = {
         "model": f"{recipe['model_name_or_path']} {recipe.get('model_revision', '')}",
         "rules": ", ".join(rules),
         "data": f"{recipe.get('preparation') or ''} {source}",
-        "training": f"{length} of {examples_per_step(args)} examples, learning rate {args.learning_rate:g}, seed {args.seed}",
+        "training": f"{length}, {examples_per_step(args)} examples per step, learning rate {args.learning_rate:g}, "
+        f"seed {args.seed}",
         "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
         "output_dir": args.output_dir,
     }
