@@ -22,10 +22,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from report import accuracy_table, load_results
 
 from loopdropout_trainer.errors import UserError, closest_match, run_script
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse
-from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, compare_recipes, is_finished, read_results, read_run
+from loopdropout_trainer.results import UNCOMPARED, compare_recipes, is_finished, read_results, read_run, write_run
 
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
@@ -47,6 +47,7 @@ MEASURED = FINAL_ONLY | {
 }
 """Settings of the steps after the training, which `measure` may set. They may change after a run has finished."""
 
+SETTINGS_FILE = "sweep_recipe.yaml"
 NON_FINITE = float("-inf")
 
 
@@ -135,6 +136,8 @@ class Sweep:
         _check_names("rate_factors", self.factors, self.definitions)
         self.parts = {name: self._part(name, own or {}) for name, own in parts.items()}
         self.selected_parts = {name: self.parts[name] for name in arguments.only or parts}
+        self.scores: dict[str, float] = {}  # by name of a run
+        self.done: set[Run] = set()
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
 
@@ -229,14 +232,11 @@ class Sweep:
 
     def pending(self) -> list[Run]:
         """Return the runs that can start or have started, in order of priority."""
-        selecting = {run for part in self.parts.values() for run in self.runs_of(part) if run.selects}
         pending = {}
         for part in self.selected_parts.values():
             for run in self.runs_of(part):
-                first = run._replace(selects=True)  # another part may choose by a run that is final here
-                for job in (first, run) if first in selecting else (run,):
-                    if not self.is_done(job):
-                        pending.setdefault(job.name, job)
+                if not self.is_done(run):
+                    pending.setdefault(run.name, run)
         return list(pending.values())
 
     def plan(self) -> str:
@@ -255,16 +255,16 @@ class Sweep:
 
     def score(self, run: Run) -> float | None:
         """Return the score that chooses the learning rate, -inf after a non-finite loss, or None before the run."""
-        folder = self.output_dir / run.name
-        if read_run(folder).get("status") == "non-finite":
-            return NON_FINITE
-        select_on = self.arguments.select_on
-        for row in read_results(folder) if is_finished(folder) else ():
-            if row["metric"] == select_on == "eval_loss":
-                return -row["value"]
-            if (row["task"], row["metric"], row["gates"]) == (select_on, "accuracy", "unit"):
-                return row["value"]
-        return None
+        folder, select_on = self.output_dir / run.name, self.arguments.select_on
+        if run.name not in self.scores and folder.is_dir():
+            for row in read_results(folder):
+                if row["metric"] == select_on == "eval_loss":
+                    self.scores[run.name] = -row["value"]
+                if (row["task"], row["metric"], row["gates"]) == (select_on, "accuracy", "unit"):
+                    self.scores[run.name] = row["value"]
+            if read_run(folder).get("status") == "non-finite":
+                self.scores[run.name] = NON_FINITE
+        return self.scores.get(run.name)
 
     def is_done(self, run: Run) -> bool:
         """Return whether a run has finished with its settings.
@@ -273,14 +273,16 @@ class Sweep:
             UserError: if the run in the folder has other training settings.
         """
         folder = self.output_dir / run.name
-        if not (folder / RECIPE_FILE).exists():
-            return False
-        saved, new = load_recipe(folder / RECIPE_FILE), self.settings(run)
-        if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
-            raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
-        score = self.score(run)
-        is_measured = is_finished(folder) and not compare_recipes(saved, new)
-        return score is not None if run.selects else is_measured or score == NON_FINITE
+        path = folder / SETTINGS_FILE
+        if run not in self.done and path.exists():
+            saved, new = load_recipe(path), self.settings(run)
+            if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
+                raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
+            is_chosen = run.selects and self.score(run) is not None
+            is_measured = is_finished(folder) and not compare_recipes(saved, new)
+            if is_chosen or is_measured or self.score(run) == NON_FINITE:
+                self.done.add(run)
+        return run in self.done
 
     # Training
 
@@ -291,9 +293,9 @@ class Sweep:
             UserError: if a run fails.
         """
         number = self.arguments.workers
-        gpus = _gpus() if number > 1 else [None]
+        gpus = cycle(_gpus() if number > 1 else [{}])
         with ThreadPoolExecutor(number) as pool:
-            workers = [pool.submit(self._work, gpus[index % len(gpus)]) for index in range(number)]
+            workers = [pool.submit(self._work, next(gpus)) for _ in range(number)]
             try:
                 for worker in workers:
                     worker.result()
@@ -303,35 +305,42 @@ class Sweep:
                     os.killpg(process.pid, signal.SIGTERM)  # each training saves a checkpoint
                 raise
 
-    def _work(self, gpu: str | None) -> None:
+    def _work(self, gpu: dict[str, str]) -> None:
         """Train one run after the other until none is left."""
         while (runs := self.pending()) and not self.stopped.is_set():
             for run in runs:
-                with lock_folder(self.output_dir / run.name) as descriptor:
-                    if descriptor is not None and not self.is_done(run):
-                        self._train(run, gpu, descriptor)
+                folder = self.output_dir / run.name
+                folder.mkdir(parents=True, exist_ok=True)
+                with open(folder / "sweep.lock", "w") as lock:
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:  # another worker trains it
+                        continue
+                    if not self.is_done(run):
+                        self._train(run, gpu, lock.fileno())
                         break
             else:
-                self.stopped.wait(1)  # other workers train these runs
+                self.stopped.wait(1)
 
     def command(self, run: Run) -> list[str]:
         """Write the recipe of a run, and return its command."""
         folder = self.output_dir / run.name
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "sweep_recipe.yaml"
-        dump_recipe(self.settings(run), path)
+        dump_recipe(self.settings(run), folder / SETTINGS_FILE)
+        if is_finished(folder):  # it is measured again
+            write_run(folder, **{**read_run(folder), "status": "trained"})
         launcher = shlex.split(self.arguments.launcher) or [sys.executable]
-        return [*launcher, str(self.script), str(path), "--output_dir", str(folder)]
+        return [*launcher, str(self.script), str(folder / SETTINGS_FILE), "--output_dir", str(folder)]
 
-    def _train(self, run: Run, gpu: str | None, descriptor: int) -> None:
+    def _train(self, run: Run, gpu: dict[str, str], lock: int) -> None:
         path = self.output_dir / run.name / "log.txt"
         with open(path, "a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 self.command(run),
                 stdout=log,
                 stderr=log,
-                env=None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
-                pass_fds=[descriptor],  # the training keeps the lock, even if the sweep is killed
+                env={**os.environ, **gpu},
+                pass_fds=[lock],  # the training keeps the lock, even if the sweep is killed
                 start_new_session=True,
             )
         self.processes.add(process)
@@ -344,35 +353,19 @@ class Sweep:
 
     def write_summary(self) -> str:
         """Write `summary.json`, and return the chosen learning rates and a table of mean ± SD over seeds."""
+        choices = [
+            {"part": name, "method": method, **self.choice(part, method)._asdict()}
+            for name, part in self.parts.items()
+            for method in (() if part.full_grid else part.methods)
+        ]
         table = accuracy_table(load_results(self.output_dir))
-        summary = {"choices": [], "accuracy": table.reset_index().to_dict("records")}
-        lines = []
-        for name, part in self.parts.items():
-            for method in () if part.full_grid else part.methods:
-                choice = self.choice(part, method)
-                summary["choices"].append({"part": name, "method": method, **choice._asdict()})
-                edge = f", the {choice.edge} of {len(choice.rates)}" if choice.edge else ""
-                lines.append(f"{method}: learning rate {choice.best or 'not known'}{edge}")
+        summary = {"choices": choices, "accuracy": table.reset_index().to_dict("records")}
         (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        lines = [
+            f"{choice['method']}: learning rate {choice['best']}, {choice['edge'] or 'inside'} of {choice['rates']}"
+            for choice in choices
+        ]
         return "\n".join([*lines, "", table.to_string()])
-
-
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[int | None]:
-    """Lock the folder of a run, and give the file descriptor of the lock, or None if another process has it.
-
-    A subprocess that inherits the descriptor keeps the lock until it ends.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield None
-    else:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _definitions(methods: list[Any]) -> dict[str, Any]:
@@ -391,12 +384,12 @@ def _check_names(field: str, names: Collection[str], choices: Collection[str]) -
             raise UserError(f"`{field}` has no {name!r}.{closest_match(name, choices)}")
 
 
-def _gpus() -> list[str | None]:
-    """Return the GPUs as `CUDA_VISIBLE_DEVICES` names them, or [None] without a GPU."""
+def _gpus() -> list[dict[str, str]]:
+    """Return an environment for each GPU."""
     import torch
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())] or [None]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names.split(",")]
 
 
 def _rounded(rate: float) -> float:

@@ -1,7 +1,6 @@
 """recipes/sweep.py: order, choice of learning rates, finished runs, locks, and continuation after a kill."""
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -186,16 +185,16 @@ def test_sweep_names_a_changed_setting(lab, fields):
 def test_sweep_parts_share_runs(lab):
     methods = {"lora": "lora", "half": {"rule": "loop_dropout", "p": 0.5}}
     parts = {
-        "rates": {"methods": ["lora"], "full_grid": True, "measure": {"benchmarks": ["arithmetic_hard"]}},
         "main": {},
+        "rates": {"methods": ["lora"], "full_grid": True, "measure": {"benchmarks": ["arithmetic_hard"]}},
         "deep": {"methods": ["half"], "settings": {"num_loops": 6}, "learning_rates": [0.02]},
     }
     plan = lab.sweep(methods=methods, parts=parts).plan()
-    assert [int(line.split()[1]) for line in plan.splitlines()[1:]] == [6, 5, 2, 13]
+    assert [int(line.split()[1]) for line in plan.splitlines()[1:]] == [8, 3, 2, 13]
     lab.run(methods=methods, parts=parts)
     assert len({*lab.runs}) == 6 + 4 + 2
     finals = [tasks for name, tasks, *_ in lab.log if name == "lora/lr_0.02/seed_101"]
-    assert finals == [["development"], ["arithmetic_hard"]]  # as the first part says
+    assert finals == [["development"], ["arithmetic_test"]]  # as the first part says
     recipe = load_recipe(lab.out / "half@deep/lr_0.02/seed_101/recipe.yaml")
     assert (recipe["num_loops"], recipe["rule"], recipe["p"]) == (6, "loop_dropout", 0.5)
     count = len(lab.log)
@@ -309,7 +308,7 @@ def test_sweep_recipe_names_its_number_of_trainings(path):
     assert re.search(rf"\b{total} trainings", path.read_text()), total
 
 
-def test_sweep_trains_two_methods(tmp_path):
+def test_sweep_trains_two_methods(tmp_path, monkeypatch, capsys):
     """The real script on the tiny model."""
     recipe = load_recipe("recipes/quickstart.yaml")
     changes = {"max_steps": 1, "num_train_examples": 8, "num_eval_examples": 2, "benchmark_limit": 2, "depths": None}
@@ -317,12 +316,9 @@ def test_sweep_trains_two_methods(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "merge": False}))
     fields = {"recipe": str(tmp_path / "recipe.yaml"), "learning_rates": [0.001], "seeds": [1], "workers": 2}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**fields, "output_dir": str(tmp_path / "out")}))
-    command = [sys.executable, ROOT / "recipes/sweep.py", tmp_path / "sweep.yaml"]
-    printed = [
-        subprocess.run(command, env=ENVIRONMENT, check=True, text=True, stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    assert printed[0].stdout.count("finished") == 2 and "finished" not in printed[1].stdout
-    assert "Loop Dropout - LoRA" in printed[0].stdout
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    sweep.main([str(tmp_path / "sweep.yaml")])
+    assert "Loop Dropout - LoRA" in capsys.readouterr().out
     for method in ("lora", "loop_dropout"):
         assert (tmp_path / f"out/{method}/lr_0.001/seed_1/adapter_model.safetensors").exists()
-        assert os.stat(tmp_path / f"out/{method}/lr_0.001/seed_1/log.txt").st_size
+    assert sweep.Sweep(*parse((sweep.SweepArguments,), [str(tmp_path / "sweep.yaml")])).pending() == []
