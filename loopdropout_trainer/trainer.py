@@ -56,9 +56,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
         """Draw the gates of a micro-batch and set them. They are in force until its backward pass is done.
 
         `compute_loss` calls it. Call it yourself in a `compute_loss` that does not call `super().compute_loss`.
+
+        Args:
+            inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.
         """
         self.drawn = self.sample_gates(inputs)
         self.gates.set(self.drawn)
+        inputs.pop("example_ids", None)
 
     def sample_gates(self, inputs: dict[str, Any]) -> GatedBatch:
         """Return gates for the examples of a micro-batch.

@@ -37,7 +37,9 @@ def test_depths_are_sampled_for_each_step(train):
     assert_same_weights(whole, split, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [DEPTHS, {"rule": "adaptive"}, {"rule": "schedule"}, {"lora_dropout": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [DEPTHS, {"rule": "adaptive"}, {"rule": "schedule"}, {"lora_dropout": 0.1}], ids=str
+)
 def test_resumed_training_has_the_same_weights(make_sft, model, fields):
     fields = dict(fields)
     lora = {"peft_config": default_peft_config(model, lora_dropout=fields.pop("lora_dropout", 0.0))}

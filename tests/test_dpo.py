@@ -1,15 +1,17 @@
-"""`LoopDropoutDPOTrainer` against DPO computed directly from the model: pairs share gates, the reference has none."""
+"""`LoopDropoutDPOTrainer` against DPO computed from the model: pairs share gates, and the reference keeps unit gates."""
+
+import math
 
 import pytest
 import torch
-from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
+from conftest import Recording, assert_same_weights, tiny_huginn, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
-from peft import PeftModel
 from torch.nn import functional as F
-from trl import DPOConfig
+from trl import DPOConfig, DPOTrainer
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, use_gates
-from loopdropout_trainer.gates import Draw, LoopDropout
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer.gates import Draw, LoopDropout, make_rule
+from loopdropout_trainer.lora import add_gates
 
 
 BETA = 0.1
@@ -26,10 +28,11 @@ class Recorder(Recording, LoopDropoutDPOTrainer):
 def make(config, tokenizer):
     """`make(model, cls, **fields)`: a trainer of the pairs."""
 
-    def trainer(model=None, cls=LoopDropoutDPOConfig, **fields):
-        args = config(cls, **{"max_steps": 1, "beta": BETA, "use_cpu": True, **fields})
-        data = {"train_dataset": PAIRS, "eval_dataset": PAIRS}
-        return Recorder(tiny_ouro() if model is None else model, args=args, **data, processing_class=tokenizer)
+    def trainer(model=None, cls=Recorder, config_cls=LoopDropoutDPOConfig, **fields):
+        more = {"peft_config": default_peft_config(tiny_ouro())} if cls is DPOTrainer else {}
+        args = config(config_cls, **{"max_steps": 1, "beta": BETA, "use_cpu": True, **fields})
+        data = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": tokenizer}
+        return cls(tiny_ouro() if model is None else model, args=args, **data, **more)
 
     return trainer
 
@@ -46,30 +49,38 @@ def dpo_loss(policy, reference):
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-@pytest.mark.parametrize("pretrained", [False, True], ids=["reference is the base", "reference is a frozen adapter"])
+@pytest.mark.parametrize("pretrained", [False, True], ids=["base model", "frozen adapter"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_loss_and_gradients_are_those_of_the_gated_policy_against_the_ungated_reference(
-    make, pretrained, checkpointing
-):
+def test_gated_policy_and_ungated_reference(make, pretrained, checkpointing):
     trainer = make(with_adapter() if pretrained else None, gradient_checkpointing=checkpointing)
-    if not pretrained:  # a fresh adapter changes nothing
+    if not pretrained:  # a new adapter changes nothing
         trainer.model.load_state_dict(with_adapter().state_dict())
     trainer.train()
     (seen,) = trainer.seen
-    batch, gates = seen.batch, seen.gates
     draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(4)], num_loops=4)
-    want = LoopDropout(0.5).sample(draw)
-    assert torch.equal(gates, torch.cat([want, want], dim=1))
+    gates = LoopDropout(0.5).sample(draw)
+    assert torch.equal(seen.gates, torch.cat([gates, gates], dim=1))
 
     oracle, frozen = with_adapter(), with_adapter() if pretrained else tiny_ouro()
     with torch.no_grad():
-        reference = log_probability(frozen.eval(), **batch)
-    with use_gates(oracle, gates):
-        expected = dpo_loss(log_probability(oracle.train(), **batch), reference)
+        reference = log_probability(frozen.eval(), **seen.batch)
+    with use_gates(oracle, seen.gates):
+        expected = dpo_loss(log_probability(oracle.train(), **seen.batch), reference)
         expected.backward()
     torch.testing.assert_close(seen.loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for name, parameter in trained_parameters(oracle).items():
         torch.testing.assert_close(seen.gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"loss_type": ["sigmoid", "sft"]}, {"gradient_accumulation_steps": 2}], ids=str
+)
+def test_unit_gates_train_as_trl(make, fields):
+    fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False, "fused_lora": False}
+    ours, theirs = make(**fields), make(cls=DPOTrainer, **fields)
+    ours.train()
+    theirs.train()
+    assert_same_weights(ours, theirs)
 
 
 def test_evaluation_is_plain_dpo_at_unit_gates(make):
@@ -83,43 +94,39 @@ def test_evaluation_is_plain_dpo_at_unit_gates(make):
                 reference = log_probability(model, **batch)
         total += dpo_loss(policy, reference).item() * len(batch["input_ids"]) / 2
     assert trainer.evaluate()["eval_loss"] == pytest.approx(total / len(PAIRS), rel=1e-4)
-    assert trainer.loop_state.gates is None
+    assert trainer.gates.gates is None
 
 
-def test_accumulation_draws_the_gates_of_one_large_batch_and_gives_its_weights(make):
-    one, other = (
-        make(max_steps=3, per_device_train_batch_size=batch, gradient_accumulation_steps=4 // batch)
-        for batch in (4, 2)
-    )
-    one.train()
-    other.train()
-    assert_same_weights(one, other, rtol=0, atol=1e-4)
+def test_split_into_micro_batches_keeps_weights(make):
+    fields = {"max_steps": 3, "adam_epsilon": 1e-3}
+    whole = make(**fields)
+    split = make(per_device_train_batch_size=2, gradient_accumulation_steps=2, **fields)
+    whole.train()
+    split.train()
+    assert_same_weights(whole, split, atol=1e-6, rtol=1e-4)
 
 
-def test_pairs_that_are_cut_are_counted(config, tokenizer, log):
-    answers = {"chosen": "a" * 4, "rejected": "b"}
-    pairs = Dataset.from_list([{"prompt": "x" * length, **answers} for length in (5, 12, 17, 40)])
-    args = config(LoopDropoutDPOConfig, max_length=20, use_cpu=True)
-    LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, eval_dataset=PAIRS, processing_class=tokenizer)
-    assert "Of 4 pairs of `train_dataset`, 1 are longer than `max_length`, 20, and are cut" in log.text
-    assert "1 are left out" in log.text and "eval_dataset" not in log.text
-    args.max_length = 3
-    with pytest.raises(ValueError, match="No pair of `train_dataset` is left: raise `max_length`, 3"):
-        LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, processing_class=tokenizer)
+@pytest.mark.parametrize("pretrained", [False, True], ids=["base model", "frozen adapter"])
+@pytest.mark.parametrize("base", [tiny_ouro, tiny_huginn])
+def test_first_loss_is_ln_2(make, base, pretrained):
+    model = with_adapter(base(), scale=0.3) if pretrained else base()
+    trainer = make(model, rule="lora", beta=1.0)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=2e-5)
 
 
-def test_a_resumed_run_logs_what_the_run_logs(make):
-    fields = {"max_steps": 4, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    logs = []
-    for checkpoint in (None, "checkpoint-2"):
-        trainer = make(**fields)
-        trainer.train(resume_from_checkpoint=checkpoint and f"{trainer.args.output_dir}/{checkpoint}")
-        logs.append(trainer.state.log_history)
-    assert "rewards/margins" in logs[0][0] and logs[0][0] == logs[1][0]
+def test_trl_config_gets_paper_defaults(make):
+    trainer = make(config_cls=DPOConfig)
+    assert (trainer.rule, trainer.args.beta) == (LoopDropout(0.5), BETA)
 
 
-def test_plain_dpo_arguments_get_the_papers_rule_and_other_arguments_are_refused(make, config, tokenizer):
-    trainer = make(cls=DPOConfig)
-    assert isinstance(trainer.model, PeftModel) and (trainer.rule, trainer.args.beta) == (LoopDropout(0.5), BETA)
-    with pytest.raises(ValueError, match="LoopDropoutDPOConfig or DPOConfig; got LoopDropoutConfig"):
-        LoopDropoutDPOTrainer(tiny_ouro(), args=config(), train_dataset=PAIRS, processing_class=tokenizer)
+def test_precomputed_reference_raises(make):
+    with pytest.raises(ValueError, match="`precompute_ref_log_probs` must be False"):
+        make(precompute_ref_log_probs=True)
+
+
+def test_reference_of_learned_gates_raises(make):
+    model = with_adapter()
+    add_gates(model, rule=make_rule("learned"))
+    with pytest.raises(ValueError, match="`rule` must have a shared adapter if the model has other adapters"):
+        make(model, rule="learned")
