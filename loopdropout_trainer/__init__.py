@@ -1,6 +1,6 @@
 """Fine-tune looped language models with Loop Dropout (Zhu et al. 2026, arXiv 2609.34218).
 
-The model families register with transformers' Auto classes: at once if transformers is imported already, else as it is.
+The model families register with transformers' Auto classes when transformers is imported, or now if it is imported already.
 """
 
 # ruff: noqa: F401  (handed on)
@@ -8,17 +8,18 @@ The model families register with transformers' Auto classes: at once if transfor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.startup import import_with_transformers
+from wrapt import register_post_import_hook
+
 from loopdropout_trainer.versions import warn_about_untested_versions
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
-    from loopdropout_trainer.lora import default_peft_config, use_gates
-    from loopdropout_trainer.described import LoopDescription, check_loops, register_looped
-    from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
     from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+    from loopdropout_trainer.described import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
     from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
+    from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
+    from loopdropout_trainer.lora import default_peft_config, use_gates
     from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
     from loopdropout_trainer.trainer import GateSamplingMixin, LoopDropoutSFTTrainer
 
@@ -59,4 +60,4 @@ def __dir__() -> list[str]:
 __version__ = "0.1.0"
 
 warn_about_untested_versions()
-import_with_transformers("loopdropout_trainer.models")
+register_post_import_hook(lambda transformers: import_module("loopdropout_trainer.models"), "transformers")

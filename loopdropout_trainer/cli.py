@@ -54,7 +54,7 @@ def run(argv: list[str]) -> None:
         case [name, *arguments] if name in scripts():
             script = scripts()[name]
             sys.argv = [str(script), *arguments]
-            sys.path.insert(0, str(script.parent))  # scripts import one another, as with `python SCRIPT`
+            sys.path.append(str(script.parent))  # scripts import one another
             runpy.run_path(str(script), run_name="__main__")
         case [name, *_]:
             raise UserError(f"Unknown command {name!r}.{closest_match(name, [*scripts(), 'recipes'])} See --help.")

@@ -70,6 +70,9 @@ def pytest_collection_finish():
 def load_script(path):
     """A script of the repository, such as `recipes/sft.py`, as a module."""
     name = f"script_{Path(path).stem}"  # a package is called `evaluate`, too
+    folder = str((ROOT / path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # scripts import one another
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -18,7 +18,7 @@ from loopdropout_trainer import load_adapter
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.record.measurement import read_measurements
 from loopdropout_trainer.saving.adapter_files import adapter_metadata, export_adapter
-from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
+from loopdropout_trainer.recipe import TINY_OURO_PATH
 
 
 AUTHORS = GOLDEN / "authors"

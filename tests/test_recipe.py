@@ -190,9 +190,7 @@ sft = load_script("recipes/sft.py")
 SFT_TYPES = (sft.ScriptArguments, ModelArguments, sft.AdapterArguments, DataArguments, LoopDropoutConfig)
 PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")
 OTHERS = ("nanbeige", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo")
-TRAINING = [
-    name for name in recipe_names() if Path(name).stem in (*PAPER, *OTHERS) or name.split("/")[0] in (*PAPER, *OTHERS)
-]
+TRAINING = [name for name in recipe_names() if name.removesuffix(".yaml").split("/")[0] in (*PAPER, *OTHERS)]
 
 
 @pytest.mark.parametrize("name", TRAINING)

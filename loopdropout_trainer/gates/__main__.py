@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 
-from loopdropout_trainer.errors import run_command
+from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.gates import RULES, make_rule
 
 
@@ -25,4 +25,4 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(lambda: main(sys.argv[1:]), "python -m loopdropout_trainer.gates")
+    run_script(lambda: main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""What is on record: what a number depends on (its identity), and the numbers themselves (measurements, one row each)."""

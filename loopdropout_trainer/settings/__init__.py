@@ -1,1 +1,0 @@
-"""YAML recipes and command lines, and the dataclasses that they fill."""
