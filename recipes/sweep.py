@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,10 +68,8 @@ class Part:
     full_grid: bool = setting(False, "Train every seed with every learning rate and choose none.")
     extend_grid: bool = setting(False, "Add learning rates while the best one is the smallest or the largest.")
     max_extensions: int = setting(4, "Maximum number of learning rates that `extend_grid` adds.")
-    settings: dict[str, Any] | None = setting(
-        None, "Fields of every recipe (JSON). Those of a part rename its methods."
-    )
-    measure: dict[str, Any] | None = setting(None, "Fields of the evaluation of the final runs (JSON).")
+    settings: dict[str, Any] = setting({}, "Fields of every recipe (JSON). With its own, a part renames its methods.")
+    measure: dict[str, Any] = setting({}, "Fields of the evaluation of the final runs (JSON).")
 
 
 @dataclass
@@ -80,9 +78,9 @@ class SweepArguments(Part):
 
     recipe: str = setting("", "Recipe that all methods start from.")
     script: str = setting("sft", "Training script: sft, dpo or grpo.")
-    parts: dict[str, Any] | None = setting(None, "Comparisons by name, in order of priority.")
+    parts: dict[str, Any] = setting({}, "Comparisons by name, in order of priority.")
     only: list[str] = setting([], "Parts to run. Default: all.")
-    rate_factors: dict[str, Any] | None = setting(None, "Factors on the learning rates by method (JSON).")
+    rate_factors: dict[str, Any] = setting({}, "Factors on the learning rates by method (JSON).")
     select_on: str = setting("development", "Task that chooses the learning rate, or `eval_loss`.")
     selection_seeds: int = setting(1, "Number of seeds that choose the learning rate.")
     output_dir: str = setting("outputs/sweep", "Folder of all runs.")
@@ -127,13 +125,12 @@ class Sweep:
         self.arguments = arguments
         self.output_dir = Path(arguments.output_dir)
         self.script = Path(__file__).with_name(f"{arguments.script}.py")
-        self.factors = arguments.rate_factors or {}
         self.recipes: dict[str, dict[str, Any]] = {}  # by method
         self.measured: dict[str, dict[str, Any]] = {}
         self.definitions = _definitions(arguments.methods)
         parts = arguments.parts or {"all": {}}
         _check_names("only", arguments.only, parts)
-        _check_names("rate_factors", self.factors, self.definitions)
+        _check_names("rate_factors", arguments.rate_factors, self.definitions)
         self.parts = {name: self._part(name, own or {}) for name, own in parts.items()}
         self.selected_parts = {name: self.parts[name] for name in arguments.only or parts}
         self.scores: dict[str, float] = {}  # by name of a run
@@ -143,11 +140,10 @@ class Sweep:
 
     def _part(self, name: str, own: dict[str, Any]) -> Part:
         """Return a part, with the fields of the sweep where it has none, and add its methods to `recipes`."""
-        names = [field.name for field in fields(Part)]
-        _check_names(f"parts.{name}", own, names)
-        shared = {field: getattr(self.arguments, field) for field in names}
+        _check_names(f"parts.{name}", own, Part.__dataclass_fields__)
+        shared = {field: getattr(self.arguments, field) for field in Part.__dataclass_fields__}
         part = Part(**{**shared, "methods": list(self.definitions), "settings": {}, **own})
-        part.measure = {**(shared["measure"] or {}), **(part.measure or {})}
+        part.measure = {**shared["measure"], **part.measure}
         part.learning_rates = sorted(part.learning_rates)
         part.full_grid |= len(part.learning_rates) == 1
         _check_names(f"parts.{name}.methods", part.methods, self.definitions)
@@ -168,7 +164,7 @@ class Sweep:
         if isinstance(definition, str):
             path, definition = (definition, {}) if definition.endswith(".yaml") else (path, {"rule": definition})
         recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
-        for changes in (self.arguments.settings or {}, definition, of_part):
+        for changes in (self.arguments.settings, definition, of_part):
             recipe = override(recipe, changes)
         for name in SET_BY_SWEEP & recipe.keys():
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
@@ -196,7 +192,7 @@ class Sweep:
 
         While the best one is at the edge of its grid, `extend_grid` adds the next one, in the ratio of the outermost two.
         """
-        factor = self.factors.get(method.split("@")[0], 1.0)
+        factor = self.arguments.rate_factors.get(method.split("@")[0], 1.0)
         rates = [_rounded(factor * rate) for rate in part.learning_rates]
         extensions = 0 if part.full_grid else part.extend_grid * part.max_extensions
         while True:
@@ -248,8 +244,8 @@ class Sweep:
                 seeds = part.seeds if part.full_grid else part.seeds[: self.arguments.selection_seeds]
                 trainings |= {(method, rate, seed) for rate in self.choice(part, method).rates for seed in seeds}
                 trainings |= {(method, None, seed) for seed in part.seeds[len(seeds) :]}
-            lines.append(f"{name:<40} {len(trainings) - before:>5}")
-        return "\n".join([*lines, f"{'all':<40} {len(trainings):>5}"])
+            lines.append(f"{name}: {len(trainings) - before}")
+        return "\n".join([*lines, f"all: {len(trainings)}"])
 
     # The state of a run, from its folder
 
@@ -278,9 +274,9 @@ class Sweep:
             saved, new = load_recipe(path), self.settings(run)
             if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
                 raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
-            is_chosen = run.selects and self.score(run) is not None
+            score = self.score(run)
             is_measured = is_finished(folder) and not compare_recipes(saved, new)
-            if is_chosen or is_measured or self.score(run) == NON_FINITE:
+            if is_measured or score == NON_FINITE or run.selects and score is not None:
                 self.done.add(run)
         return run in self.done
 
@@ -326,7 +322,8 @@ class Sweep:
         """Write the recipe of a run, and return its command."""
         folder = self.output_dir / run.name
         folder.mkdir(parents=True, exist_ok=True)
-        dump_recipe(self.settings(run), folder / SETTINGS_FILE)
+        dump_recipe(self.settings(run), folder / "new.yaml")
+        (folder / "new.yaml").replace(folder / SETTINGS_FILE)  # in one step, for other workers
         if is_finished(folder):  # it is measured again
             write_run(folder, **{**read_run(folder), "status": "trained"})
         launcher = shlex.split(self.arguments.launcher) or [sys.executable]
@@ -361,10 +358,7 @@ class Sweep:
         table = accuracy_table(load_results(self.output_dir))
         summary = {"choices": choices, "accuracy": table.reset_index().to_dict("records")}
         (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        lines = [
-            f"{choice['method']}: learning rate {choice['best']}, {choice['edge'] or 'inside'} of {choice['rates']}"
-            for choice in choices
-        ]
+        lines = ["{method}: learning rate {best} (edge of the grid: {edge})".format(**choice) for choice in choices]
         return "\n".join([*lines, "", table.to_string()])
 
 
@@ -372,7 +366,7 @@ def _definitions(methods: list[Any]) -> dict[str, Any]:
     """Return the definition of each method by its name, which is the file name of a recipe."""
     if isinstance(methods[0], dict):
         return methods[0]
-    definitions = {Path(method).stem if method.endswith(".yaml") else method: method for method in methods}
+    definitions = {method.removesuffix(".yaml").rpartition("/")[2]: method for method in methods}
     if len(definitions) < len(methods):
         raise UserError(f"`methods` must have different names, got {', '.join(methods)}.")
     return definitions
@@ -402,7 +396,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.dry_run:
         print(sweep.plan())
     elif arguments.print_commands:
-        print("\n".join(shlex.join(sweep.command(run)) for run in sweep.pending()))
+        for run in sweep.pending():
+            print(shlex.join(sweep.command(run)))
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         sweep.train_all()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -245,11 +246,9 @@ def test_sweep_rejects_invalid_fields(lab, fields, message):
 def test_sweep_workers_train_each_run_once(lab, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     fields = {"methods": ["lora", "loop_dropout"], "workers": 2}
-    machines = [threading.Thread(target=lab.sweep(**fields).train_all) for _ in range(2)]
-    for machine in machines:
-        machine.start()
-    for machine in machines:
-        machine.join()
+    with ThreadPoolExecutor(2) as machines:
+        for result in [machines.submit(lab.sweep(**fields).train_all) for _ in range(2)]:
+            result.result()
     assert len(lab.log) == 10 and {gpu for *_, gpu, _ in lab.log} == {"5", "7"}
     starts = Counter(lab.runs)
     assert {name for name, number in starts.items() if number == 2} == {
