@@ -25,7 +25,7 @@ from loopdropout_trainer.lora import (
     trained_lora_parameters,
 )
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
-from loopdropout_trainer.training.distributed import float32_adapter, has_unsharded_weights, may_skip_loops
+from loopdropout_trainer.training.distributed import float32_adapter, may_skip_loops
 
 
 class AdapterTrainingMixin:
@@ -96,11 +96,7 @@ class AdapterTrainingMixin:
         if depths != (self.num_loops, self.num_loops) and self._needs_one_depth():
             raise UserError(f"`depth_sampling` must be 'fixed' for {self._needs_one_depth()}.")
         self.gates = self.unit_gates.gates = add_gates(
-            self.model,
-            in_activation_dtype=True,
-            rule=self.rule,
-            seed=self.args.seed,
-            fused=self.args.fused_lora and has_unsharded_weights(self.accelerator),
+            self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed
         )
         self.physical_layers = physical_layers(self.model)  # [M]
         for callback in self.step_callbacks:

@@ -37,8 +37,6 @@ class GateConfig:
         skip_frozen_loops (`bool`, *optional*, defaults to `True`):
             Whether to run the loops before an example's first active gate without gradient and adapter. It needs
             `remove_padding`, one process or DDP, and an adapter without input dropout as the only trained weights.
-        fused_lora (`bool`, *optional*, defaults to `True`):
-            Whether to compute adapted projections of one input in one function, with one process or DDP.
         warmup_from_first_step (`bool`, *optional*, defaults to `False`):
             Whether the first step already trains: the warmup runs through 1/w, 2/w, ..., 1 of the learning rate instead
             of 0, 1/w, ..., with w rounded down.
@@ -66,9 +64,6 @@ class GateConfig:
     skip_frozen_loops: bool = field(
         default=True,
         metadata={"help": "Whether to run the loops before an example's first active gate without gradient."},
-    )
-    fused_lora: bool = field(
-        default=True, metadata={"help": "Whether to compute adapted projections of one input in one function."}
     )
     warmup_from_first_step: bool = field(
         default=False, metadata={"help": "Whether the warmup starts at 1/w of the learning rate instead of 0."}

@@ -76,7 +76,7 @@ def test_gated_policy_and_ungated_reference(make, pretrained, checkpointing):
     "fields", [{}, {"loss_type": ["sigmoid", "sft"]}, {"gradient_accumulation_steps": 2}], ids=str
 )
 def test_unit_gates_train_as_trl(make, fields):
-    fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False, "fused_lora": False}
+    fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False}
     ours, theirs = make(**fields), make(cls=DPOTrainer, **fields)
     ours.train()
     theirs.train()

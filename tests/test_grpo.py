@@ -86,7 +86,7 @@ def test_gated_policy_and_ungated_reference(make, pretrained):
 
 @pytest.mark.parametrize("fields", [{}, {"beta": 0.1}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_unit_gates_train_as_trl(make, fields):
-    fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False, "fused_lora": False}
+    fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False}
     trainers = []
     for cls in (LoopDropoutGRPOTrainer, GRPOTrainer):
         trainers.append(make(cls=cls, **fields))

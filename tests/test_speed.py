@@ -158,7 +158,7 @@ def test_a_training_run_is_the_same_with_and_without_optimisations(name, train):
     fields = {"optim": "sgd", "learning_rate": 0.05, "p": [0.7], "max_grad_norm": 0.0, **FIELDS[name]}
     fields |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     model = TINY["huginn" if "huginn" in name else "ouro"]
-    on, off = train(model(), **fields), train(model(), **fields, remove_padding=False, fused_lora=False)
+    on, off = train(model(), **fields), train(model(), **fields, remove_padding=False)
     for trainer in (on, off):  # not after training, where other parameters may be trained
         assert trainer.loop_state.batch.optimisations == Optimisations()
     assert on.optimisations.lora_parameters and not off.optimisations.lora_parameters
@@ -222,7 +222,7 @@ def test_each_training_of_a_process_is_compiled(train, compiles):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_processes_train_as_one_although_some_have_no_active_example(compiled, tmp_path):
     fields = {"p": [0.9], "ddp_find_unused_parameters": False, "compile_layers": compiled}
-    off = {"remove_padding": False, "fused_lora": False}
+    off = {"remove_padding": False}
     layouts.save_model(tmp_path / "model")
     record = layouts.train(tmp_path, "plain", per_device_train_batch_size=8, p=[0.9], **off)
     plain = layouts.Run([record], layouts._adapter(tmp_path / "plain"))

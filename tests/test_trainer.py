@@ -24,7 +24,7 @@ from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
 
 
-PLAIN = {"remove_padding": False, "fused_lora": False}
+PLAIN = {"remove_padding": False}
 EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}  # float noise stays small in the weights
 
 

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
-from loopdropout_trainer.lora.fused import FusedProjection
 
 
 @dataclass(eq=False)
@@ -64,12 +63,6 @@ class GatedLora(LoraVariant):
         ADAPTER_KINDS[kind] = cls
 
     @classmethod
-    def is_plain(cls) -> bool:
-        """Return whether the kind computes nothing but a gated product of shared factors."""
-        own = ("forward", "gate", "down", "up")
-        return all(getattr(cls, name) is getattr(GatedLora, name) for name in own)
-
-    @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> Any:
         """Give the model the parameters that this kind has beyond PEFT's, if it lacks them, without the global random state.
 
@@ -99,7 +92,7 @@ class GatedLora(LoraVariant):
             return self._unused(module, active_adapter, x, result)
         scaling = module.scaling[active_adapter]
         x = self._cast(module.lora_dropout[active_adapter](x), result)
-        gate = self.gate(x)
+        gate = self.loop_state.gate_for(x, self.module, self.gate_factor(x))
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
@@ -107,9 +100,9 @@ class GatedLora(LoraVariant):
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
         return result + self.up(module, active_adapter, low_rank)
 
-    def gate(self, x: Tensor) -> Tensor | None:
-        """Return what multiplies the [B, S, r] activations of x [B, S, in] in the running loop; None: one."""
-        return self.loop_state.gate_for(x, self.module)
+    def gate_factor(self, x: Tensor) -> Tensor | None:
+        """Return a further factor of the gate in the running loop, or None."""
+        return None
 
     def down(self, module: LoraLayer, adapter: str, x: Tensor) -> Tensor:
         """Return A x, [B, S, r]."""
@@ -231,9 +224,7 @@ def physical_layers(model: nn.Module) -> list[int]:
     return [order.index(owner) for owner in owners]
 
 
-def add_gates(
-    model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0, fused: bool = False
-) -> GateState:
+def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0) -> GateState:
     """Make every LoRA layer multiply its update by the running loop's gate. All gates are one at first.
 
     This includes adapters that are added to these layers later. The global random state and all weights stay unchanged.
@@ -244,7 +235,6 @@ def add_gates(
         rule: Rule that the active adapter is trained with. Its `adapter` names the kind of LoRA layer, and the other adapters
             keep unit gates. None: gates apply to all adapters, and each adapter keeps its kind.
         seed: Seed of the initial weights that a kind adds.
-        fused: Whether to compute adapted maps that share their input together in training, by `FusedUpdate`.
 
     Returns:
         The object that holds the gates.
@@ -267,8 +257,6 @@ def add_gates(
     shared = {adapter: kind.prepare(model, adapter, num_loops, seed) for adapter, kind in kinds.items()}
     # A trainer gates the adapter that it trains. Others, such as TRL's frozen reference "ref", keep unit gates.
     states = {adapter: state if trained in (None, adapter) else GateState() for adapter in kinds}
-    active = model.active_adapters
-    together = FusedProjection(state, active[0]) if fused and kinds[active[0]].is_plain() else None
     for module, layer in enumerate(adapted_layers(model)):
         _gate_layer(layer, state, module, in_activation_dtype)
         for adapter in layer.lora_A:
@@ -276,7 +264,6 @@ def add_gates(
             layer.lora_variant[adapter] = kinds[adapter](
                 states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], replaced
             )
-        layer.project_together = together
     hooks = model.base_model._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _refuse_unread for hook in hooks):
         model.base_model.register_load_state_dict_pre_hook(_refuse_unread)
@@ -332,7 +319,6 @@ def remove_gates(model: PeftModel) -> None:
         variants = layer.lora_variant.items()
         layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
         layer.cast_input_dtype_enabled = True
-        layer.project_together = None
 
 
 def gated_layers(model: nn.Module) -> list[LoraLayer]:
