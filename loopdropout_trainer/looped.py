@@ -200,33 +200,46 @@ class GateState:
                 "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs."
             )
 
-    def gate_for(self, hidden_states: Tensor, module: int = 0) -> Tensor | None:
+    def gate_for(self, hidden_states: Tensor, module: int = 0, factor: Tensor | None = None) -> Tensor | None:
         """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
 
         Args:
             hidden_states: [B, S, H] input of an adapted linear map.
             module: Index of that map among the adapted maps.
+            factor: Further factor of the gate, such as a learned gate.
         """
         gate = self.running.gate
         if gate is None:
-            return None
+            return factor
         if gate.shape[1] > 1:
             gate = gate[:, module : module + 1]
         gate = gate.to(hidden_states.device)  # another device in a model that is spread over several devices
-        return gate.unsqueeze(0) if self.running.tokens is not None else self.per_token(gate, hidden_states)
+        if self.running.tokens is not None:
+            gate = gate.unsqueeze(0)  # [1, n, 1], one for each packed token
+        else:
+            index = self._token_index(len(gate), hidden_states)
+            shape = (len(gate), *[1] * (hidden_states.dim() - 1))
+            gate = gate.view(shape) if index is None else gate[index]  # [N, 1, 1] or [B, S, 1]
+        return gate if factor is None else gate * factor
 
     def per_token(self, values: Tensor, hidden_states: Tensor) -> Tensor:
         """Return values of each example, [N] or [N, E], shaped to multiply [B, S, r] or [B, S, E] activations."""
         values = values.reshape(len(values), -1)  # [N, E]
+        index = self._token_index(len(values), hidden_states)
+        shape = (len(values), *[1] * (hidden_states.dim() - 2), -1)
+        return values.view(shape) if index is None else values[index]  # [B, S, E], or [1, n, E] of packed tokens
+
+    def _token_index(self, num_examples: int, hidden_states: Tensor) -> Tensor | None:
+        """Return the [B, S] index of each token's example, or None if row b is example b or there is one for all."""
         tokens = self.batch.segments if self.running.tokens is None else self.running.tokens.unsqueeze(0)
-        if tokens is not None and len(values) > 1:
-            return values[tokens.to(values.device)]  # [B, S, E], or [1, n, E] of packed tokens
-        if len(values) not in (1, len(hidden_states)):
+        if tokens is not None and num_examples > 1:
+            return tokens.to(hidden_states.device)
+        if num_examples not in (1, len(hidden_states)):
             raise UserError(
                 f"`gates` must have one column for each of the {len(hidden_states)} examples or one column for all, got "
-                f"{len(values)} columns."
+                f"{num_examples} columns."
             )
-        return values.view(len(values), *[1] * (hidden_states.dim() - 2), -1)
+        return None
 
     def is_unused(self, module: int) -> bool:
         """Return whether the update of an adapted module is zero for all running tokens and need not be computed."""

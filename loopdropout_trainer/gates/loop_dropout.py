@@ -29,7 +29,8 @@ class MaskedRule(GateRule):
             raise UserError(f"`p` has {len(self.p)} values, but the model runs {num_loops} loops: give one for each.")
 
     def sample(self, draw: Draw) -> Tensor:
-        return rescaled_masks(draw, self.p)
+        p = torch.as_tensor(self.p, dtype=torch.float64).view(-1, 1)  # [1, 1] or [K, 1]
+        return ((draw.event_uniforms() >= p) / (1 - p)).to(torch.float32)  # b / q, [K, N]
 
 
 def survival(p: float | Sequence[float] | Tensor) -> Tensor:

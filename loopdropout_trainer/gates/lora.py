@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.checks import check_integer
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, check_one_p, register_rule
 
 
 @register_rule
@@ -60,7 +59,7 @@ class LoRADropout(LoRA):
 
     def __post_init__(self):
         object.__setattr__(self, "p", check_one_p(self.p))
-        check_integer("num_masks", self.num_masks, 1, 64)
+        check_number("num_masks", self.num_masks, 1, 64, int)
 
     @property
     def alpha_factor(self) -> float:

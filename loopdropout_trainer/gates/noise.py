@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.gates.loop_dropout import MaskedRule, survival
-from loopdropout_trainer.gates.rule import Draw, register_rule
+from loopdropout_trainer.gates.rule import Draw, check_number, register_rule
 
 
 @register_rule
@@ -66,7 +65,7 @@ class WeightNoise(MaskedRule):
     def __post_init__(self):
         super().__post_init__()
         check_number("c", self.c, 0, 1e3)
-        check_integer("noise_rank", self.noise_rank, 1, 1024)
+        check_number("noise_rank", self.noise_rank, 1, 1024, int)
 
     def noise_scales(self, num_loops: int) -> Tensor:
         """Return c / sqrt(q_t), [K] float64."""

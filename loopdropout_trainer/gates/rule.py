@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.checks import check_number
-from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.gates.streams import Streams
 
 
@@ -132,6 +131,13 @@ def build(cls: type, fields: Mapping[str, Any], name: str, place: str = "") -> A
     return cls(**fields)
 
 
+def check_number(name: str, value: Any, low: float, high: float, kind: type | tuple[type, ...] = (int, float)) -> None:
+    """Raise UserError unless a field is a number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        noun = "an integer" if kind is int else "a number"
+        raise UserError(f"`{name}` must be {noun} from {low:g} to {high:g}, got {short_repr(value)}.")
+
+
 # Drop probabilities p: one number for all loops, or one for each.
 
 
@@ -139,7 +145,9 @@ def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float,
     """Return p as a float or a tuple of floats; raise ValueError if one is not a number in [0, 1)."""
     values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
-        check_number(name, value, 0, 1, below=True)
+        check_number(name, value, 0, 1)
+        if value == 1:
+            raise UserError(f"`{name}` must be below 1, got {value!r}.")
     if not values:
         raise UserError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
     return float(values[0]) if len(values) == 1 else tuple(map(float, values))

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.checks import check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.loop_dropout import rescaled_masks
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_one_p, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, check_one_p, register_rule
 
 
 @register_rule

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.checks import check_integer
-from loopdropout_trainer.gates.rule import Draw, GateRule, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, register_rule
 
 
 @register_rule
@@ -28,10 +27,10 @@ class ExactlyM(GateRule):
     m: int = 2
 
     def __post_init__(self):
-        check_integer("m", self.m, 1, 1024)
+        check_number("m", self.m, 1, 1024, int)
 
     def check(self, num_loops: int) -> None:
-        check_integer("m", self.m, 1, num_loops)
+        check_number("m", self.m, 1, num_loops, int)
 
     def sample(self, draw: Draw) -> torch.Tensor:
         chosen = draw.event_uniforms().topk(self.m, dim=0).indices  # [m, N]

@@ -16,7 +16,6 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.checks import check_integer, check_number
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 
@@ -64,11 +63,6 @@ def check_peft_config(config: PeftConfig) -> None:
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         name = type(config).__name__
         raise UserError(f"Loop Dropout gates LoRA adapters; got a configuration of another kind, {name}.")
-    for rank in (config.r, *config.rank_pattern.values()):
-        check_integer("r", rank)
-    for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
-        check_number("lora_alpha", alpha, above=True)
-    check_number("lora_dropout", config.lora_dropout, most=1, below=True)
     # PEFT marks the fields that give a layer another forward, such as `use_dora`: also those that it adds later.
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     own_forward = dict.fromkeys(variants, "it gives the layer a forward of its own, which a gate would not multiply")

@@ -59,16 +59,14 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         parameters, adapter = self.shared
         return parameters[adapter]
 
-    def gate(self, x: Tensor) -> Tensor:
-        drawn = super().gate(x)
+    def gate_factor(self, x: Tensor) -> Tensor:
         loop = self.loop_state.loop
         gates = self._gates()
         if loop >= len(gates):
             raise UserError(
                 f"The adapter learned gates for {len(gates)} loops, but loop {loop + 1} runs: set `config.num_loops` back."
             )
-        learned = gates[loop].to(x.device)
-        return learned if drawn is None else drawn * learned
+        return gates[loop].to(x.device)
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         gates = self._gates().detach()
