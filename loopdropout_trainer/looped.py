@@ -351,12 +351,20 @@ class LoopedModelMixin:
         """Return a collated batch with further inputs that the model needs. By default there are none."""
         return batch
 
+    def enable_input_require_grads(self) -> None:
+        """Let the embeddings require a gradient, by a hook that `torch.save` can keep."""
+        self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, without TRL's `forward`, which would run this very model in the copy."""
         state = dict(self.__dict__)
         if isinstance(state.get("forward"), types.MethodType):
             del state["forward"]
         return state
+
+
+def _require_gradient(module: nn.Module, args: tuple, output: Tensor) -> None:
+    output.requires_grad_(True)
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:

@@ -85,9 +85,9 @@ def test_use_gates_puts_back_what_was_there_also_after_an_exception():
         (torch.ones(3), "K = 4 loops"),
         (torch.ones(4, 0), "K = 4 loops"),
         (torch.full((4,), float("nan")), "finite"),
-        (torch.full((4, 3), 0.5), "3 examples, but the batch has 4"),
-        ("1-0-0-0", "'1-0-0-0' are no gates"),
-        (None, "None are no gates"),
+        (torch.full((4, 3), 0.5), "one column for each of the 4 examples"),
+        ("1-0-0-0", "`gates` must be numbers, got '1-0-0-0'"),
+        (None, "`gates` must be numbers, got None"),
     ],
 )
 def test_gates_of_a_wrong_shape_are_refused(gates, message):
@@ -270,7 +270,7 @@ def test_pefts_default_is_the_recurrent_block_and_torch_save_keeps_the_model(mak
     looped = find_looped_model(peft_model)
     names = [name for name, module in looped.named_modules() if isinstance(module, lora_layer.LoraLayer)]
     assert names == looped.recurrent_linears()
-    add_gates(peft_model, fused=True)
+    add_gates(peft_model)
     peft_model.gradient_checkpointing_enable({"use_reentrant": False})
     looped.enable_input_require_grads()
     torch.save(peft_model, tmp_path / "model.pt")
