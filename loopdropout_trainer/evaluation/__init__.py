@@ -1,5 +1,12 @@
 """Evaluation with lm-eval: looped models at any depth and under any gates, and the paper's tasks."""
 
+import sys
+from pathlib import Path
+
+
+# A script finds recipes/evaluate.py before the library `evaluate`, which some tasks of lm-eval import.
+sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
+
 from loopdropout_trainer.evaluation.evaluate import DEVELOPMENT, development_task, evaluate_tasks, load_task
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 
