@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
 # The server finds what it imports by this variable.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
 SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["conftest", "loopdropout_trainer.evaluation"]
+PRELOADED = ["conftest", "loopdropout_trainer.evaluation", "loopdropout_trainer.trainer"]
 
 PATIENCE = 120  # seconds in which nothing that was started used the processor: it waits for what will not come
 CPU_LIMIT = 1200  # seconds of the processor: it runs in circles

@@ -52,6 +52,22 @@ _SCORED_LIKE = {
 _GROUPS = ("subject", "level", "num_steps")
 
 
+@contextmanager
+def _preserved_random_states() -> Iterator[None]:
+    """Seed the random states as lm-eval does, and restore them after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            random.seed(0)
+            np.random.seed(1234)
+            torch.manual_seed(1234)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@_preserved_random_states()
 def evaluate_tasks(
     lm: LoopedLM,
     tasks: Sequence[str | Task],
@@ -113,7 +129,7 @@ def evaluate_tasks(
         with _cached(lm, cache_dir) as model, _preserved_random_states():
             results = evaluate(
                 model,
-                {"tasks": {leaf.task_name: leaf for leaf in _leaves(task)}, "groups": _groups(task)},
+                {"tasks": {leaf.task_name: leaf for leaf in _leaves(task)}, "groups": {}},
                 limit=limit,
                 bootstrap_iters=0,
                 system_instruction=system_instruction if chats[name] else None,
@@ -126,6 +142,7 @@ def evaluate_tasks(
     return rows
 
 
+@_preserved_random_states()
 def load_task(
     name: str,
     data_files: str | Sequence[str] | None = None,
@@ -148,27 +165,36 @@ def load_task(
     files = [data_files] if isinstance(data_files, str | Path) else data_files
     if name.startswith("arithmetic_") and limit:
         overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
-    kind = "group" if name in manager.all_groups else "task"
     try:
         if files and Path(files[0]).is_dir():
             overrides["dataset_path"] = str(files[0])
         elif files:
             overrides |= {"custom_dataset": _read_files(files), "dataset_kwargs": None}
-        # lm-eval applies overrides only to the members of a group.
-        loaded = manager.load([{"group": "selected", "task": [{kind: name, **overrides}]}])
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, jinja2.TemplateError, DatasetsError) as error:
+        # lm-eval applies overrides only to the tasks of a new group.
+        specs = [{"task": member, **overrides} for member in _members(manager, name)]
+        tasks = manager.load([{"group": "selected", "task": specs}] if overrides else [name])["tasks"]
+    except (OSError, KeyError, jinja2.TemplateError, DatasetsError) as error:
         reason = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else error.__cause__ or error
         raise UserError(f"The task `{name}` cannot be loaded: {reason}") from error
-    for task in loaded["tasks"].values():
+    for task in tasks.values():
         own_examples = task.fewshot_cfg.samples is not None
         if files and "custom_dataset" in overrides and task.get_config("num_fewshot") and not own_examples:
             raise UserError(
                 f"`data_files` of `{name}` must be a folder, because its prompts show examples of another split."
             )
-    group = loaded["groups"].get(name)
-    return {name: group} if group is not None and group.has_aggregation else loaded["tasks"]
+    if name not in manager.all_groups:
+        return tasks
+    group = Group(name)
+    for task in tasks.values():
+        group.add(task)
+    return {name: group}
+
+
+def _members(manager: TaskManager, name: str) -> list[str]:
+    """Return the names of all tasks of a task, a group or a tag."""
+    entry = manager.task_index[name]
+    parts = entry.cfg["task"] if name in manager.all_groups else sorted(entry.tags) if name in manager.all_tags else []
+    return [member for part in parts for member in _members(manager, part)] or [name]
 
 
 def development_task(preparation: str | None, examples: Dataset | None) -> Task:
@@ -237,11 +263,6 @@ def _leaves(task: Task | Group) -> list[Task]:
     return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
-def _groups(task: Task | Group) -> dict[str, Group]:
-    groups = [task, *task.get_all_groups()] if isinstance(task, Group) else []
-    return {group.name: group for group in groups}
-
-
 @contextmanager
 def _cached(lm: LoopedLM, cache_dir: str | Path | None) -> Iterator[Any]:
     """Keep each answer in a file of `cache_dir` that belongs to the model, its depth and its gates."""
@@ -256,30 +277,16 @@ def _cached(lm: LoopedLM, cache_dir: str | Path | None) -> Iterator[Any]:
         caching.dbdict.close()
 
 
-@contextmanager
-def _preserved_random_states() -> Iterator[None]:
-    """Seed the random states as lm-eval does, and restore them after the block."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            random.seed(0)
-            np.random.seed(1234)
-            torch.manual_seed(1234)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def _collect(
     lm: LoopedLM, name: str, task: Task | Group, evaluation: Mapping[str, Any], output_dir: str | Path | None
 ) -> list[dict[str, Any]]:
     """Return the results of lm-eval's evaluation of a task, and write its samples."""
-    numbers = evaluation["results"][name]
+    leaves = _leaves(task)
+    numbers = evaluation["results"][leaves[0].task_name]
     keys = [key for key in numbers if "," in key and "_stderr," not in key]
     main_metric, main_filter = keys[0].split(",", 1)
     samples = defaultdict(list)  # by filter
-    for leaf in _leaves(task):
+    for leaf in leaves:
         for sample in sorted(evaluation["samples"][leaf.task_name], key=lambda sample: sample["doc_id"]):
             samples[sample["filter"]].append({**sample, "task": leaf.task_name})
     lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
@@ -291,7 +298,10 @@ def _collect(
         is_share = all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values)
         title = metric if filter_name == "none" else filter_name if metric == main_metric else key
         row = {"metric": "accuracy" if key == keys[0] and is_share else title, **shared}
-        rows.append({**row, "value": float(numbers[key]) * (100 if is_share else 1), "unit": "%" if is_share else ""})
+        if is_share:
+            rows.append({**row, "value": 100 * float(np.mean(values)), "unit": "%"})
+        elif len(leaves) == 1:
+            rows.append({**row, "value": float(numbers[key]), "unit": ""})
     if lines["completion"].notna().all():
         rows.append({"metric": "missing", **shared, "value": 100 * (~lines["answered"]).mean(), "unit": "%"})
     for column in [name for name in _GROUPS if name in lines] or ["task"]:

@@ -76,7 +76,7 @@ def filter_texts(responses: Responses, problems: Sequence[Problem]) -> list[str 
 def gsm8k_gold(problem: Problem) -> int | None:
     """Return the integer after `#### ` in GSM8K's answer, or the number of an answer in MetaMath's form."""
     answer = problem["answer"]
-    return int(answer.split("#### ")[1].replace(",", "")) if "#### " in answer else extract_number(answer)
+    return extract_number(answer) if MARKER in answer else int(answer.split("#### ")[1].replace(",", ""))
 
 
 def math_gold(problem: Problem) -> str | None:
