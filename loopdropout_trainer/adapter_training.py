@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from loopdropout_trainer.callbacks import UnitGatesCallback, make_step_callbacks
+from loopdropout_trainer.callbacks import StopCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.config import GateConfig
+from loopdropout_trainer.distributed import check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.hub import save_adapter_metadata, write_model_card
@@ -25,7 +26,6 @@ from loopdropout_trainer.lora import (
     trained_lora_parameters,
 )
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
-from loopdropout_trainer.training.distributed import float32_adapter, may_skip_loops
 
 
 class AdapterTrainingMixin:
@@ -61,6 +61,7 @@ class AdapterTrainingMixin:
         if self.rule.passes > 1 and not self.runs_passes:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.unit_gates = UnitGatesCallback()
+        self.stop = StopCallback()
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self._given_weights = {}
         if not isinstance(model, PeftModel):
@@ -81,10 +82,11 @@ class AdapterTrainingMixin:
     @property
     def first_callbacks(self) -> list[TrainerCallback]:
         """Callbacks that come before the user's callbacks, which may evaluate: these must see unit gates."""
-        return [*self.step_callbacks, self.unit_gates]
+        return [*self.step_callbacks, self.unit_gates, self.stop]
 
     def after_init(self) -> None:
         """Put gates on the adapter."""
+        check_processes(self.accelerator, self.args)
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # new name, old name
             if (getattr(self.args, name, None) or {}).get("use_reentrant"):
                 # TRL asks for it under ZeRO-3. A layer that runs K times would report its gradients K times.

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import threading
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, reduce
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
 
 from loopdropout_trainer.config import GateConfig
+from loopdropout_trainer.distributed import shards_weights
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.depth import FixedDepth, sample_depth
 from loopdropout_trainer.looped import GateState
-from loopdropout_trainer.training.distributed import shards_weights
 
 
 if TYPE_CHECKING:
     from loopdropout_trainer.trainer import GateSamplingMixin
+
+
+logger = logging.get_logger(__name__)
 
 
 class UnitGatesCallback(TrainerCallback):
@@ -56,6 +65,95 @@ class UnitGatesCallback(TrainerCallback):
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+class NonFiniteGradientError(UserError):
+    """A gradient is NaN or infinite. The weights are those of the step before."""
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """SIGTERM or Ctrl-C stopped a training, after a step and with a checkpoint.
+
+    Attributes:
+        signal: Number of the signal.
+    """
+
+    signal: int = signal.SIGINT
+
+
+class StopCallback(TrainerCallback):
+    """Stop a training with a checkpoint after SIGTERM or Ctrl-C, and before a step with a gradient that is not finite.
+
+    Attributes:
+        received: Number of the signal that a process received, or 0.
+    """
+
+    received = 0
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if threading.current_thread() is threading.main_thread():
+            default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+            for number, handler in default.items():
+                if signal.getsignal(number) == handler:  # another handler is the program's own
+                    self._handlers[number] = signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        logger.warning("Training stops after this step with a checkpoint. A second signal stops it immediately.")
+        self.received = number
+        self.restore_handlers()
+
+    def restore_handlers(self) -> None:
+        """Give the signals their former handlers back."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if not gradients or args.fp16:  # the scaler of float16 skips such steps
+            return
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded gradients
+        if not bool(norm.isfinite()):
+            raise NonFiniteGradientError(
+                f"The gradients of optimizer step {state.global_step + 1} are not finite. Set a lower `learning_rate` or "
+                "`max_grad_norm`, or train in float32."
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if args.world_size > 1:  # all processes stop after the same step
+            self.received = int(reduce(torch.tensor(self.received, device=args.device), "sum"))
+        if self.received:
+            control.should_save = True
+            control.should_training_stop = True
+
+    def raise_if_stopped(self, state: TrainerState) -> None:
+        """Raise TrainingInterrupted after a training that a signal stopped before its last step."""
+        if self.received and state.global_step < state.max_steps:
+            interrupted = TrainingInterrupted(
+                f"Training stopped after step {state.global_step:,} of {state.max_steps:,}. Continue with "
+                "`resume_from_checkpoint`."
+            )
+            interrupted.signal = signal.SIGTERM if self.received % signal.SIGTERM == 0 else signal.SIGINT
+            raise interrupted
+
+
+def newest_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the newest complete checkpoint in a folder, or None. The Trainer writes its state last."""
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
+    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        try:
+            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            logger.warning("%s is not complete and is not used.", folder)
+        else:
+            return str(folder)
+    return None
 
 
 class GatedStepCallback(TrainerCallback):

@@ -26,11 +26,11 @@ from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer.adapter_training import AdapterTrainingMixin
-from loopdropout_trainer.callbacks import LiveDiagnosticsCallback
+from loopdropout_trainer.callbacks import LiveDiagnosticsCallback, newest_checkpoint
 from loopdropout_trainer.config import LoopDropoutConfig
+from loopdropout_trainer.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatedBatch, example_starts
-from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 
 
 class GateSamplingMixin(AdapterTrainingMixin):
@@ -107,13 +107,21 @@ class GateSamplingMixin(AdapterTrainingMixin):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train. Gates are one again after the training, also after an exception."""
+        """Train. Gates are one again after the training, also after an exception.
+
+        `resume_from_checkpoint=True` continues from the newest complete checkpoint in `output_dir`, or starts without one.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
         num_loops = self.num_loops
         self.batch_options = self.find_batch_options()
         self.gates.must_draw = True
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            self.stop.raise_if_stopped(self.state)
+            return output
         finally:
+            self.stop.restore_handlers()
             self.gates.must_draw = False
             self.gates.reset()
             self.unit_gates.micro_batch = 0

@@ -1,0 +1,171 @@
+"""Several processes: the same losses and weights as one process, and errors for layouts that would change them silently."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.looped import example_starts
+
+
+IGNORED = -100
+"""Label of a token that is not trained on."""
+
+
+def check_processes(accelerator: Accelerator, args: TrainingArguments) -> None:
+    """Raise UserError for a launch whose processes would train independently, or share the rows of a batch."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    kind = accelerator.distributed_type
+    if launched != accelerator.num_processes:
+        raise UserError(
+            f"The launch has {launched} processes, but each of them trains with {accelerator.num_processes}. Set "
+            "`use_cpu: true` on a machine without accelerators, or unset WORLD_SIZE for a single process."
+        )
+    if _asks_for_fsdp() and kind != DistributedType.FSDP:
+        raise UserError(f"FSDP must have several processes with an accelerator each, got {kind.value}.")
+    if kind == DistributedType.FSDP and "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
+        raise UserError("`fsdp_state_dict_type` must be FULL_STATE_DICT, got SHARDED_STATE_DICT.")
+    if args.parallelism_config is not None and args.parallelism_config.non_data_parallel_size > 1:
+        raise UserError("`parallelism_config` must not set `tp_size`, `cp_size` or `sp_size` above 1.")
+
+
+def _asks_for_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def shards_weights(args: TrainingArguments) -> bool:
+    """Return whether each process holds only a part of the frozen weights, as under ZeRO-3 and FSDP."""
+    plugin = args.deepspeed_plugin
+    return _asks_for_fsdp() or (plugin is not None and plugin.zero_stage == 3)
+
+
+def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
+    """Return whether examples may run different layers with gradient: in one process, and in DDP without a static graph.
+
+    DDP only asks that every adapter takes part in every backward pass. ZeRO-3 and FSDP2 hang or crash when one process runs a
+    layer less often, and ZeRO-2 is silently wrong.
+    """
+    kind = accelerator.distributed_type
+    has_all_weights = kind == DistributedType.NO or kind.value.startswith("MULTI_")
+    return has_all_weights and not args.ddp_static_graph and not args.torch_compile
+
+
+def float32_adapter(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Keep trained weights in float32 where TRL rounds them to bfloat16, under ZeRO-3 and over quantized weights.
+
+    Args:
+        model: Model with its adapter.
+        before: Trained weights by name, as they were before TRL rounded them.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
+
+
+class EveryExampleOnceMixin:
+    """Train and evaluate on each example once, in any number of processes. The batches must have labels.
+
+    accelerate fills the last batches of an epoch with examples of its beginning, so that all processes have the same number
+    of full batches. Here the last batches stay as short as in one process. A process without a batch takes part with an
+    example whose labels are all ignored, since the loss is a sum over labels divided by their number in all processes.
+    Streamed datasets, whose end is not known, keep accelerate's behavior. The evaluation loss is the mean over tokens.
+    """
+
+    _train_batches: Any = None
+    _evaluated: np.ndarray  # [2]: sum of this process's losses, and the number of their tokens
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the training batches of this process, none of which repeats an example."""
+        loader = super().get_train_dataloader()
+        batches = getattr(loader, "batch_sampler", None)
+        counts_labels = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs
+        if counts_labels and isinstance(batches, BatchSamplerShard) and batches.num_processes > 1:
+            if not batches.drop_last:
+                batches.__class__ = _EveryExampleOnce  # a DataLoader does not accept another sampler
+                batches.even_batches = True
+            self._train_batches = batches
+        return loader
+
+    def _get_num_items_in_batch(
+        self, batch_samples: list[dict[str, Any]], device: torch.device
+    ) -> Tensor | int | None:
+        ends_with_filler = getattr(self._train_batches, "ends_with_filler", False)
+        if ends_with_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
+            batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], IGNORED)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
+        """Evaluate a batch without the examples that accelerate repeats, and count its tokens."""
+        inputs = dict(_without_repeated_rows(self.accelerator, inputs))
+        inputs.pop("example_ids", None)  # for the gates of training
+        loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        num_tokens = 0 if loss is None else self.evaluated_weight(inputs)
+        if num_tokens:
+            self._evaluated += [loss.item() * num_tokens, num_tokens]
+        return loss, *others
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Evaluate, with the mean loss over the tokens of all processes."""
+        self._evaluated = np.zeros(2)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name = f"{metric_key_prefix}_loss"
+        if name in output.metrics:
+            total, num_tokens = np.sum(gather_object([self._evaluated]), axis=0).tolist()
+            if num_tokens:
+                output.metrics[name] = total / num_tokens
+        return output
+
+    def evaluated_weight(self, inputs: dict[str, Any]) -> int:
+        """Return the number of tokens that the loss of a batch is the mean of."""
+        labels = inputs.get("labels")
+        return 0 if labels is None else int((labels[:, 1:] != IGNORED).sum())
+
+
+def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch in which the labels of repeated rows are ignored.
+
+    accelerate fills the last batches of an evaluation with rows of the dataset's beginning. The rows of one round come from
+    the processes in their order.
+    """
+    labels = inputs.get("labels")
+    ids = inputs.get("example_ids")
+    state = accelerator.gradient_state
+    if labels is None or not state.end_of_dataloader or state.remainder <= 0:  # -1 for a stream of unknown length
+        return inputs
+    rows = torch.arange(len(labels)) if ids is None else ids[:, 0].cpu()  # [N] row of each example
+    repeated = rows >= state.remainder - accelerator.process_index * (int(rows[-1]) + 1)
+    if ids is None:
+        index = rows.unsqueeze(1)  # [B, 1]
+    else:
+        starts = example_starts(inputs["position_ids"])  # [B, S] of packed rows
+        index = (starts.flatten().cumsum(0) - 1).view_as(starts).clamp(max=len(rows) - 1).cpu()
+    return {**inputs, "labels": labels.masked_fill(repeated[index].to(labels.device), IGNORED)}
+
+
+class _EveryExampleOnce(BatchSamplerShard):
+    """Batches of one process in an epoch: as many as in any other process, and as long as in one process.
+
+    Attributes:
+        ends_with_filler: Whether this process's last batch is the dataset's first example, because none is left.
+    """
+
+    ends_with_filler = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        layout = (self.num_processes, self.process_index, self.split_batches)
+        batches = list(BatchSamplerShard(self.batch_sampler, *layout, even_batches=False))
+        self.ends_with_filler = len(batches) < len(self)
+        if self.ends_with_filler:
+            batches.append([0])
+        return iter(batches)
