@@ -1,0 +1,237 @@
+"""Diagnostics against the golden oracle and against forward passes of their own, and recipes/diagnose.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SAMPLES, golden_adapted, load_script, python, tiny_ouro, with_adapter
+from torch.nn import functional as F
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer.diagnostics import (
+    answer_decomposition,
+    depth_matrix,
+    label_batches,
+    readouts,
+    reference_examples,
+    single_loop,
+)
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.evaluation import load_task
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.hub import save_adapter_metadata
+from loopdropout_trainer.looped import set_depth
+from loopdropout_trainer.lora import add_gates
+from loopdropout_trainer.results import read_results
+
+
+LOOPS = ["loop 1", "loop 2", "loop 3", "loop 4"]
+
+
+def values(rows, metric, **columns):
+    """The values of a metric, of the rows with these columns."""
+    rows = [row for row in rows if row["metric"] == metric]
+    return [row["value"] for row in rows if all(row.get(name) == value for name, value in columns.items())]
+
+
+@pytest.fixture
+def batches(ouro):
+    """The oracle's examples, one in each batch: the mean over batches must weigh them by their tokens."""
+    inputs = {name: ouro.tensors[f"oracle/left/{name}"] for name in ("input_ids", "attention_mask", "labels")}
+    return [{name: x[row : row + 1] for name, x in inputs.items()} for row in range(len(inputs["labels"]))]
+
+
+def test_single_loop_and_readouts_equal_oracle(ouro, batches):
+    def mean(name):  # over all target tokens
+        tokens = ouro.tensors["oracle/example_tokens"].double()
+        return ((ouro.tensors[f"oracle/{name}"].double() * tokens).sum(dim=-1) / tokens.sum()).tolist()
+
+    model = golden_adapted(ouro).train()
+    rows = single_loop(model, batches)
+    frozen, only = mean("zero_gate/example_loss"), mean("single_loop/example_loss")
+    assert values(rows, "loss", gates="none", method="base model") == pytest.approx([frozen], abs=2e-5)
+    assert values(rows, "loss", gates="unit") == pytest.approx([mean("unit_gate/example_loss")], abs=2e-5)
+    assert [row["gates"] for row in rows if "loop" in row] == [gates for gates in LOOPS for _ in range(2)]
+    losses = [loss for gates in LOOPS for loss in values(rows, "loss", gates=gates)]
+    reductions = [rho for loop in range(1, 5) for rho in values(rows, "loss_reduction", loop=loop)]
+    assert losses == pytest.approx(only, abs=2e-5)
+    assert reductions == pytest.approx([100 * (frozen - loss) / frozen for loss in only], abs=2e-3)
+    losses = values(readouts(model, batches), "readout_loss")
+    assert losses == pytest.approx(mean("unit_gate/readout_loss"), abs=2e-5)
+    assert {row["n"] for row in rows} == {int(ouro.tensors["oracle/example_tokens"].sum())}
+    assert model.training
+
+
+@pytest.mark.parametrize("diagnostic", [single_loop, readouts])
+def test_batches_without_targets_raise(ouro, batches, diagnostic):
+    for empty in ([{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in batches], []):
+        with pytest.raises(UserError, match="`batches` must have a target token"):
+            diagnostic(golden_adapted(ouro), empty)
+
+
+IDS = [[(7 * row + 13 * place) % 200 + 40 for place in range(length)] for row, length in enumerate((12, 9, 15, 7, 11))]
+EXAMPLES = [
+    {"input_ids": ids, "completion_mask": [0] * (3 + row) + [1] * (len(ids) - 3 - row)} for row, ids in enumerate(IDS)
+]
+
+
+def adapted(model, seed=1):
+    torch.manual_seed(seed)
+    return with_adapter(model, seed, scale=0.2, r=4).eval()
+
+
+@torch.no_grad()
+def forward(model):
+    """Loss and accuracy of all examples by the model's own forward, one example at a time."""
+    logits, targets = [], []
+    for row, ids in enumerate(IDS):
+        logits.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 2 + row : -1])
+        targets.append(torch.tensor(ids[3 + row :]))
+    logits, targets = torch.cat(logits).double(), torch.cat(targets)
+    accuracy = (logits.argmax(-1) == targets).double().mean()
+    return float(F.cross_entropy(logits, targets)), 100 * float(accuracy)
+
+
+def test_diagnostics_equal_forward_passes(make_tiny, tokenizer):
+    model, batches = adapted(make_tiny()), label_batches(EXAMPLES, tokenizer, 2)
+    rows = single_loop(model, batches)
+    for gates, one_hot in zip(LOOPS, torch.eye(4), strict=True):
+        with use_gates(model, one_hot):
+            assert values(rows, "loss", gates=gates) == pytest.approx([forward(model)[0]], abs=1e-5)
+    rows = [*readouts(model, batches), *depth_matrix(model, batches, [1, 3, 6])]
+    losses = values(rows, "readout_loss")
+    assert max(losses) - min(losses) > 1e-3
+    for depth in (1, 2, 3, 4, 6):
+        with set_depth(model, depth):
+            expected = pytest.approx(forward(model), abs=1e-5)
+        for name, column in (("readout", {"loop": depth}), ("depth", {"num_loops": depth})):
+            found = [values(rows, f"{name}_{metric}", **column) for metric in ("loss", "token_accuracy")]
+            assert not found[0] or (found[0][0], found[1][0]) == expected
+    one_batch = label_batches(EXAMPLES, tokenizer, 5)
+    assert values(readouts(model, one_batch), "readout_loss") == pytest.approx(losses, abs=1e-5)
+    assert model.config.num_loops == 4
+
+
+@pytest.mark.parametrize("rule", ["independent", "learned"])
+def test_depth_matrix_keeps_depth_of_loop_parameters(rule, tokenizer):
+    model, batches = adapted(tiny_ouro()), label_batches(EXAMPLES, tokenizer)
+    add_gates(model, rule=make_rule(rule))
+    assert [row["num_loops"] for row in depth_matrix(model, batches, [1, 2, 8])] == [4, 4]
+
+
+def test_base_model_has_no_gates(tokenizer):
+    batches = label_batches(EXAMPLES, tokenizer)
+    rows = [*readouts(tiny_ouro(), batches), *depth_matrix(tiny_ouro(), batches, [2])]
+    assert {row["gates"] for row in rows} == {"none"}
+
+
+def test_label_batches_equal_the_trainer(config, dataset, tokenizer):
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    expected = trainer.data_collator([trainer.train_dataset[row] for row in range(4)])
+    (batch,) = label_batches(dataset.select(range(4)), tokenizer)
+    assert all(torch.equal(batch[name], expected[name]) for name in ("input_ids", "attention_mask", "labels"))
+
+
+def test_answer_decomposition_splits_the_gain():
+    #          gained      gained, missing  lost       unchanged
+    baseline = [(0, True), (0, False), (1, True), (1, True)]
+    samples = [(1, True), (1, True), (0, True), (1, False)]
+    one, other = ([{"correct": c, "answered": a} for c, a in rows] for rows in (samples, baseline))
+    found = {row["metric"]: row["value"] for row in answer_decomposition(one, other)}
+    assert found == {"gain": 25, "gain_both_answered": 0, "gain_missing_in_either": 25}
+    with pytest.raises(UserError, match="`baseline` must have 4 samples, got 3"):
+        answer_decomposition(one, other[1:])
+
+
+def test_reference_examples_of_a_task():
+    task = load_task("gsm8k", SAMPLES / "gsm8k_test.jsonl")["gsm8k"]
+    first = json.loads((SAMPLES / "gsm8k_test.jsonl").read_text().splitlines()[0])
+    examples = reference_examples(task, 2)
+    assert len(examples) == 2 and examples[0]["prompt"] == f"Question: {first['question']}\nAnswer:"
+    assert examples[0]["completion"].startswith(" ") and "<<" not in examples[0]["completion"]
+    with pytest.raises(UserError, match="text column `solution` or `answer`"):
+        reference_examples(None)
+
+
+# recipes/diagnose.py
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    """A base model, two adapters, and the recipe of their training."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_ouro().save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    settings = "preparation: arithmetic\nnum_train_examples: 20\nnum_eval_examples: 6\n"
+    recipe = f"model_name_or_path: {folder / 'base'}\n{settings}max_length: 512\ndtype: float32\nbf16: false\nuse_cpu: true\n"
+    (folder / "recipe.yaml").write_text(f"{recipe}per_device_eval_batch_size: 2\nbenchmarks: [arithmetic_test]\n")
+    for seed, name in enumerate(("lora", "ours")):
+        model = adapted(tiny_ouro(), seed)
+        model.save_pretrained(folder / name)
+        save_adapter_metadata(model, folder / name, num_loops=4)
+        row = {"metric": "train_loss", "value": 1, "task": "training", "method": name.upper(), "seed": seed, "step": 3}
+        (folder / name / "results.jsonl").write_text(json.dumps(row) + "\n")
+        (folder / name / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def words(saved, output_dir, *more):
+    adapters = (saved / "lora", saved / "ours")
+    return [*map(str, (saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *adapters, *more))]
+
+
+def diagnose(*given):
+    load_script("recipes/diagnose.py").main(words(*given))
+    return read_results(given[1])
+
+
+def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsys):
+    rows = diagnose(saved, tmp_path)
+    facts = {(row["method"], row.get("seed"), row.get("step"), Path(row.get("adapter", "base")).name) for row in rows}
+    assert facts == {
+        ("base model", None, None, "base"),
+        *(("base model", seed, 3, name) for seed, name in enumerate(("lora", "ours"))),  # frozen losses
+        ("LORA", 0, 3, "lora"),
+        ("OURS", 1, 3, "ours"),
+    }
+    assert {row["task"] for row in rows} == {"development"}
+    assert {row["metric"] for row in rows} == {
+        *("loss", "loss_reduction", "readout_loss", "readout_token_accuracy", "depth_loss", "depth_token_accuracy"),
+    }
+    assert {row["num_loops"] for row in rows if row["metric"] == "depth_loss"} == set(range(1, 9))
+    printed = capsys.readouterr().out
+    (loss,) = values(rows, "readout_loss", method="OURS", loop=4)
+    assert "readout_loss (nats) by loop" in printed and f"{loss:.4g}" in printed
+    assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
+
+
+def test_diagnose_scores_references_of_a_task(saved, tmp_path):
+    files = json.dumps({"gsm8k": [str(SAMPLES / "gsm8k_test.jsonl")]})
+    task = ("--task", "gsm8k", "--num_examples", 3, "--benchmark_files", files, "--diagnostics", "readouts")
+    rows = diagnose(saved, tmp_path, *task)
+    assert {row["metric"] for row in rows} == {"readout_loss", "readout_token_accuracy"}
+    assert {row["task"] for row in rows} == {"gsm8k"}
+
+
+MISTAKES = {
+    "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
+    "--num_eval_examples 0": "`num_eval_examples`",
+    "--diagnostics dose": "`diagnostics`: invalid choice: 'dose'",
+    "--adapters nowhere": "`adapter` must be a folder or a Hub name, got nowhere",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_diagnose_explains_mistakes(saved, tmp_path, mistake):
+    with pytest.raises(UserError, match=MISTAKES[mistake]):
+        diagnose(saved, tmp_path, *mistake.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_results_of_one(saved, tmp_path):
+    one = diagnose(saved, tmp_path / "one")
+    python(ROOT / "recipes" / "diagnose.py", *words(saved, tmp_path / "two"), processes=2)
+    two = read_results(tmp_path / "two")
+    assert [row["value"] for row in two] == pytest.approx([row["value"] for row in one])
