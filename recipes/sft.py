@@ -10,7 +10,6 @@ its results. The same command with `--resume_from_checkpoint true` continues an 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from peft import LoraConfig
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
+from loopdropout_trainer.callbacks import NonFiniteGradientError, newest_checkpoint
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview
 from loopdropout_trainer.diagnostics import readouts, single_loop
@@ -190,7 +190,8 @@ def plan_runs(
     """
     runs = [(training_args, dict(recipe))]
     for rule in script_args.compare_with or ():
-        changes = {"rule": rule, "output_dir": f"{training_args.output_dir}/{rule}", "compare_with": None}
+        changes = {"rule": rule, "output_dir": f"{training_args.output_dir}/{rule}"}
+        changes |= {"compare_with": None, "push_to_hub": False}
         if training_args.resume_from_checkpoint:
             changes["resume_from_checkpoint"] = "true"
         own_recipe = override(recipe, changes)
@@ -292,7 +293,7 @@ def train(trainer: Trainer, recipe: Mapping[str, Any]) -> None:
             load_trained(trainer, checkpoint)
         else:
             trainer.train(resume_from_checkpoint=str(checkpoint))
-    except FloatingPointError:
+    except NonFiniteGradientError:
         if is_main:
             write_run(folder, status="non-finite")
         raise
@@ -308,14 +309,8 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
     wanted = str(args.resume_from_checkpoint).lower()
     if wanted not in ("true", "false", "none"):
         return Path(args.resume_from_checkpoint)
-    folders = Path(args.output_dir).glob("checkpoint-*") if wanted == "true" else ()
-    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        try:
-            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # the last file of a checkpoint
-            return folder
-        except (OSError, ValueError):
-            continue
-    return None
+    newest = newest_checkpoint(args.output_dir) if wanted == "true" else None
+    return newest and Path(newest)
 
 
 def is_last(checkpoint: Path) -> bool:
@@ -335,13 +330,13 @@ def training_results(trainer: Trainer, metrics: Mapping[str, float]) -> Iterator
 
     Args:
         trainer: after the training.
-        metrics: of the training. A resumed training has none, since its times would be too short.
+        metrics: of the training. A resumed training has none, since its time would be too short.
     """
     history = trainer.state.log_history
     logged = lambda name: [log[name] for log in history if name in log]
     losses = logged("loss") or logged("train_loss") or None
     seconds = metrics.get("train_runtime")
-    num_tokens = (logged("num_tokens") or [None])[-1]
+    num_tokens = logged("num_tokens")[-1] if metrics and logged("num_tokens") else None
     results = {
         "train_loss": (losses and mean(losses), "nats"),
         "eval_loss": ((logged("eval_loss") or [None])[-1], "nats"),
@@ -387,6 +382,8 @@ def record(trainer: Trainer, recipe: Mapping[str, Any], rows: Iterable[Mapping[s
 
 def load_tasks(script_args: ScriptArguments, preparation: str | None, held_out: Dataset | None) -> list[str | Task]:
     """Return the tasks to evaluate, and load them once to find mistakes before the training."""
+    if script_args.single_loop_batches and held_out is None:
+        raise UserError("`num_eval_examples` must be at least 1 if `single_loop_batches` is set.")
     tasks = []
     for name in script_args.benchmarks or ():
         if name == DEVELOPMENT:
@@ -487,6 +484,7 @@ def push(script_args: ScriptArguments, args: TrainingArguments) -> None:
 def print_results(folders: list[str]) -> None:
     """Print tables of the results of some folders."""
     rows = pd.DataFrame([row for folder in folders for row in own_results(Path(folder))])
+    rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
     training = rows[rows["task"] == "training"]
     depth = training["num_loops"].iloc[0]
     print_table(f"Training at K = {depth}", training, "metric", "{:.5g}")
