@@ -109,7 +109,7 @@ def test_split_into_micro_batches_keeps_weights(train, cls):
     fields = {"rule": "lora_dropout"} if cls is LoRADropoutSFTTrainer else {}
     whole = train(cls=cls, **EXACT, **fields)
     split = train(cls=cls, per_device_train_batch_size=2, gradient_accumulation_steps=2, **EXACT, **fields)
-    assert_same_weights(whole, split, atol=1e-6, rtol=1e-4)
+    assert_same_weights(whole, split, atol=1e-5, rtol=1e-3)
 
 
 def test_checkpointing_recomputes_under_the_gates(train):
