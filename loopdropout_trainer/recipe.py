@@ -166,7 +166,8 @@ def override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
                 recipe.pop(dependent, None)
             if name == "rule" and value in RULES:
                 fields = RULES[value].__dataclass_fields__
-                recipe = {key: kept for key, kept in recipe.items() if key != "p" or key in fields}
+                if "p" not in fields or recipe.get("p") in (0, [0]):  # p = 0 makes plain LoRA of most rules
+                    recipe.pop("p", None)
                 if recipe.get("rule_args"):
                     recipe["rule_args"] = {key: kept for key, kept in recipe["rule_args"].items() if key in fields}
     return {**recipe, **changes}
@@ -224,19 +225,19 @@ def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple
             instances.append(cls(**given))
         except ValueError as error:  # of TRL and transformers
             raise UserError(str(error)) from error
-        instances[-1]._settings = given
+        instances[-1]._settings = {name: value for name, value in given.items() if name != "hub_token"}
     return tuple(instances)
 
 
 def recipe_dict(*instances: Any) -> dict[str, Any]:
-    """Return the settings that `parse` made dataclasses from, as a recipe."""
+    """Return the settings that `parse` made dataclasses from, as a recipe without the Hub token."""
     return {name: value for instance in instances for name, value in instance._settings.items()}
 
 
 def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     """Write settings as a recipe that repeats the run, without secrets."""
-    public = {name: value for name, value in settings.items() if name != "hub_token"}
-    public = json.loads(hide_secrets(json.dumps(public)))
+    public = json.loads(hide_secrets(json.dumps({**settings, "hub_token": None})))
+    public.pop("hub_token")
     text = yaml.dump(public, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     Path(path).write_text(text, encoding="utf-8")
 

@@ -30,6 +30,16 @@ def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
     assert capsys.readouterr().err == f"sft.py: {message}\n"
 
 
+def test_run_script_lets_the_first_process_speak(monkeypatch):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            run_script(lambda: raise_(UserError("a")))
+    assert waits == [30]  # the launcher ends the other processes after the first one
+
+
 def test_run_script_keeps_other_tracebacks():
     for error in (KeyError("x"), ValueError("x"), OSError("x")):
         with pytest.raises(type(error)):

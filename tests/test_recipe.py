@@ -107,6 +107,7 @@ def test_override_drops_settings_of_the_replaced_rule():
     assert override(recipe, {"rule": "lora"}) == {"rule": "lora", "rule_args": {}}
     assert override(recipe, {"rule": "weight_noise"})["rule_args"] == {"c": 2.0}
     assert override({"p": [0.3]}, {"rule": "unscaled"})["p"] == [0.3]
+    assert override({"rule": "independent", "p": 0.0}, {"rule": "loop_dropout"}) == {"rule": "loop_dropout"}
     assert override(recipe, {"seed": 1})["rule_args"] == {"c": 2.0}
 
 

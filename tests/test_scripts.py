@@ -1,0 +1,319 @@
+"""The training scripts: what they train, measure, save and print, how they resume, and how they explain mistakes."""
+
+import contextlib
+import io
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import load_script
+
+from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.recipe import TINY_OURO_PATH
+from loopdropout_trainer.results import read_results, read_run, write_run
+from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
+
+
+SCRIPTS = {name: load_script(f"recipes/{name}.py") for name in ("sft", "dpo", "grpo")}
+TOKEN = "hf_averysecrettokenofsomeone"
+SHORT = (
+    "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 4 --save_steps 2 --logging_steps 1"
+)
+WORDS = ["quickstart.yaml", *SHORT.split(), "--depths", "2", "4", "--lora_dropout", "0.1", "--hub_token", TOKEN]
+
+
+def run(*words, script="sft"):
+    """Run a script in this process and return the text that it prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        SCRIPTS[script].main(list(map(str, words)))
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The folder of a short quickstart, and the text that it printed."""
+    folder = tmp_path_factory.mktemp("quickstart") / "run"
+    return folder, run(*WORDS, "--output_dir", folder)
+
+
+@pytest.fixture
+def copy(quickstart, tmp_path):
+    """A copy of that folder."""
+    return Path(shutil.copytree(quickstart[0], tmp_path / "copy"))
+
+
+@pytest.fixture
+def no_steps(monkeypatch):
+    monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", lambda *args: pytest.fail("a step is taken"))
+
+
+def adapter(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def tables(text):
+    return text[text.index("Training at") : text.index("Everything is in")]
+
+
+def test_sft_trains_and_measures_both_rules(quickstart):
+    folder, _ = quickstart
+    rows = read_results(folder)
+    trained = {row["method"]: row for row in rows if row["metric"] == "train_loss"}
+    assert {method: (row["seed"], row["step"], row["num_loops"]) for method, row in trained.items()} == {
+        "Loop Dropout": (0, 6, 4),
+        "Input dropout": (0, 6, 4),
+    }
+    scores = [row for row in rows if row["metric"] == "accuracy"]
+    assert {row["task"] for row in scores} == {"arithmetic_easy_test"} and {row["n"] for row in scores} == {4}
+    places = [("unit", 4), ("unit", 2), *((f"loop {loop}", 4) for loop in (1, 2, 3, 4))]
+    for method in trained:
+        assert [(row["gates"], row["num_loops"]) for row in scores if row["method"] == method] == places
+    (base,) = (row for row in scores if row["method"] == "base model")
+    assert (base["gates"], base["seed"], base["step"], base["num_loops"]) == ("none", None, None, 4)
+    assert all(read_run(path)["status"] == "finished" for path in (folder, folder / "lora"))
+
+
+def test_sft_measures_loss_reductions(quickstart):
+    folder, _ = quickstart
+    for own_folder in (folder, folder / "lora"):
+        rows = {(row["metric"], row["gates"]): row for row in read_results(folder) if row["folder"] == str(own_folder)}
+        frozen = rows["loss", "none"]["value"]
+        for gates in ("loop 1", "loop 2", "loop 3", "loop 4", "unit"):
+            reduction = 100 * (frozen - rows["loss", gates]["value"]) / frozen
+            assert math.isclose(rows["loss_reduction", gates]["value"], reduction)
+        assert rows["loss", "none"]["method"] == "base model"
+
+
+def test_sft_saves_recipe_card_and_merged_model(quickstart):
+    folder, _ = quickstart
+    files = {path.name for path in folder.iterdir()}
+    assert {"README.md", "recipe.yaml", "results.jsonl", "run.json", "adapter_config.json", "merged"} <= files
+    assert "samples_arithmetic_easy_test.jsonl" in files and "merged" not in {
+        p.name for p in (folder / "lora").iterdir()
+    }
+    card = (folder / "merged" / "README.md").read_text()
+    assert "rule: loop_dropout" in card and "arithmetic_easy_test" in card
+
+
+def test_sft_prints_plan_and_tables(quickstart):
+    folder, text = quickstart
+    for line in (
+        "rules       Loop Dropout (p = 0.5), Input dropout",
+        "6 steps, 16 examples per step",
+        "32, 8 held out",
+    ):
+        assert line in text
+    assert "Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod" in text
+    assert "loop 1  loop 2  loop 3  loop 4  all loops" in text and f"Everything is in {folder}" in text
+
+
+def test_sft_never_saves_tokens(quickstart):
+    files = [path for path in quickstart[0].rglob("*") if path.is_file()]
+    assert len(files) > 40 and not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    assert TOKEN not in quickstart[1]
+
+
+def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
+    folder, _ = quickstart
+    run(
+        folder / "recipe.yaml",
+        "--output_dir",
+        tmp_path,
+        "--benchmarks",
+        "arithmetic_test",
+        "--compare_with",
+        "unscaled",
+    )
+    assert adapter(tmp_path) == adapter(folder)
+    assert adapter(tmp_path / "unscaled") != adapter(folder)
+
+
+# Finished and interrupted runs
+
+
+def test_finished_run_is_printed_and_not_repeated(quickstart, copy, no_steps):
+    stamp = (copy / "run.json").stat().st_mtime_ns
+    text = run(*WORDS, "--output_dir", copy)
+    assert tables(text) == tables(quickstart[1])
+    assert (copy / "run.json").stat().st_mtime_ns == stamp
+
+
+def test_finished_run_takes_more_measurements(quickstart, copy, no_steps):
+    run(*WORDS, "--output_dir", copy, "--depths", "1", "3", "--single_loop_batches", "1")
+    depths = {row["num_loops"] for row in read_results(copy) if row["metric"] == "accuracy"}
+    assert depths == {1, 2, 3, 4} and adapter(copy) == adapter(quickstart[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "difference"),
+    [
+        ("--learning_rate 2e-3", "`learning_rate` changed from 0.001 to 0.002"),
+        ("--num_loops 2", "`num_loops` changed from None to 2"),
+        ("--p 0.3 --resume_from_checkpoint true", "`p` changed from [0.5] to [0.3]"),
+    ],
+)
+def test_folder_of_another_recipe_is_not_used(quickstart, words, difference):
+    folder, _ = quickstart
+    before = (folder / "results.jsonl").read_bytes()
+    with pytest.raises(UserError) as error:
+        run(*WORDS, "--output_dir", folder, *words.split())
+    assert f"{folder} holds another run: {difference}." in str(error.value)
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+def interrupt(folder, last_step):
+    """Remove the files that a run writes after a checkpoint; the next checkpoint is incomplete."""
+    for name in ("run.json", "adapter_model.safetensors", "results.jsonl"):
+        (folder / name).unlink()
+    for step in (2, 4, 6):
+        if step == last_step + 2:
+            (folder / f"checkpoint-{step}" / "trainer_state.json").write_text('{"log_history": [')
+        elif step > last_step:
+            shutil.rmtree(folder / f"checkpoint-{step}")
+
+
+@pytest.mark.parametrize("last_step", [0, 2, 4, 6])
+def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
+    interrupt(copy, last_step)
+    words = ["--benchmarks", "arithmetic_easy_test", "--depths", "4", "--single_loop_accuracy", "false"]
+    run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", *words)
+    assert adapter(copy) == adapter(quickstart[0])
+    rows, before = (
+        {row["metric"]: row["value"] for row in read_results(path) if row["task"] == "training"}
+        for path in (copy / ".", quickstart[0])
+    )
+    assert rows["train_loss"] == pytest.approx(before["train_loss"])
+    assert ("train_seconds" in rows) == (last_step == 0)
+
+
+def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
+    write_run(copy, **{**read_run(copy), "status": "trained"})
+    lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
+    (copy / "results.jsonl").write_text("".join(line for line in lines if json.loads(line)["task"] == "training"))
+    assert tables(run(*WORDS, "--output_dir", copy, "--evaluate_base", "false")) != tables(quickstart[1])
+    assert tables(run(*WORDS, "--output_dir", copy)) == tables(quickstart[1])
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_crafted_checkpoint_runs_no_code(copy, tmp_path, name):
+    interrupt(copy, 4)
+    torch.save(Evil(tmp_path / "ran"), copy / "checkpoint-4" / name)
+    with pytest.raises(Exception, match="(?i)weights.only|unpickl"):
+        run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_non_finite_loss_is_recorded(tmp_path):
+    with pytest.raises(Exception, match="finite"):
+        run(
+            "quickstart.yaml",
+            *SHORT.split(),
+            "--output_dir",
+            tmp_path,
+            "--learning_rate",
+            "1e30",
+            "--max_grad_norm",
+            "1e30",
+        )
+    assert read_run(tmp_path)["status"] == "non-finite"
+
+
+# DPO and GRPO
+
+
+@pytest.mark.parametrize("script", ["dpo", "grpo"])
+def test_dpo_and_grpo_train_both_rules(script, tmp_path):
+    words = (
+        "--max_steps 2 --num_train_examples 32 --num_eval_examples 4 --per_device_train_batch_size 8 --logging_steps 1"
+    )
+    own = "--num_generations 4 --max_completion_length 8 --eval_strategy no --eval_on_start false"
+    words = [f"{script}/arithmetic.yaml", *words.split(), *(own.split() if script == "grpo" else [])]
+    text = run(*words, "--output_dir", tmp_path, script=script)
+    metrics = {(row["method"], row["metric"]) for row in read_results(tmp_path)}
+    expected = {"train_loss", "train_seconds"} | (
+        {"reward_first", "reward_last"} if script == "grpo" else {"eval_loss"}
+    )
+    assert {(method, metric) for method in ("Loop Dropout", "LoRA") for metric in expected} <= metrics
+    assert "Training at K = 4" in text
+
+
+# Mistakes. Each is one line on standard error, with exit code 2.
+
+
+MISTAKES = [
+    ("sft", {"learnin_rate": 1.0}, "`learnin_rate` is not a field of this script. Did you mean 'learning_rate'?"),
+    ("sft", {"learning_rate": "fast"}, "`learning_rate`: invalid float value: 'fast'."),
+    ("sft", {"lr_scheduler_type": "cosin"}, "`lr_scheduler_type`: invalid choice: 'cosin'"),
+    ("sft", {"model_name_or_path": None}, "required: --model_name_or_path"),
+    ("sft", {"model_name_or_path": "nowhere"}, "The tokenizer of nowhere cannot be loaded"),
+    ("sft", {"rule": "dropuot"}, "'dropuot'"),
+    ("sft", {"rule": "lora", "p": 0.1}, "The rule 'lora' has no field 'p'"),
+    ("sft", {"p": 1.5}, "`p` must be"),
+    ("sft", {"p": [0.5, 0.5]}, "2 values"),
+    ("sft", {"rule_args": {"p": 0.5}}, "Set `p` as a field of its own, not in `rule_args`."),
+    ("sft", {"rule_args": {"c": 1}}, "The rule 'loop_dropout' has no field 'c'"),
+    ("sft", {"compare_with": ["lorra"]}, "'lorra'"),
+    (
+        "sft",
+        {"compare_with": ["loop_dropout"]},
+        "`compare_with` must name rules other than 'loop_dropout', each once.",
+    ),
+    ("sft", {"rule": "independent", "merge": True}, "`merge` must be false for the rule 'independent'"),
+    ("sft", {"rule": "learned", "depths": [2], "benchmarks": ["development"]}, "`depths` must not be set for a rule"),
+    ("sft", {"depths": [2]}, "`benchmarks` must be set if `depths` or `single_loop_accuracy` is set."),
+    ("sft", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
+    ("sft", {"single_loop_batches": 1, "num_eval_examples": 0}, "`num_eval_examples` must be at least 1"),
+    ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
+    ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),
+    ("sft", {"dataset_name": "a/b"}, "Set either `dataset_name: a/b` or `preparation: arithmetic`, not both."),
+    ("sft", {"chat_template": "tulu3"}, "`chat_template` must be"),
+    ("sft", {"max_length": 4}, "`max_length` must be larger"),
+    ("sft", {"trust_remote_code": True}, "sets `trust_remote_code`, which can run code."),
+    ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
+    ("dpo", {"preparation": "arithmetic"}, "The examples must have the columns `chosen` and `rejected`."),
+    ("grpo", {"rewards": ["gsm8k"]}, "`rewards` must be among gsm8k_strict"),
+    ("grpo", {"num_iterations": 2}, "`num_iterations` must be 1"),
+]
+RECIPE = {
+    "model_name_or_path": str(TINY_OURO_PATH), "dtype": "float32", "preparation": "arithmetic", "num_train_examples": 8,
+    "num_eval_examples": 2, "max_steps": 1, "per_device_train_batch_size": 2, "output_dir": "out", "use_cpu": True,
+    "bf16": False, "report_to": "none", "save_strategy": "no",
+}  # fmt: skip
+OWN = {"sft": {}, "dpo": {"preparation": "arithmetic_pairs"}, "grpo": {"num_generations": 2}}
+
+
+@pytest.mark.parametrize(("script", "fields", "message"), MISTAKES, ids=lambda value: str(value)[:50])
+def test_mistake_is_explained_in_one_line(script, fields, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "recipe.yaml"])
+    settings = {name: value for name, value in {**RECIPE, **OWN[script], **fields}.items() if value is not None}
+    Path("recipe.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(SystemExit, match="2"):
+        run_script(SCRIPTS[script].main)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{script}.py: ")]
+    assert message in line and TOKEN not in line
+
+
+def test_unreachable_hub_is_named_after_the_plan(capsys):
+    with pytest.raises(UserError, match="ByteDance/Ouro-1.4B cannot be loaded: .*(huggingface.co|offline)"):
+        SCRIPTS["sft"].main(["tulu2.yaml"])
+    assert "model       ByteDance/Ouro-1.4B" in capsys.readouterr().out
+
+
+def test_preview_marks_trained_tokens():
+    text = run("quickstart.yaml", "--preview", "0", "--dry_run", "true")
+    assert "Question:" in text and "⟦" in text and "Training at" not in text
