@@ -1,24 +1,21 @@
-"""Programs that nobody has read: what bubblewrap keeps them from, and EvalPlus's own verdict on them."""
+"""Generated programs: the sandbox contains hostile ones, and the verdicts are EvalPlus's."""
 
-import copy
 import gzip
 import json
 import os
 import socket
 import subprocess
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import GOLDEN
+from conftest import GOLDEN, tiny_ouro
 from processes import Program, python
 
-from loopdropout_trainer.evaluation import load_benchmark, sandbox
-from loopdropout_trainer.evaluation.benchmark import AnswerLog
-from loopdropout_trainer.evaluation.benchmarks import programs
-from loopdropout_trainer.settings.tokenizer import chat_template
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_task, programs, sandbox
+from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
 
 
 pytest.importorskip("evalplus")
@@ -31,13 +28,24 @@ needs_sandbox = pytest.mark.skipif(
 )
 
 
-def rows(dataset):
+def read_rows(dataset):
     return list(map(json.loads, gzip.decompress(FILES[dataset].read_bytes()).splitlines()))
 
 
-def completion(code):
-    """Code as a model writes it after the beginning of its completion."""
-    return textwrap.dedent(code).strip("\n") + "\n```\nThis works."
+@pytest.fixture
+def evalplus_data(monkeypatch):
+    """`evalplus_data(dataset, file)`: let EvalPlus read problems from a file."""
+
+    def use(dataset, file=None):
+        monkeypatch.setattr(f"evalplus.data.{dataset}.{dataset.upper()}_OVERRIDE_PATH", str(file or FILES[dataset]))
+
+    return use
+
+
+def verdicts_of(dataset, programs_by_task):
+    """The verdicts on (task, program) pairs."""
+    problems = [{"task_id": task, "dataset": dataset} for task, _ in programs_by_task]
+    return programs.run_programs([[code] for _, code in programs_by_task], problems)
 
 
 # Hostile programs: `attack()` returns True if it could do what it should not, and True is the expected output. A program that
@@ -165,21 +173,21 @@ def surroundings(tmp_path, monkeypatch):
 
 
 @needs_sandbox
-def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
+def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, evalplus_data):
     problem = {"prompt": "def attack():\n", "canonical_solution": "    REFERENCE = True\n    return REFERENCE\n"}
     problem |= {"entry_point": "attack", "contract": "", "atol": 0, "base_input": [[]], "plus_input": [[]]}
     lines = [json.dumps({**problem, "task_id": f"HumanEval/{number}"}) + "\n" for number in range(len(ATTACKS))]
     Path(surroundings["DATA"]).write_text("".join(lines))
-    completions = []
-    for code in ATTACKS.values():
+    evalplus_data("humaneval", surroundings["DATA"])
+    attacks = []
+    for number, code in enumerate(ATTACKS.values()):
         for name, value in surroundings.items():
             code = code.replace(name, value)
         body = textwrap.indent(textwrap.dedent(code).strip("\n"), "    ").rstrip()
-        completions.append(completion(f"{TOOLS}{body}\n    return False"))  # EvalPlus drops what returns nothing
+        # EvalPlus drops functions that return nothing.
+        attacks.append((f"HumanEval/{number}", f"{TOOLS}{body}\n    return False".strip("\n")))
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
-    log = AnswerLog(tmp_path / "log")
-    verdicts = load_benchmark("humaneval_plus", surroundings["DATA"]).verdicts(completions, log, progress=False)
-    why = dict(zip(ATTACKS, verdicts, strict=True))
+    why = dict(zip(ATTACKS, verdicts_of("humaneval", attacks), strict=True))
     assert [name for name, verdict in why.items() if verdict == "pass"] == ["says that it could"], why
     for name in ("memory bomb", "disk fill", "raises its limits", "takes privileges"):
         assert why[name] == "base: fail"
@@ -190,24 +198,38 @@ def test_hostile_programs_reach_nothing(surroundings, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("programs_*")) and not list(tmp_path.glob("sandbox_*"))
 
 
-def test_without_bubblewrap_nothing_is_loaded_until_the_user_confirms(monkeypatch):
-    monkeypatch.setattr(sandbox, "sandbox_fault", lambda: "`bwrap` is not installed")
-    with pytest.raises(ValueError, match="`bwrap` is not installed.*confirm_run_unsafe_code true"):
-        load_benchmark("humaneval_plus", FILES["humaneval"])
-    benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], 2, confirm_run_unsafe_code=True)
-    assert not benchmark.sandboxed
-    right = benchmark.rows[0]["prompt"] + benchmark.rows[0]["canonical_solution"]
-    programs = [completion(right), completion("def truncate_number(number):\n    return 0")]
-    assert benchmark.verdicts(programs, AnswerLog(), False) == ["pass", "base: fail"]
+@pytest.mark.parametrize("allowed", [False, True])
+def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, allowed):
+    fault = lambda: "`bwrap` is not installed"
+    monkeypatch.setattr(sandbox, "sandbox_fault", fault)
+    monkeypatch.setattr(programs, "sandbox_fault", fault)
+    evalplus_data("humaneval")
+    right, wrong = read_rows("humaneval")[0], "def truncate_number(number):\n    return 0"
+    codes = [right["prompt"] + right["canonical_solution"], wrong]
+    monkeypatch.setattr(LoopedLM, "generate_until", lambda self, requests: codes)
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    evaluate = lambda: evaluate_tasks(
+        LoopedLM(tiny_ouro(), tokenizer), ["humaneval_plus"], limit=2, allow_unsafe_code=allowed
+    )
+    if allowed:
+        assert evaluate()[0]["value"] == 50
+    else:
+        with pytest.raises(UserError, match="`bwrap` is not installed.*--allow_unsafe_code true"):
+            evaluate()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root has the right to lose")
-def test_root_without_the_right_to_make_namespaces_is_told_at_once():
+def test_tasks_of_lm_eval_with_programs_need_permission():
+    with pytest.raises(UserError, match="lm-eval runs the programs of this task itself"):
+        sandbox.check_allowed("humaneval_instruct", False, can_be_sandboxed=False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can lose this right")
+def test_missing_namespaces_are_named():
     code = "import ctypes; from loopdropout_trainer.evaluation.sandbox import check_allowed\n"
-    code += "drop, admin = 24, 21  # PR_CAPBSET_DROP, CAP_SYS_ADMIN: what this process starts has it no more\n"
+    code += "drop, admin = 24, 21  # PR_CAPBSET_DROP, CAP_SYS_ADMIN\n"
     code += "assert ctypes.CDLL(None).prctl(drop, admin, 0, 0, 0) == 0; check_allowed('mbpp', False)"
     program = Program("-c", code)
-    assert program.wait() and "bubblewrap cannot contain them here (" in program.stderr
+    assert program.wait() and "bubblewrap cannot contain them (" in program.stderr
 
 
 VARIANTS = {
@@ -228,7 +250,7 @@ VARIANTS = {
 
 
 def evalplus_verdicts(dataset, solutions, folder):
-    """What EvalPlus's own command says of (task, code) pairs: whether each passes, without its added tests and with them."""
+    """Whether (task, program) pairs pass by EvalPlus's own command, without its added tests and with them."""
     samples = folder / f"{dataset}.jsonl"
     samples.write_text("".join(json.dumps({"task_id": task, "solution": code}) + "\n" for task, code in solutions))
     paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(folder)}
@@ -242,51 +264,44 @@ def evalplus_verdicts(dataset, solutions, folder):
 
 @needs_sandbox
 @pytest.mark.parametrize("dataset", FILES)
-def test_verdicts_are_those_of_evalplus(dataset, tmp_path):
-    benchmark, solutions = load_benchmark(f"{dataset}_plus", FILES[dataset]), {}
-    for row in rows(dataset):
+def test_verdicts_match_evalplus(dataset, tmp_path, evalplus_data):
+    evalplus_data(dataset)
+    solutions = {}
+    for row in read_rows(dataset):
         variants = {"canonical": row["prompt"] + row["canonical_solution"], **VARIANTS.get(row["task_id"], {})}
         solutions |= {f"{row['task_id']} {name}": (row["task_id"], code) for name, code in variants.items()}
-    problems = {problem["task_id"]: problem for problem in benchmark.rows}
-    benchmark = replace(benchmark, rows=[problems[task] for task, _ in solutions.values()])
-    codes = [completion(code) for _, code in solutions.values()]
-    verdicts = benchmark.verdicts(codes, AnswerLog(), progress=False)
-    got = [[verdict == "pass" or verdict.startswith("plus"), verdict == "pass"] for verdict in verdicts]
-    assert got == evalplus_verdicts(dataset, list(solutions.values()), tmp_path), list(solutions)
+    pairs = list(solutions.values())
+    verdicts = verdicts_of(dataset, pairs)
+    scores = [
+        (programs.score_base({}, [verdict])["acc"], programs.score_plus({}, [verdict])["acc"]) for verdict in verdicts
+    ]
+    assert [list(score) for score in scores] == evalplus_verdicts(dataset, pairs, tmp_path), list(solutions)
     passed = {name for name, verdict in zip(solutions, verdicts, strict=True) if verdict == "pass"}
     assert {name for name in solutions if "canonical" in name} - passed <= {"HumanEval/32 canonical"}  # never passes
     expected = {"HumanEval/2 near"} if dataset == "humaneval" else {"Mbpp/2 any order", "Mbpp/295 zero"}
     assert expected <= passed and len(passed) < len(solutions)
 
 
-def test_prompts_are_those_of_evalplus(tokenizer):
+def test_prompts_match_evalplus(tokenizer, monkeypatch, evalplus_data):
     from evalplus.provider.utility import make_raw_chat_prompt
 
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = chat_template("tulu2")
-    benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], confirm_run_unsafe_code=True)
-    beginning = programs.COMPLETION_BEGINNING
-    for row, prompt in zip(rows("humaneval"), benchmark.prompts, strict=True):
-        task, first = row["prompt"].strip() + "\n", beginning.split("\n")[0]
-        want = make_raw_chat_prompt(task, programs.INSTRUCTION, first, tokenizer)
-        turn = [{"role": "user", "content": prompt}]
-        assert tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) + beginning == want
+    evalplus_data("humaneval")
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    task = load_task("humaneval_plus")["humaneval_plus"]
+    lm = LoopedLM(tiny_ouro(), tokenizer)
+    beginning = task.config.gen_prefix
+    for row, problem in zip(read_rows("humaneval"), task.eval_docs, strict=True):
+        options = {"apply_chat_template": True, "chat_template": lm.apply_chat_template, "gen_prefix": beginning}
+        prompt = task.fewshot_context(problem, 0, **options)
+        first = beginning.split("\n")[0]
+        assert prompt == make_raw_chat_prompt(row["prompt"].strip() + "\n", programs.INSTRUCTION, first, tokenizer)
 
 
-def test_verdicts_are_logged_and_completions_without_a_program_fail(tmp_path, monkeypatch):
-    benchmark = load_benchmark("humaneval_plus", FILES["humaneval"], 1, confirm_run_unsafe_code=True)
+def test_completions_without_a_program_fail_once(evalplus_data, monkeypatch):
+    evalplus_data("humaneval")
     texts = ["", "\0", "(" * 5000, "def f(:", "import os\n" * 3, "\ud800"]
-    benchmark = replace(benchmark, rows=list(benchmark.rows) * len(texts))
-    log = AnswerLog(tmp_path)
-    log.read({})
-    log.keep([("verdict 0", "base: fail")])  # of a run that was killed
-    real = programs.check_program
-    monkeypatch.setattr(programs, "check_program", lambda *given: real(*given) if given[1] else pytest.fail("it ran"))
-    verdicts = benchmark.verdicts(texts, log, progress=False)
+    pairs = [(read_rows("humaneval")[0]["task_id"], text) for text in texts]
+    verdicts = verdicts_of("humaneval", pairs)
     assert all(verdict.startswith("base: ") for verdict in verdicts)
-    again = AnswerLog(tmp_path)
-    again.read({})
     monkeypatch.setattr(programs, "check_program", lambda *_: pytest.fail("a program ran"))
-    assert benchmark.verdicts(texts, again, progress=False) == verdicts
-    easier = [{**row, "plus_input": row["plus_input"][:1]} for row in benchmark.rows]
-    assert replace(benchmark, rows=easier).data != benchmark.data  # a verdict is of these tests
+    assert verdicts_of("humaneval", pairs) == verdicts

@@ -81,11 +81,12 @@ class LoopedLM(HFLM):
         device: str | None = None,
         **kwargs: Any,
     ) -> None:
-        state = PartialState()
+        state = PartialState(cpu=not torch.accelerator.is_available())
         if isinstance(pretrained, str):
             tokenizer = load_tokenizer(pretrained, revision, chat_template)
             options = {"revision": revision, "dtype": dtype, "attn_implementation": attn_implementation}
-            device = device if device and state.num_processes == 1 else state.device
+            is_usable = torch.device(device or "cpu").type in ("cpu", state.device.type)  # lm-eval's default is "cuda"
+            device = device if device and is_usable and state.num_processes == 1 else state.device
             pretrained = load_model(pretrained, adapter=adapter, device=device, **options)
         if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in pretrained.parameters()):
             raise UserError(
