@@ -1,9 +1,9 @@
 """Merged models in other programs: the base models' own code, MLX-LM, llama.cpp. `pytest -m "network or peer"`.
 
-- The original code comes from the Hub, or from the folder LOOPDROPOUT_ORIGINAL_CODE: in it one folder for each family, with
-  its Python files and its config.json. pip installs the transformers release that the code was written for. LoopUS's code, a
-  torch module with a loader of its own, is in the folder `models` of its authors' repository.
-- MLX-LM: `pip install mlx-lm`, and `mlx[cpu]` where there is no Apple GPU.
+- The original code comes from the Hub, or from the folder LOOPDROPOUT_ORIGINAL_CODE, which has one folder for each family with
+  its Python files and its config.json. pip installs the transformers release that the code was written for. LoopUS's code is a
+  torch module with its own loader, in the folder `models` of its authors' repository.
+- MLX-LM: `pip install mlx-lm`, and `mlx[cpu]` without an Apple GPU.
 - llama.cpp: `pip install xllamacpp sentencepiece`, and LLAMA_CPP, the folder of llama.cpp's source, for its converter.
 """
 
@@ -31,7 +31,7 @@ def merged(model, folder, tokenizer=None):
 
 OLD = "transformers==4.51.0 huggingface_hub==0.36.2 tokenizers==0.21.4"
 NEWER = "transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.1"
-ORIGINALS = {  # where the code is, and the transformers release that runs it
+ORIGINALS = {  # repository of the code, and the transformers release that runs it
     "ouro": ("ByteDance/Ouro-1.4B", NEWER),
     "huginn": ("tomg-group-umd/huginn-0125", NEWER),
     "loopus": (
@@ -73,7 +73,7 @@ def original_code(family, folder):
 
 @pytest.mark.network
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golden, tmp_path):
+def test_original_code_gives_logits_of_merged_model(name, golden, tmp_path):
     original_code(name, tmp_path / "base")
     auto_map = json.loads((tmp_path / "base" / "config.json").read_text()).get("auto_map", {})
     model = golden_model(golden(name))
@@ -101,7 +101,7 @@ def test_the_original_code_loads_a_merged_model_and_gives_its_logits(name, golde
 
 
 def chat_tokenizer(folder):
-    """A tokenizer of Nanbeige's kind: SentencePiece and ChatML's marks. No tokens of single bytes: llama.cpp joins them."""
+    """A tokenizer like Nanbeige's: SentencePiece and ChatML, without tokens of single bytes, which llama.cpp joins."""
     sentencepiece = pytest.importorskip("sentencepiece")
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -132,14 +132,14 @@ def nanbeige(request, tmp_path):
 
 
 def commands_of(card, program):
-    """The lines that a card gives for a program, each split into words."""
+    """The commands of a card for a program, each split into words."""
     text = (card / "README.md").read_text().split(f"\n{program}")[1]
     block = text.split("```bash\n")[1].split("```")[0]
     return [shlex.split(line) for line in block.strip().splitlines()]
 
 
 @pytest.mark.peer
-def test_mlx_lm_gives_the_logits_of_a_merged_nanbeige_and_the_cards_line_runs(nanbeige):
+def test_mlx_lm_gives_logits_of_merged_nanbeige(nanbeige):
     mlx, mlx_utils = pytest.importorskip("mlx.core"), pytest.importorskip("mlx_lm.utils")
     folder, _ = nanbeige
     ids = torch.arange(5, 85).view(2, 40)
@@ -155,7 +155,7 @@ def test_mlx_lm_gives_the_logits_of_a_merged_nanbeige_and_the_cards_line_runs(na
 
 
 @pytest.mark.peer
-def test_llama_cpp_gives_the_probabilities_of_a_merged_nanbeige(nanbeige, tmp_path):
+def test_llama_cpp_gives_probabilities_of_nanbeige(nanbeige, tmp_path):
     xllamacpp = pytest.importorskip("xllamacpp")
     if "LLAMA_CPP" not in os.environ:
         pytest.skip("LLAMA_CPP does not name the folder of llama.cpp's source")
