@@ -45,8 +45,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from itertools import cycle
+from collections.abc import Iterable, Mapping
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +61,18 @@ from loopdropout_trainer.results import COLUMNS, RECIPE_FILE, UNCOMPARED, compar
 
 
 TABLES = Path(__file__).parent / "tables"
-EXPECTED = (*COLUMNS, "loop", "group", "samples", "recipe_run_name")
 
 NO_EFFECT = UNCOMPARED | {
     *("seed", "data_seed", "gate_seed", "evaluate_base", "merge", "adapter", "at_depths", "gates"),
     *("benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
 }
-IGNORED = {"value", "seed", "folder", "run", "adapter", "samples"} | {f"recipe_{name}" for name in NO_EFFECT}
+IGNORED = {"value", "seed", "folder", "run", "adapter", "samples", *(f"recipe_{name}" for name in NO_EFFECT)}
 """Columns in which the results of one mean may differ."""
 
-COSTS = {
-    "trainable_parameters": "trainable parameters",
-    "train_seconds": "seconds",
-    "tokens_per_second": "tokens/s",
-    "peak_memory_gb": "memory (GB)",
-}
+OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
+"""Settings that a result of the base model depends on."""
+
+COSTS = ["trainable_parameters", "train_seconds", "tokens_per_second", "peak_memory_gb"]
 
 
 class Missing(UserError):
@@ -101,8 +98,11 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         row["run"] = str(training)
         if row.get("adapter") and (training / RECIPE_FILE).exists():
             row |= {f"recipe_{name}": value for name, value in load_recipe(training / RECIPE_FILE).items()}
+        for name in row.keys() - OF_BASE if row["method"] == "base model" else ():
+            row[name] = row[name] if name[:7] != "recipe_" else None
     results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
-    results = results.reindex(columns=list(dict.fromkeys([*EXPECTED, *results])))
+    columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
+    results = results.reindex(columns=list(dict.fromkeys(columns)))
     names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
     return results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
@@ -113,13 +113,13 @@ def select(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
     Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
     """
+    for name, value in wanted.items():
+        column = results.reindex(columns=[name])[name]
+        results = results[column.isin(value if isinstance(value, list) else [value])]
     if not wanted.keys() & {"gates", "loop"}:
         results = results[results["gates"].isin(["unit", "none"]) & results["loop"].isna()]
     if not wanted.keys() & {"num_loops", "loop"}:
         results = results[results["num_loops"] == results["trained_loops"]]
-    for name, value in wanted.items():
-        column = results.get(name, pd.Series(None, results.index))
-        results = results[column.isin(value if isinstance(value, list) else [value])]
     return results
 
 
@@ -137,7 +137,7 @@ def average(rows: pd.DataFrame, place: str) -> pd.Series:
             )
     values = rows.drop_duplicates(["seed", "value"]).set_index("seed")["value"].sort_index()
     if values.index.has_duplicates:
-        raise UserError(f"{place}: one seed has two results, in {', '.join(rows['folder'].unique())}.")
+        raise UserError(f"{place}: one seed has two results, in {[*rows['folder']]}.")
     return values
 
 
@@ -154,22 +154,19 @@ def differences(ours: pd.DataFrame, other: pd.DataFrame, place: str, part: str |
     """
     gains = (average(ours, place) - average(other, place)).dropna()
     for seed in gains.index if part else ():
-        rows = [rows[rows["seed"] == seed].iloc[0] for rows in (ours, other)]
-        paths = [Path(row["folder"], str(row["samples"])) for row in rows]
-        if not all(path.is_file() for path in paths):
-            raise Missing(f"no samples of seed {seed:g}")
-        parts = answer_decomposition(*(pd.read_json(path, lines=True).to_dict("records") for path in paths))
-        gains[seed] = next(row["value"] for row in parts if row["metric"] == part)
+        rows = [side.set_index("seed").loc[seed] for side in (ours, other)]
+        samples = [pd.read_json(Path(row["folder"], row["samples"]), lines=True).to_dict("records") for row in rows]
+        gains[seed] = next(row["value"] for row in answer_decomposition(*samples) if row["metric"] == part)
     return gains
 
 
 def with_interval(gains: pd.Series, decimals: int = 2) -> str:
     """Return the mean over seeds with its 95% interval (Student's t), or the gain of a single seed."""
-    text = f"{gains.mean():+.{decimals}f}" if len(gains) else "–"
-    if len(gains) < 2:
-        return text
-    low, high = stats.ttest_1samp(gains, 0).confidence_interval()
-    return f"{text} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+    if not len(gains):
+        return "–"
+    interval = stats.ttest_1samp(gains, 0).confidence_interval() if len(gains) > 1 else ()
+    mean, *limits = [f"{value:+.{decimals}f}" for value in (gains.mean(), *interval)]
+    return f"{mean} [{', '.join(limits)}]" if limits else mean
 
 
 # Tables
@@ -183,7 +180,7 @@ def find(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     seeds = wanted.get("seed")
     lacking = {*seeds} - {*rows["seed"]} if isinstance(seeds, list) else not len(rows)
     if lacking:
-        raise Missing(f"no result with {', '.join(f'{name} {value}' for name, value in wanted.items())}")
+        raise Missing(f"no result with {wanted}")
     return rows
 
 
@@ -197,8 +194,7 @@ def fill_cell(results: pd.DataFrame, cell: Mapping[str, Any], place: str) -> str
     """
     show, decimals = cell.get("show", "mean"), cell.get("decimals", 2)
     if "recipe" in cell:
-        recipe = load_recipe(cell["recipe"])
-        return " x ".join(str(recipe[name]) for name in show.split(" x "))
+        return str(load_recipe(cell["recipe"])[show])
     wanted = {name: value for name, value in cell.items() if name not in OPTIONS}
     if "average_of" in cell:
         by_task = {task: average(find(results, {**wanted, "task": task}), place) for task in cell["average_of"]}
@@ -229,14 +225,13 @@ def build_table(spec: Mapping[str, Any], results: pd.DataFrame) -> tuple[pd.Data
         for (title, column), head in zip(spec["heads"].items(), row, strict=False):
             ((line[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
             wanted = {**wanted, **selection}
-        papers = row[len(line) :] or [None] * len(spec["columns"])
         names = ", ".join(line.values())
-        for (title, column), paper in zip(spec["columns"].items(), papers, strict=True):
+        for (title, column), paper in zip_longest(spec["columns"].items(), row[len(line) :]):
             try:
                 line[title] = fill_cell(results, {**wanted, **column}, f"{spec['label']}, {names}, {title}")
             except Missing as reason:
                 line[title] = "–"
-                missing.append(f"{names}, {title}: {reason}")
+                missing.append(f"Missing: {names}, {title}: {reason}.")
             line[f"{title} (paper)"] = paper
         lines.append(line)
     return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–"), missing
@@ -246,15 +241,12 @@ def build_table(spec: Mapping[str, Any], results: pd.DataFrame) -> tuple[pd.Data
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label`: the method, and the settings in which its runs differ."""
+    """Add `label`: the method, and the settings of its recipe in which its runs differ."""
     results = results.assign(label=results["method"])
-    for _, rows in results[results["method"] != "base model"].groupby("method"):
-        for name in {*rows.filter(like="recipe_")} - IGNORED:
+    for _, rows in results.groupby("method"):
+        for name in rows.filter(like="recipe_").columns.difference([*IGNORED]):
             if rows[name].nunique(dropna=False) > 1:
-                texts = rows[name].map(
-                    lambda value, name=name: f", {name.removeprefix('recipe_')} = {value}", "ignore"
-                )
-                results.loc[rows.index, "label"] += texts.fillna("")
+                results.loc[rows.index, "label"] += [f", {name[7:]} = {value}" for value in rows[name]]
     return results
 
 
@@ -273,19 +265,19 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
             lora = by_label.get(label.replace(method, "LoRA", 1), by_label.get("LoRA"))
             if lora is not None and method not in ("LoRA", "base model"):
                 texts[task, f"{label} - LoRA", f"K = {depth:g}"] = with_interval(differences(ours, lora, label))
-    return pd.Series(texts, dtype=object).unstack(sort=False).fillna("").rename_axis(["task", "method"])
+    return pd.Series(texts, dtype=object).unstack(sort=False).fillna("").rename_axis(["task", "method"]).reset_index()
 
 
 def cost_table(results: pd.DataFrame) -> pd.DataFrame:
     """Return the costs of the trainings, means over seeds, by method."""
-    rows = labelled(results[results["task"] == "training"])
-    return rows.pivot_table("value", "label", "metric").reindex(columns=[*COSTS]).rename(columns=COSTS).round(2)
+    rows = labelled(results[results["metric"].isin(COSTS)])
+    return rows.pivot_table("value", "label", "metric").round(2).reset_index()
 
 
 # Figures (plotnine is imported in the functions, because sweeps do not need it)
 
-BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#7a7a7a"
-OTHER_COLORS = ("#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8c6d1f")
+COLORS = {"base model": "#7a7a7a", "LoRA": "#E69F00", "Loop Dropout": "#0072B2"}
+OTHER_COLORS = ["#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8c6d1f"]
 """Colors of Okabe and Ito, which color-blind readers can tell apart."""
 
 
@@ -293,7 +285,7 @@ def points(rows: pd.DataFrame, by: list[str], minus: pd.DataFrame | None = None)
     """Return `mean` and `sd` over seeds of the rows, less those of `minus`, for each value of the columns `by`."""
     data = []
     for key, part in rows.groupby(by, sort=False):
-        place = ", ".join(map(str, key))
+        place = str(key)
         if minus is None:
             values = average(part, place)
         else:
@@ -310,22 +302,21 @@ def line_plot(data: pd.DataFrame, x: str, y_label: str, title: str = "") -> Any:
     """
     import plotnine as p9
 
-    known = {"base model": GREY, "LoRA": ORANGE, "Loop Dropout": BLUE}
-    colors = dict(zip(sorted({*data["label"]} - {*known}), cycle(OTHER_COLORS), strict=False)) | known
+    colors = COLORS | dict(zip(sorted({*data["label"]} - {*COLORS}), cycle(OTHER_COLORS), strict=False))
     ticks = sorted(data[x].unique())
     scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
     return (
         p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
         + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
         + p9.geom_line(size=1.1)
-        + p9.geom_point(size=2)
-        + p9.facet_wrap("panel", scales="free", ncol=3)
+        + p9.geom_point()
+        + p9.facet_wrap("panel", scales="free")
         + p9.scale_color_manual(colors)
         + p9.scale_fill_manual(colors)
         + scale(breaks=ticks)
         + p9.labs(y=y_label, title=title)
         + p9.theme_minimal()
-        + p9.theme(legend_position="top", legend_title=p9.element_blank(), panel_grid_minor=p9.element_blank())
+        + p9.theme(legend_position="top", legend_title=p9.element_blank())
     )
 
 
@@ -334,12 +325,11 @@ def heat_plot(data: pd.DataFrame, x: str, y: str, title: str) -> Any:
     import plotnine as p9
 
     data = data.assign(**{name: data[name].astype(int).astype(str) for name in (x, y)})
-    top = data["mean"].abs().max()
     return (
         p9.ggplot(data, p9.aes(x, y))
         + p9.geom_tile(p9.aes(fill="mean"))
         + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}")
-        + p9.scale_fill_gradient2(ORANGE, "#f7f7f7", BLUE, limits=(-top, top))
+        + p9.scale_fill_gradient2("#E69F00", "#f7f7f7", "#0072B2")
         + p9.scale_y_discrete(limits=sorted(data[y].unique(), reverse=True))
         + p9.facet_wrap("panel")
         + p9.labs(fill="", title=title)
@@ -350,9 +340,9 @@ def heat_plot(data: pd.DataFrame, x: str, y: str, title: str) -> Any:
 def gates_plot(num_loops: int, p: float, seed: int, title: str) -> Any:
     """Return the gates of eight examples, as a training draws them, and the gates of inference."""
     draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=num_loops)
-    gates = make_rule("loop_dropout", p=p).sample(draw).T  # [8, K]
-    training = pd.DataFrame(gates.tolist(), range(1, 9), range(1, num_loops + 1)).rename_axis("example").reset_index()
-    training = training.melt("example", var_name="loop", value_name="mean").assign(panel="training")
+    gates = pd.DataFrame(make_rule("loop_dropout", p=p).sample(draw).tolist())  # [K, 8]
+    training = gates.stack().rename_axis(["loop", "example"]).reset_index(name="mean").assign(panel="training")
+    training[["loop", "example"]] += 1
     return heat_plot(pd.concat([training, training.assign(panel="inference", mean=1.0)]), "loop", "example", title)
 
 
@@ -360,17 +350,18 @@ def build_figure(spec: Mapping[str, Any], results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
     if spec["figure"] == "gates":
         return gates_plot(**spec["filter"], title=spec["title"])
-    x, labels = spec["x"], (spec["x_label"], spec["y_label"])
+    titles = {spec["x"]: spec["x_label"], spec.get("y"): spec["y_label"]}
+    x_label, y_label = titles.values()
 
     def rows_of(change: Mapping[str, Any]) -> pd.DataFrame:
-        wanted = {x: [*results[x].dropna().unique()], **spec["filter"], **change}
+        wanted = {spec["x"]: [*results[spec["x"]].dropna().unique()], **spec["filter"], **change}
         panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
-        return pd.concat(panels).assign(label=lambda rows: rows["method"])
+        return pd.concat(panels).assign(label=lambda rows: rows["method"]).rename(columns=titles)
 
     if spec["figure"] == "heat":
-        data = points(rows_of({}), ["panel", spec["y"], x], rows_of(spec["minus"]))
-        return heat_plot(data.rename(columns={x: labels[0], spec["y"]: labels[1]}), *labels, spec["title"])
-    return line_plot(points(rows_of({}), ["panel", "label", x]).rename(columns={x: labels[0]}), *labels, spec["title"])
+        gains = points(rows_of({}), ["panel", x_label, y_label], rows_of(spec["minus"]))
+        return heat_plot(gains, x_label, y_label, spec["title"])
+    return line_plot(points(rows_of({}), ["panel", "label", x_label]), x_label, y_label, spec["title"])
 
 
 def overview_figure(results: pd.DataFrame) -> Any:
@@ -390,65 +381,58 @@ def overview_figure(results: pd.DataFrame) -> Any:
     return line_plot(points(labelled(rows), ["panel", "label", "loop"]), "loop", "")
 
 
-def save_figure(plot: Any, path: str | Path) -> list[Path]:
-    """Save a plotnine figure as PNG, PDF and SVG, and return the paths. `path` has no ending."""
-    paths = [Path(f"{path}.{ending}") for ending in ("png", "pdf", "svg")]
-    paths[0].parent.mkdir(parents=True, exist_ok=True)
-    for file in paths:
-        plot.save(file, width=9.6, height=3.5, dpi=200, verbose=False)
-    return paths
+def save_figure(plot: Any, path: str | Path) -> None:
+    """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
+    for ending in ("png", "pdf", "svg"):
+        plot.save(f"{path}.{ending}", width=9.6, height=3.5, dpi=200, verbose=False)
 
 
 # The command
 
 
-def save_table(table: pd.DataFrame, title: str, path: Path, notes: str = "") -> None:
+def save_table(table: pd.DataFrame, title: str, path: Path, notes: Iterable[str] = ()) -> None:
     """Print a table, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
-    table = table.reset_index() if table.index.names[0] else table
-    text = f"### {title}\n\n{table.to_markdown(index=False, disable_numparse=True)}\n\n{notes}\n"
     style = table.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
-    print(text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    path.with_suffix(".tex").write_text(style.to_latex(hrules=True, caption=title, label=path.name), encoding="utf-8")
-    table.to_csv(path.with_suffix(".csv"), index=False)
-
-
-def make(path: Path, results: pd.DataFrame, output_dir: Path) -> None:
-    """Make the table or figure of a YAML file, and list the missing numbers with the commands that measure them."""
-    spec, target = load_recipe(path), output_dir / path.stem
-    if "figure" in spec:
-        try:
-            save_figure(build_figure(spec, results), target)
-            missing = []
-        except Missing as reason:
-            missing = [f"{spec['title']}: {reason}"]
-    else:
-        table, missing = build_table(spec, results)
-        save_table(table, spec["title"], target, spec.get("note", ""))
-    if missing:
-        print(f"Missing: {'; '.join(missing)}. Made by: {', '.join(spec['made_by'])}\n")
+    texts = {
+        "md": "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""]),
+        "tex": style.to_latex(hrules=True, caption=title, label=f"tab:{path.name}"),
+        "csv": table.to_csv(index=False),
+    }
+    print(texts["md"])
+    for ending, text in texts.items():
+        Path(f"{path}.{ending}").write_text(text, encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "folders", nargs="+", metavar="FOLDER", help="Folders of runs, read with all folders below them."
-    )
-    parser.add_argument("--tables", nargs="+", metavar="NAME", help="Names in recipes/tables, YAML files, or `all`.")
+    parser.add_argument("folders", nargs="+", help="Folders of runs. All folders below them are read.")
+    parser.add_argument("--tables", nargs="+", default=[], help="Names in recipes/tables, YAML files, or `all`.")
     parser.add_argument("--output_dir", default="report", help="Folder of the report (default: report).")
     arguments = parser.parse_args(argv)
-    results = load_results(*arguments.folders)
-    output_dir = Path(arguments.output_dir)
+    results, output_dir = load_results(*arguments.folders), Path(arguments.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+
+    # Tables and figures of YAML files
     known = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
-    names = arguments.tables or []
-    for name in known if names == ["all"] else names:
-        make(known.get(name, Path(name)), results, output_dir)
-    if not names:
-        title = "Accuracy (%), and difference to LoRA (points) with its 95% interval over seeds"
-        save_table(accuracy_table(results), title, output_dir / "accuracy")
+    for name in known if arguments.tables == ["all"] else arguments.tables:
+        spec = load_recipe(known.get(name, name))
+        path = output_dir / Path(name).stem
+        if "figure" not in spec:
+            table, missing = build_table(spec, results)
+            save_table(table, spec["title"], path, [*missing, *(spec["made_by"] if missing else [])])
+            continue
+        try:
+            save_figure(build_figure(spec, results), path)
+        except Missing as reason:
+            print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
+
+    # Summary
+    if not arguments.tables:
         save_table(cost_table(results), "Costs of the training", output_dir / "costs")
-        save_figure(overview_figure(results), output_dir / "overview")
+        if (results["metric"] == "accuracy").any():
+            title = "Accuracy (%), and difference to LoRA (points) with its 95% interval over seeds"
+            save_table(accuracy_table(results), title, output_dir / "accuracy")
+            save_figure(overview_figure(results), output_dir / "overview")
 
 
 if __name__ == "__main__":

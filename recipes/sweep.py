@@ -356,10 +356,10 @@ class Sweep:
             for method in (() if part.full_grid else part.methods)
         ]
         table = accuracy_table(load_results(self.output_dir))
-        summary = {"choices": choices, "accuracy": table.reset_index().to_dict("records")}
+        summary = {"choices": choices, "accuracy": table.to_dict("records")}
         (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         lines = ["{method}: learning rate {best} (edge of the grid: {edge})".format(**choice) for choice in choices]
-        return "\n".join([*lines, "", table.to_string()])
+        return "\n".join([*lines, "", table.to_string(index=False)])
 
 
 def _definitions(methods: list[Any]) -> dict[str, Any]:

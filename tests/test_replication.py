@@ -1,78 +1,182 @@
-"""docs/replication.md, when.md and README.md say what the file of all measured numbers says."""
+"""docs/replication: the pages have the numbers of runs.csv.gz, and its intervals, against other code and simulations."""
 
+import json
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT
+import statsmodels.api as sm
+from processes import ROOT
+from scipy import stats
+from statsmodels.formula.api import ols
+
+from loopdropout_trainer.recipe import dump_recipe
+from loopdropout_trainer.results import write_results
 
 
-FOLDER = ROOT / "docs/replication"
-
-
-@pytest.fixture(scope="module")
-def make():
-    sys.path.insert(0, str(FOLDER))  # as of a script that is started there
-    try:
-        import make
-
-        yield make
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("make", "claims", "runs"):
-            sys.modules.pop(name, None)
+sys.path.insert(0, str(ROOT / "docs/replication"))
+import make  # noqa: E402
+import runs  # noqa: E402
+from intervals import estimate, estimate_mean, estimate_two_way  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def rows(make):
+def rows():
     return pd.read_csv(make.RUNS)
 
 
 @pytest.fixture(scope="module")
-def texts(make, rows):
+def texts(rows):
     return make.texts(*make.parts(rows))
 
 
-def test_the_documents_are_written_from_the_file(make, texts):
+# The pages
+
+
+def test_pages_are_written_from_the_file(texts):
     for document in make.DOCUMENTS:
         written = document.read_text(encoding="utf-8")
         assert make.filled(written, *texts) == written, document
 
 
-def test_every_table_and_number_has_a_place(make, texts):
+def test_every_table_and_number_has_a_place(texts):
     pages = "".join(document.read_text(encoding="utf-8") for document in make.DOCUMENTS)
     tables, numbers = texts
     assert [name for name in tables if f"<!-- {name}: begin -->" not in pages] == []
     assert [name for name in numbers if f"<!--{name}-->" not in pages] == []
 
 
-def test_another_number_changes_them(make, rows):
-    """The best rate of one method is measured as worse: its rate, its claims and the page's head are others."""
+def test_another_number_changes_the_page(rows):
     worse = rows.copy()
     chosen = (worse["study"] == "small") & (worse["method"] == "rslora") & (worse["metric"] == "development")
     rate = worse.loc[worse.loc[chosen, "value"].idxmax(), "learning_rate"]
     worse.loc[chosen & (worse["learning_rate"] == rate), "value"] = 0.0
     tables, _ = make.texts(*make.parts(worse))
-    for document in make.DOCUMENTS[:1]:
-        written = document.read_text(encoding="utf-8")
-        assert make.filled(written, tables, {}) != written
+    page = make.DOCUMENTS[0].read_text(encoding="utf-8")
+    assert make.filled(page, tables, {}) != page
 
 
-def test_the_page_begins_with_every_verdict_that_the_correction_takes_away(make, rows, texts):
+def test_page_begins_with_verdicts_that_change_by_correction(rows, texts):
     studies, _, _ = make.parts(rows)
     claims, _ = make.decide(studies)
-    taken = claims[claims["alone"] != claims["verdict"]]
-    assert set(taken["alone"]) == {"seen", "opposite"}
+    changed = claims[claims["alone"] != claims["verdict"]]
+    assert {*changed["alone"]} == {"seen", "opposite"}
     tables, _ = texts
-    assert [claim.words for claim in taken["claim"] if claim.words[1:] not in tables["summary"]] == []
+    assert [claim.words for claim in changed["claim"] if claim.words[1:] not in tables["summary"]] == []
 
 
-def test_the_runs_of_a_study_begin_with_one_base(make, rows):
-    import runs
+# runs.csv.gz
 
+
+def test_collect_reads_the_results_of_a_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs.csv.gz")
+    folder = tmp_path / "small/lora@depth_2/lr_0.001/seed_0"
+    shared = {"unit": "%", "method": "LoRA", "seed": 0, "step": 150, "num_loops": 2, "gates": "unit", "n": 5}
+    accuracy = {"task": "arithmetic_easy_test", "metric": "accuracy", "value": 60.0, "samples": "samples.jsonl"}
+    rows = [
+        {"task": "training", "metric": "examples", "value": 256},
+        {"task": "development", "metric": "accuracy", "value": 70.0},
+        {**accuracy, "num_loops": 4},
+        {**accuracy, "gates": "loop 1", "loop": 1},
+        {"task": "development", "metric": "loss", "value": 0.5, "gates": "none", "method": "base model"},
+        {"task": "development", "metric": "loss_reduction", "value": 40.0, "gates": "loop 2", "loop": 2},
+    ]
+    write_results(folder, [{**shared, **row} for row in rows])
+    recipe = {"learning_rate": 0.001, "arithmetic_steps": [1, 3], "run_name": "small/lora@depth_2/lr_0.001/seed_0"}
+    dump_recipe(recipe, folder / "recipe.yaml")
+    lines = [json.dumps({"correct": value}) for value in (1.0, 1.0, 0.0, 0.0, 1.0)]
+    (folder / "samples.jsonl").write_text("\n".join(lines))
+    table = runs.collect([str(tmp_path / "small")])
+    assert (
+        {*table["method"]} == {"depth_2_lora"} and {*table["difficulty"]} == {"1 to 3"} and {*table["steps"]} == {150}
+    )
+    assert table["metric"].tolist() == ["development", "accuracy", "accuracy", "frozen_loss", "loss_reduction"]
+    counted = table[table["loop"] == 1].iloc[0]
+    assert runs.verdicts(counted).tolist() == [1, 1, 0, 0, 1] and counted["verdicts"] == "c8"
+
+
+def test_runs_of_a_study_have_one_base(rows):
     runs.check_bases(rows)
     of_another = (rows["study"] == "huginn") & (rows["metric"] == "frozen_loss") & (rows["method"] == "lora")
     assert of_another.any()
     mixed = rows.assign(value=rows["value"].where(~of_another, 0.7))
     with pytest.raises(ValueError, match="The runs of huginn at 8 loops have other bases"):
         runs.check_bases(mixed)
+
+
+# Intervals
+
+
+def make_gains(seed, seeds, problems, by_seed=0.5, by_problem=1.0):
+    """Gains [seeds, problems] with a mean of 0.3 and a residual of one."""
+    rng = np.random.default_rng(seed)
+    parts = by_seed * rng.normal(size=(seeds, 1)) + by_problem * rng.normal(size=(1, problems))
+    return 0.3 + parts + rng.normal(size=(seeds, problems))
+
+
+def test_estimate_of_one_number_a_seed_is_students_t():
+    values = np.array([4.9, 0.3, 0.2])
+    expected = stats.ttest_1samp(values, 0)
+    found = estimate(values[:, None])
+    assert (found.mean, found.p) == pytest.approx((1.8, expected.pvalue))
+    assert [found.low, found.high] == pytest.approx(list(expected.confidence_interval()))
+
+
+@pytest.mark.parametrize("by_seed", [0.5, 0.0])
+def test_estimate_two_way_is_an_analysis_of_variance(by_seed):
+    gains = make_gains(3, 4, 30, by_seed)
+    cells = [(s, p, gains[s, p]) for s in range(4) for p in range(30)]
+    model = ols("gain ~ C(seed) + C(problem)", pd.DataFrame(cells, columns=["seed", "problem", "gain"])).fit()
+    anova = sm.stats.anova_lm(model)
+    seeds, problems, rest = anova["sum_sq"] / anova["df"]
+    assert (seeds > rest) == (by_seed > 0)
+    variance = problems + max(seeds - rest, 0)
+    freedom = variance**2 / (seeds**2 / 3 + problems**2 / 29 + rest**2 / 87)
+    error = np.sqrt(variance / 120)
+    found = estimate_two_way(gains)
+    assert [found.low, found.high] == pytest.approx(stats.t(freedom, gains.mean(), error).ppf([0.025, 0.975]))
+    assert found.p == pytest.approx(2 * stats.t.sf(gains.mean() / error, freedom))
+
+
+def test_estimate_two_way_limits():
+    gains = make_gains(4, 3, 1000, by_seed=20, by_problem=0.1)  # of seeds alone
+    found, expected = estimate_two_way(gains), estimate_mean(gains.mean(axis=1))
+    assert [found.low, found.high, found.p] == pytest.approx([expected.low, expected.high, expected.p], rel=0.01)
+    gains = make_gains(5, 3, 50, by_seed=0, by_problem=0)  # problems differ by less than chance
+    gains = gains - gains.mean(axis=0) + gains.mean() + 1e-3 * np.arange(50)
+    found = estimate_two_way(gains)
+    assert np.isfinite(found.p) and found.high - found.low < 2 * stats.t(2).ppf(0.975) * gains.std() / np.sqrt(150)
+
+
+def test_estimate_of_few_or_equal_numbers():
+    gains = np.ones((2, 3))
+    assert estimate(gains[:1]) is None and estimate(gains * [1, np.nan, 1]) is None
+    for same in (gains, gains[:, :1]):
+        assert estimate(same) == (1, 1, 1, 0) and estimate(0 * same).p == 1
+
+
+def draw_gains(rng, draws, seeds, problems, by_method, by_seed, shift):
+    """Gains [draws, seeds, problems] in points between two methods on problems of all difficulties."""
+    difficulty = rng.normal(1, 2, (draws, 1, 1, problems)) + rng.normal(0, by_method, (draws, 2, 1, problems))
+    odds = difficulty + rng.normal(0, by_seed, (draws, 2, seeds, 1))
+    odds[:, 0] += shift
+    correct = rng.random(odds.shape) < 1 / (1 + np.exp(-odds))
+    return 100 * (correct[:, 0].astype(float) - correct[:, 1])
+
+
+def true_gain(by_method, by_seed, shift):
+    """The mean over all problems and seeds, by quadrature."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(100)
+    spread = np.sqrt(2**2 + by_method**2 + by_seed**2)
+    accuracy = lambda mean: weights @ (1 / (1 + np.exp(-mean - spread * nodes))) / weights.sum()
+    return 100 * (accuracy(1 + shift) - accuracy(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "problems"), [(3, 500), (3, 1000), (5, 1000), (10, 1000)])
+@pytest.mark.parametrize("kind", [(0.4, 0.0, 0.2), (0.4, 0.15, 0.2), (1.0, 0.5, 0.2), (0.5, 1.5, -1.0)])
+def test_intervals_cover_the_truth(seeds, problems, kind):
+    rng = np.random.default_rng(seeds + problems)
+    found = [estimate(gains) for _ in range(40) for gains in draw_gains(rng, 50, seeds, problems, *kind)]
+    assert 0.915 <= np.mean([each.low <= true_gain(*kind) <= each.high for each in found]) <= 0.99

@@ -1,0 +1,313 @@
+"""recipes/report.py: means, differences, and the paper's tables and figures from the results of its sweeps."""
+
+import gzip
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from processes import ROOT
+from scipy import stats
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
+from loopdropout_trainer.results import write_results
+
+
+sys.path.insert(0, str(ROOT / "recipes"))
+import report  # noqa: E402
+import sweep  # noqa: E402
+
+
+PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
+FILES = sorted((ROOT / "recipes/tables").glob("*.yaml"))
+TABLES = [path for path in FILES if not path.stem.startswith("figure_")]
+FIGURES = [path for path in FILES if path.stem.startswith("figure_")]
+TULU = [
+    "mmlu",
+    "bbh",
+    "truthfulqa_mc2",
+    "ifeval_strict",
+    "ifeval_loose",
+    "humaneval",
+    "humaneval_plus",
+    "mbpp",
+    "mbpp_plus",
+]
+SUBJECTS = ["Algebra", "Counting & Probability", "Geometry", "Intermediate Algebra", "Number Theory", "Prealgebra",
+            "Precalculus"]  # fmt: skip
+TITLES = {"lora": "LoRA", "module_wise": "Module-wise", "weight_noise": "Low-rank weight noise", "coto": "CoTo",
+          "lora_dropout": "LoRA Dropout"}  # fmt: skip
+SAVED = ("rule", "p", "lora_r", "num_loops", "learning_rate", "seed", "run_name", "max_length")
+LORA_TITLES = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
+
+
+def write(folder, rows, recipe=None, **columns):
+    """Write results with default columns, and the recipe of their run."""
+    shared = {"unit": "%", "task": "b", "metric": "accuracy", "method": "LoRA", "seed": 1, "step": 10, "num_loops": 4,
+              "gates": "unit", "n": 20}  # fmt: skip
+    write_results(folder, [{**shared, **columns, **row} for row in rows])
+    if recipe is not None:
+        dump_recipe(recipe, folder / "recipe.yaml")
+
+
+def title(recipe):
+    rule = recipe.get("rule", "loop_dropout")
+    own = [name for field, name in LORA_TITLES.items() if recipe.get(field) and rule == "lora"]
+    return (
+        own[0]
+        if own
+        else TITLES.get(
+            rule, rule.replace("_", " ").title() if "loop" in rule else rule.replace("_", " ").capitalize()
+        )
+    )
+
+
+def write_sweep(path, outputs, rng):
+    """Write random results of all runs of a sweep. The middle learning rate is the chosen one."""
+    (arguments,) = parse((sweep.SweepArguments,), [str(path)])
+    arguments.output_dir = str(outputs / Path(arguments.output_dir).name)
+    made = sweep.Sweep(arguments)
+    (part,) = made.parts.values()
+    for method in part.methods:
+        rates = made.choice(part, method).rates
+        for rate in rates:
+            is_final = part.full_grid or rate == rates[len(rates) // 2]
+            for seed in part.seeds if is_final else part.seeds[:1]:
+                run = sweep.Run(method, rate, seed, not is_final)
+                recipe, folder = made.settings(run), made.output_dir / run.name
+                tasks = TULU if path.stem == "tulu2" else recipe["benchmarks"]
+                rows = list(random_rows(recipe, tasks, is_final, folder, rng))
+                shared = {"method": title(recipe), "seed": seed, "num_loops": recipe.get("num_loops", 4)}
+                write(folder, rows, {name: recipe[name] for name in SAVED if name in recipe}, **shared)
+
+
+def random_rows(recipe, tasks, is_final, folder, rng):
+    for metric in ("train_seconds", "trainable_parameters", "peak_memory_gb"):
+        yield {"task": "training", "metric": metric, "value": rng.random()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for task in tasks:
+        correct = [float(rng.random() < 0.6) for _ in range(20)]
+        lines = [json.dumps({"correct": value, "answered": rng.random() < 0.9}) + "\n" for value in correct]
+        (folder / f"samples_{task}.jsonl").write_text("".join(lines))
+        yield {"task": task, "value": 5 * sum(correct), "samples": f"samples_{task}.jsonl"}
+    if is_final:
+        yield from ({"task": tasks[0], "num_loops": depth, "value": rng.random()} for depth in recipe.get("depths", ())
+                    if depth != recipe.get("num_loops", 4))  # fmt: skip
+        math = {"task": "metamath_math500"}
+        yield {**math, "metric": "missing", "value": 5.0}
+        for metric, groups in (("accuracy_by_subject", SUBJECTS), ("accuracy_by_level", "12345")):
+            yield from ({**math, "metric": metric, "group": group, "value": rng.random()} for group in groups)
+        for loop in range(1, 5):
+            alone = {"gates": f"loop {loop}", "loop": loop, "value": rng.random()}
+            yield {**alone, "task": "metamath_gsm8k"}
+            yield {**math, "metric": "readout_loss", "loop": loop, "value": rng.random()}
+            yield from ({**alone, "task": "gsm8k", "metric": metric} for metric in ("loss", "loss_reduction"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Results of all sweeps of the paper."""
+    outputs, rng = tmp_path_factory.mktemp("outputs"), random.Random(0)
+    for path in sorted((ROOT / "recipes/sweeps").glob("*.yaml")):
+        write_sweep(path, outputs, rng)
+    return report.load_results(outputs)
+
+
+# The paper's tables and figures
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_table_of_the_paper_is_filled(path, results):
+    spec = load_recipe(path)
+    table, missing = report.build_table(spec, results)
+    assert missing == [] and not table[list(spec["columns"])].isin(["–"]).any(axis=None)
+    papers = [number for row in spec["rows"] for number in row[len(spec["heads"]) :] if number is not None]
+    assert {*papers} <= {*table.filter(like="(paper)").to_numpy().flatten()}
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_figure_of_the_paper_is_drawn(path, results):
+    plot = report.build_figure(load_recipe(path), results)
+    plot.draw()
+    if path.stem == "figure_overview":
+        assert {*plot.data["mean"][plot.data["panel"] == "training"]} == {0.0, 2.0}
+    if path.stem == "figure_depth_gains":
+        table, _ = report.build_table(load_recipe(ROOT / "recipes/tables/depth_matrix.yaml"), results)
+        accuracy = table.set_index(["Method", "Train K"])["Eval K = 6"].str.split().str[0].astype(float)
+        gain = plot.data.set_index(["evaluated at K", "trained at K"])["mean"]["6", "4"]
+        assert gain == pytest.approx(accuracy["Loop Dropout", "4"] - accuracy["LoRA", "4"], abs=0.11)
+
+
+def test_tables_and_figures_of_the_paper_are_complete():
+    labels = {load_recipe(path)["label"] for path in FILES}
+    tables = """recipes math_main tulu_main matched_expansion single_loop_generation mask_controls sharing_mask
+        training_cost_seeds family_comparison control_seeds tulu_all variants rank_results answer_decomposition
+        returned_seeds coto_seeds lora_dropout_seeds ouro26_tuned ouro26_tuned_seeds rank_tuned rank_tuned_seeds
+        math_rank16_breakdown depth_matrix gsm8k_scale lr_curve transfer depth single_occurrence metamath_readouts"""
+    figures = "teaser overview rank_overview depth_gains depth_accuracy early_adaptation"
+    wanted = {f"tab:{name}" for name in tables.split()} | {f"fig:{name}" for name in figures.split()}
+    assert labels == wanted | {"p_study"}
+    commands = [command for path in FILES for command in load_recipe(path).get("made_by", [])]
+    files = {word for command in commands for word in command.split() if word.startswith("recipes/")}
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_answer_decomposition_adds_up(results):
+    table, _ = report.build_table(load_recipe(ROOT / "recipes/tables/answer_decomposition.yaml"), results)
+    gains = table[["Both extractable", "Missing in either", "Total"]].map(lambda text: float(text.split()[0]))
+    assert np.allclose(gains.iloc[:, 0] + gains.iloc[:, 1], gains["Total"], atol=0.011)
+
+
+# Averages and differences
+
+
+def cell(folder, **options):
+    return report.fill_cell(report.load_results(folder), {"task": "b", "method": "LoRA", **options}, "cell")
+
+
+@pytest.mark.parametrize("row", PAPER["mean_sd"])
+def test_mean_sd_matches_the_paper(row, tmp_path):
+    """86.53 ± 0.44 is 1148, 1139 and 1137 of 1319."""
+    for seed, correct in enumerate(row["per_seed_correct"]):
+        write(tmp_path / str(seed), [{"value": 100 * correct / row["n"]}], seed=seed)
+    decimals = len(row["mean_printed"].split(".")[1])
+    assert cell(tmp_path, decimals=decimals) == f"{row['mean_printed']} ± {row['sd_printed']}"
+
+
+CHANGES = {
+    "recipe_learning_rate": ({"learning_rate": 0.002}, {}),
+    "recipe_weight_decay": ({"weight_decay": 0.1}, {}),
+    "recipe_num_loops": ({"num_loops": 4}, {}),
+    "n": ({}, {"n": 19}),
+    "step": ({}, {"step": 9}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_average_rejects_different_settings(name, tmp_path):
+    changes, columns = CHANGES[name]
+    recipe = {"learning_rate": 0.001, "output_dir": "a", "depths": [2]}
+    write(tmp_path / "1", [{"value": 50.0}], recipe)
+    write(tmp_path / "2", [{"value": 60.0}], {**recipe, "output_dir": "b", "depths": [3], "seed": 2}, seed=2)
+    assert cell(tmp_path) == "55.00 ± 7.07"
+    write(tmp_path / "3", [{"value": 70.0}], {**recipe, **changes}, seed=3, **columns)
+    with pytest.raises(UserError, match=f"cell: `{name}` changed from .* between .*1 and .*3"):
+        cell(tmp_path)
+
+
+def test_average_rejects_two_results_of_one_seed(tmp_path):
+    write(tmp_path / "1", [{"value": 50.0}])
+    write(tmp_path / "copy", [{"value": 50.0}])
+    assert cell(tmp_path) == "50.00"
+    write(tmp_path / "other", [{"value": 51.0}])
+    with pytest.raises(UserError, match="one seed has two results"):
+        cell(tmp_path)
+
+
+def test_difference_is_paired_by_seed(tmp_path):
+    values = {"LoRA": [50.0, 60.0, 70.0, 90.0], "Loop Dropout": [52.0, 61.0, 76.0]}
+    for method, of_seeds in values.items():
+        for seed, value in enumerate(of_seeds):
+            write(tmp_path / method / str(seed), [{"value": value}], method=method, seed=seed)
+    low, high = stats.ttest_1samp([2.0, 1.0, 6.0], 0).confidence_interval()
+    options = {"method": "Loop Dropout", "minus": {"method": "LoRA"}, "decimals": 3}
+    assert cell(tmp_path, **options) == f"+3.000 [{low:+.3f}, {high:+.3f}]"
+    assert cell(tmp_path, **options, seed=0) == "+2.000"
+
+
+def test_cell_shows_seeds_costs_and_averages(tmp_path):
+    for seed in (1, 2):
+        rows = [{"value": 50.0 + seed}, {"task": "c", "value": 10.0 * seed}]
+        rows.append({"task": "training", "metric": "train_seconds", "value": 60.0 * seed})
+        write(tmp_path / str(seed), rows, {"learning_rate": 0.001}, seed=seed)
+    write(tmp_path / "unmeasured", [{**rows[-1], "value": 1e6}], seed=3)
+    assert cell(tmp_path, show="seeds", decimals=1) == "51.0 / 52.0"
+    assert cell(tmp_path, of="train_seconds", scale=1 / 60) == "1.50 ± 0.71"
+    assert cell(tmp_path, average_of=["b", "c"]) == "33.25 ± 3.89"
+    assert cell(tmp_path, show="recipe_learning_rate") == "0.001"
+
+
+# Reading
+
+
+def test_select_defaults_to_training_depth_and_unit_gates(tmp_path):
+    alone = {"gates": "loop 1", "loop": 1, "value": 3.0}
+    rows = [{"value": 1.0}, {"num_loops": 8, "value": 2.0}, alone]
+    write(tmp_path, [*rows, {"task": "training", "metric": "train_seconds", "value": 9.0}])
+    results = report.load_results(tmp_path)
+    value = lambda **wanted: report.select(results, {"task": "b", **wanted})["value"].tolist()
+    assert (value(), value(num_loops=8), value(loop=1)) == ([1.0], [2.0], [3.0])
+    assert value(recipe_rule="lora") == []
+
+
+def test_results_of_an_evaluation_belong_to_their_training(tmp_path):
+    training, evaluation = tmp_path / "s/lora/lr_0.001/seed_1", tmp_path / "evaluation"
+    recipe = {"learning_rate": 0.001, "run_name": "s/lora/lr_0.001/seed_1"}
+    write(training, [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
+    write(evaluation, [{"value": 50.0, "num_loops": 8}], {"learning_rate": 1.0}, adapter=str(training))
+    (row,) = report.load_results(tmp_path).query("metric == 'accuracy'").to_dict("records")
+    assert (row["sweep"], row["variant"], row["recipe_learning_rate"], row["trained_loops"]) == ("s", "lora", 0.001, 4)
+
+
+def test_load_results_without_results(tmp_path):
+    with pytest.raises(UserError, match="There are no results below"):
+        report.load_results(tmp_path)
+
+
+# The command
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """Folders of two methods with the results of the quickstart, and two learning rates of LoRA."""
+    for method, rate in (("Loop Dropout", 0.001), ("LoRA", 0.001), ("LoRA", 0.002)):
+        rows = [{"num_loops": depth, "value": 10.0 * depth} for depth in (2, 4, 10)]
+        for loop in (1, 2, 3, 4):
+            alone = {"gates": f"loop {loop}", "loop": loop, "value": 5.0 * loop}
+            rows += [alone, {**alone, "task": "development", "metric": "loss_reduction"}]
+        rows.append({"task": "training", "metric": "train_seconds", "value": 9.0})
+        rows.append({"method": "base model", "gates": "none", "seed": None, "step": None, "value": 1.0})
+        write(tmp_path / "runs" / f"{method} {rate}", rows, {"learning_rate": rate}, method=method)
+    return tmp_path / "runs"
+
+
+def test_report_summarizes_runs(quickstart, tmp_path, capsys):
+    report.main([str(quickstart), "--output_dir", str(tmp_path / "report")])
+    table = pd.read_csv(tmp_path / "report/accuracy.csv", dtype=str, keep_default_na=False)
+    rows = table.set_index("method")[["K = 2", "K = 4", "K = 10"]].T.to_dict("list")
+    assert rows["LoRA, learning_rate = 0.001"] == ["20.00", "40.00", "100.00"]
+    assert rows["base model"] == ["", "1.00", ""]
+    assert "Loop Dropout - LoRA" not in rows  # there are two of LoRA
+    assert "| base model" in capsys.readouterr().out
+    assert r"\toprule" in (tmp_path / "report/costs.tex").read_text()
+    for ending in ("png", "pdf", "svg"):
+        assert (tmp_path / f"report/overview.{ending}").stat().st_size > 10_000
+
+
+def test_report_compares_with_the_only_lora(quickstart):
+    results = report.load_results(quickstart)
+    table = report.accuracy_table(results[results["recipe_learning_rate"] == 0.001])
+    assert table.set_index("method")["K = 4"]["Loop Dropout - LoRA"] == "+0.00"
+
+
+def test_overview_figure_has_three_panels(quickstart):
+    data = report.overview_figure(report.load_results(quickstart)).data
+    sizes = data[data["label"] == "Loop Dropout"].groupby("panel").size()
+    assert sizes.to_dict() == {
+        "accuracy (%), K loops": 3, "accuracy (%), only loop t": 4, "loss reduction (%), only loop t": 4,
+    }  # fmt: skip
+
+
+def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
+    names = ["math_main", "figure_teaser", "recipes"]
+    report.main([str(quickstart), "--tables", *names, "--output_dir", str(tmp_path / "report")])
+    text = (tmp_path / "report/math_main.md").read_text()
+    assert "Missing: GSM8K, Ouro-1.4B LoRA" in text and "recipes/sweeps/metamath_gsm.yaml" in text
+    assert text.count("–") == 12 and "86.53 ± 0.44" in text
+    printed = capsys.readouterr().out
+    assert "Missing: Loss reduction with the adapter in one loop only" in printed
+    assert "| Maximum sequence length | 1024" in printed
