@@ -61,7 +61,7 @@ class AdapterTrainingMixin:
         if self.rule.passes > 1 and not self.runs_passes:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.unit_gates = UnitGatesCallback()
-        self.stop = StopCallback()
+        self.stop_callback = StopCallback()
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self._given_weights = {}
         if not isinstance(model, PeftModel):
@@ -82,7 +82,7 @@ class AdapterTrainingMixin:
     @property
     def first_callbacks(self) -> list[TrainerCallback]:
         """Callbacks that come before the user's callbacks, which may evaluate: these must see unit gates."""
-        return [*self.step_callbacks, self.unit_gates, self.stop]
+        return [*self.step_callbacks, self.unit_gates, self.stop_callback]
 
     def after_init(self) -> None:
         """Put gates on the adapter."""
@@ -101,6 +101,7 @@ class AdapterTrainingMixin:
             self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed
         )
         self.physical_layers = physical_layers(self.model)  # [M]
+        self.batch_options = self.find_batch_options()
         for callback in self.step_callbacks:
             callback.trainer = self
         args = self.args

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -67,6 +68,10 @@ class UnitGatesCallback(TrainerCallback):
                     parameter.grad = torch.zeros_like(parameter)
 
 
+REPEATED_SECONDS = 3
+"""Seconds in which a further signal is a repetition, such as a launcher's SIGTERM after Ctrl-C in its terminal."""
+
+
 class NonFiniteGradientError(UserError):
     """A gradient is NaN or infinite. The weights are those of the step before."""
 
@@ -101,9 +106,12 @@ class StopCallback(TrainerCallback):
                     self._handlers[number] = signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        logger.warning("Training stops after this step with a checkpoint. A second signal stops it immediately.")
-        self.received = number
-        self.restore_handlers()
+        if not self.received:
+            logger.warning("Training stops after this step with a checkpoint. Another signal stops it immediately.")
+            self.received, self._received_at = number, time.monotonic()
+        elif time.monotonic() - self._received_at > REPEATED_SECONDS:
+            self.restore_handlers()
+            raise KeyboardInterrupt
 
     def restore_handlers(self) -> None:
         """Give the signals their former handlers back."""

@@ -114,14 +114,14 @@ class GateSamplingMixin(AdapterTrainingMixin):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
         num_loops = self.num_loops
-        self.batch_options = self.find_batch_options()
+        self.batch_options = self.find_batch_options()  # the trained weights may have changed since `__init__`
         self.gates.must_draw = True
         try:
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-            self.stop.raise_if_stopped(self.state)
+            self.stop_callback.raise_if_stopped(self.state)
             return output
         finally:
-            self.stop.restore_handlers()
+            self.stop_callback.restore_handlers()
             self.gates.must_draw = False
             self.gates.reset()
             self.unit_gates.micro_batch = 0
@@ -213,6 +213,8 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
             # TRL divides a micro-batch's sum by this number, which makes the loss its share of the step's loss.
             num_items_in_batch = self.evaluated_weight(inputs) * self._num_micro_batches
+        if model.training and self.batch_options.remove_padding:
+            inputs = _remove_padding(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
@@ -223,6 +225,22 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             is_shared = self.args.average_tokens_across_devices
             self._num_micro_batches = int(self.accelerator.gather(trained).sum() if is_shared else trained)
         return batches, num_items
+
+
+def _remove_padding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a padded batch [B, S] as one row [1, T] of its T tokens, as TRL's `padding_free` does; other batches unchanged."""
+    if inputs.keys() != {"input_ids", "attention_mask", "labels"}:
+        return inputs
+    kept = inputs["attention_mask"].bool()
+    positions = kept.cumsum(dim=1) - 1
+    labels = inputs["labels"].masked_fill(positions == 0, -100)  # the last token of another example does not predict it
+    rows = torch.arange(len(kept))
+    return {
+        "input_ids": inputs["input_ids"][kept].unsqueeze(0),
+        "labels": labels[kept].unsqueeze(0),
+        "position_ids": positions[kept].unsqueeze(0),
+        "example_ids": torch.stack([rows, torch.zeros_like(rows)], dim=1),
+    }
 
 
 def _collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any]]) -> dict[str, Any]:
