@@ -57,7 +57,7 @@ def test_another_number_changes_the_page(rows):
     assert make.filled(page, tables, {}) != page
 
 
-def test_page_begins_with_verdicts_that_change_by_correction(rows, texts):
+def test_page_begins_with_corrected_verdicts(rows, texts):
     studies, _, _ = make.parts(rows)
     claims, _ = make.decide(studies)
     changed = claims[claims["alone"] != claims["verdict"]]

@@ -234,7 +234,7 @@ def test_cell_shows_seeds_costs_and_averages(tmp_path):
 # Reading
 
 
-def test_select_defaults_to_training_depth_and_unit_gates(tmp_path):
+def test_select_defaults_to_trained_depth_and_gates(tmp_path):
     alone = {"gates": "loop 1", "loop": 1, "value": 3.0}
     rows = [{"value": 1.0}, {"num_loops": 8, "value": 2.0}, alone]
     write(tmp_path, [*rows, {"task": "training", "metric": "train_seconds", "value": 9.0}])
@@ -244,7 +244,7 @@ def test_select_defaults_to_training_depth_and_unit_gates(tmp_path):
     assert value(recipe_rule="lora") == []
 
 
-def test_results_of_an_evaluation_belong_to_their_training(tmp_path):
+def test_load_results_joins_evaluation_and_training(tmp_path):
     training, evaluation = tmp_path / "s/lora/lr_0.001/seed_1", tmp_path / "evaluation"
     recipe = {"learning_rate": 0.001, "run_name": "s/lora/lr_0.001/seed_1"}
     write(training, [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
