@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import reprlib
+import signal
 import sys
 import time
 import warnings
@@ -64,7 +65,7 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(2)
     except KeyboardInterrupt as error:
         _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}")
-        sys.exit(143 if getattr(error, "signal", None) == "SIGTERM" else 130)
+        sys.exit(128 + getattr(error, "signal", signal.SIGINT))
     except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

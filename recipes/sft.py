@@ -292,7 +292,7 @@ def train(trainer: Trainer, recipe: Mapping[str, Any]) -> None:
         elif is_last(checkpoint):
             load_trained(trainer, checkpoint)
         else:
-            trainer.train(resume_from_checkpoint=str(checkpoint))
+            trainer.train(resume_from_checkpoint=checkpoint)
     except NonFiniteGradientError:
         if is_main:
             write_run(folder, status="non-finite")
@@ -304,25 +304,24 @@ def train(trainer: Trainer, recipe: Mapping[str, Any]) -> None:
         write_run(folder, status="trained", **run_facts(trainer))
 
 
-def find_checkpoint(args: TrainingArguments) -> Path | None:
+def find_checkpoint(args: TrainingArguments) -> str | None:
     """Return the checkpoint of `resume_from_checkpoint`. "true" means the newest complete one, if there is one."""
     wanted = str(args.resume_from_checkpoint).lower()
-    if wanted not in ("true", "false", "none"):
-        return Path(args.resume_from_checkpoint)
-    newest = newest_checkpoint(args.output_dir) if wanted == "true" else None
-    return newest and Path(newest)
+    if wanted == "true":
+        return newest_checkpoint(args.output_dir)
+    return None if wanted in ("false", "none") else args.resume_from_checkpoint
 
 
-def is_last(checkpoint: Path) -> bool:
+def is_last(checkpoint: str) -> bool:
     """Return whether a checkpoint was saved after the last step, from which transformers would take one more step."""
-    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     return state.global_step >= state.max_steps
 
 
-def load_trained(trainer: Trainer, folder: Path) -> None:
+def load_trained(trainer: Trainer, folder: str | Path) -> None:
     """Load a trained adapter and the state of its training."""
     trainer.model.load_adapter(str(folder), "default")
-    trainer.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+    trainer.state = TrainerState.load_from_json(str(Path(folder, TRAINER_STATE_NAME)))
 
 
 def training_results(trainer: Trainer, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:

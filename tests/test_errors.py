@@ -1,5 +1,6 @@
 """User errors: the messages that scripts print, and the exit codes."""
 
+import signal
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, r
 
 
 TOKEN = "hf_averysecrettokenofsomeone"
-Terminated = type("Terminated", (KeyboardInterrupt,), {"signal": "SIGTERM"})
+Terminated = type("Terminated", (KeyboardInterrupt,), {"signal": signal.SIGTERM})
 ENDINGS = [
     (UserError("`p` must be below 1,\ngot 2."), 2, "`p` must be below 1, got 2."),
     (UserError(f"The token {TOKEN} is not valid."), 2, "The token *** is not valid."),
