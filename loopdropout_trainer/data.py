@@ -28,6 +28,10 @@ from loopdropout_trainer.errors import UserError
 logger = logging.get_logger(__name__)
 
 Row = Mapping[str, Any]
+Example = tuple[str, Row]
+"""Identity and columns of an example. Rows with the same identity are duplicates."""
+Indices = tuple[np.ndarray, np.ndarray]
+"""Training examples, in order of preference, and held-out examples."""
 
 PROMPT_TEMPLATES = {
     # Taori et al. 2023, the variant without an input field.
@@ -62,43 +66,39 @@ def remove_calculations(solution: str) -> str:
     return re.sub(r"<<[^<>]*>>", "", solution)
 
 
-# From a row to (identity, example). Rows with the same identity are duplicates.
-
-
 def make_pair(row: Row, completion: str, args: DataArguments) -> Row:
     """Return a prompt and a completion."""
     prompt = fill(args.template or "{prompt}", row) + args.prompt_end
     return {"prompt": prompt, "completion": args.target_prefix + completion}
 
 
-def make_gsm8k_example(row: Row, args: DataArguments) -> tuple[str, Row]:
+def make_gsm8k_example(row: Row, args: DataArguments) -> Example:
     """Ask the question as lm-eval's `gsm8k` task does. The target is the solution without calculator annotations."""
     columns = {"question": row["question"], "answer": remove_calculations(row["answer"])}
     return row["question"], {**make_pair(columns, f" {columns['answer']}", args), **columns}
 
 
-def make_arithmetic_pair(row: Row, args: DataArguments) -> tuple[str, Row]:
+def make_arithmetic_pair(row: Row, args: DataArguments) -> Example:
     """Pair the answer of an arithmetic problem (chosen) with an answer that has a mistake (rejected)."""
     question, example = make_gsm8k_example(row, args)
-    rejected = add_mistake(row["answer"], random_order(question, args.split_seed))
-    rejected = f"{args.target_prefix} {rejected}"
-    return question, {"prompt": example["prompt"], "chosen": example["completion"], "rejected": rejected}
+    rejected = make_pair(example, " " + add_mistake(row["answer"], random_order(question, args.split_seed)), args)
+    return question, {"prompt": example["prompt"], "chosen": example["completion"], "rejected": rejected["completion"]}
 
 
-def make_metamath_example(row: Row, args: DataArguments) -> tuple[str, Row]:
+def make_metamath_example(row: Row, args: DataArguments) -> Example:
     """Ask the question in Alpaca's template. The target is the response."""
     columns = {"question": row["query"], "answer": row["response"]}
     return "\n".join(columns.values()), {**make_pair({"instruction": row["query"]}, row["response"], args), **columns}
 
 
-def make_tulu2_example(row: Row, args: DataArguments) -> tuple[str, Row]:
+def make_tulu2_example(row: Row, args: DataArguments) -> Example:
     """Return the conversation."""
     _, example = make_own_example(row, args)
     turns = [[turn["role"], turn["content"]] for turn in example["messages"]]
     return json.dumps(turns, ensure_ascii=False), example
 
 
-def make_own_example(row: Row, args: DataArguments) -> tuple[str, Row]:
+def make_own_example(row: Row, args: DataArguments) -> Example:
     """Return the columns of one of TRL's formats."""
     identity = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
     columns = find_columns(args, row)
@@ -119,7 +119,7 @@ def find_columns(args: DataArguments, names: Sequence[str] | Row) -> tuple[str, 
 
 def to_messages(value: Any) -> Any:
     """Rename the keys and roles of ShareGPT conversations. Return other values unchanged."""
-    if not isinstance(value, list) or "from" not in value[0]:
+    if not isinstance(value, list) or not all("from" in turn for turn in value):
         return value
     roles = {"human": "user", "gpt": "assistant"}
     return [{"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in value]
@@ -141,28 +141,24 @@ def is_short_gsm(row: Row, args: DataArguments, tokenizer: PreTrainedTokenizerBa
     return "GSM" in row["type"] and (limit is None or len(_encode(tokenizer, text)["input_ids"]) < limit)
 
 
-# From all examples to the indices of training examples, in order of preference, and of held-out examples.
-
-
 def random_order(identity: str, seed: int) -> int:
     """Return a random integer in [0, 2^63) that depends on the identity of a row and the seed alone."""
     digest = hashlib.blake2b(f"{seed}\n{identity}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def hold_out_random(orders: np.ndarray, num_eval: int) -> tuple[np.ndarray, np.ndarray]:
+def hold_out_random(orders: np.ndarray, num_eval: int) -> Indices:
     """Hold out the examples that come first in `orders` [N]: the same examples for each order of the rows."""
     held_out = np.sort(np.unique(orders, return_index=True)[1][:num_eval])
     return np.setdiff1d(np.arange(len(orders)), held_out), held_out
 
 
-def hold_out_first(orders: np.ndarray, num_eval: int) -> tuple[np.ndarray, np.ndarray]:
+def hold_out_first(orders: np.ndarray, num_eval: int) -> Indices:
     """Hold out the first examples."""
-    held_out, train = np.split(np.arange(len(orders)), [num_eval])
-    return train, held_out
+    return hold_out_random(np.arange(len(orders)), num_eval)
 
 
-def hold_out_after_100k(orders: np.ndarray, num_eval: int) -> tuple[np.ndarray, np.ndarray]:
+def hold_out_after_100k(orders: np.ndarray, num_eval: int) -> Indices:
     """Train on the first 100,000 examples and hold out the next ones, or the last ones of a smaller dataset."""
     train, rest = np.split(np.arange(len(orders)), [100_000])
     rest = rest[~np.isin(orders[rest], orders[train])][:num_eval]
@@ -170,7 +166,7 @@ def hold_out_after_100k(orders: np.ndarray, num_eval: int) -> tuple[np.ndarray, 
     return tuple(np.split(examples, [len(examples) - num_eval]))
 
 
-def draw_random(orders: np.ndarray, num_eval: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_random(orders: np.ndarray, num_eval: int) -> Indices:
     """Draw training examples by `orders`, and hold out the examples that come last."""
     train, held_out = np.split(np.argsort(orders, kind="stable"), [len(orders) - num_eval])
     return train, np.sort(held_out)
@@ -180,19 +176,18 @@ class Preparation(NamedTuple):
     """How the rows of a dataset become examples.
 
     Attributes:
-        make_example: Function from a row to its identity and its example.
+        make_example: Function that makes an example of a row.
         columns: Columns that it reads. Default: the columns of one of TRL's formats.
-        split: Function from the random order [N] of the examples and the number of held-out examples to the indices of
-            training examples, in order of preference, and of held-out examples.
+        split: Function from the random order [N] of the examples and the number of held-out examples to `Indices`.
         keep: Function that returns whether to keep a row.
         problems: Split of the arithmetic problems that are generated.
         num_train_examples, num_eval_examples, prompt_template: Defaults of `DataArguments`.
     """
 
-    make_example: Callable[[Row, DataArguments], tuple[str, Row]] = make_own_example
+    make_example: Callable[..., Example] = make_own_example
     columns: tuple[str, ...] = ()
-    split: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]] = hold_out_random
-    keep: Callable[[Row, DataArguments, PreTrainedTokenizerBase], bool] | None = None
+    split: Callable[..., Indices] = hold_out_random
+    keep: Callable[..., bool] = lambda row, args, tokenizer: True
     problems: str | None = None
     num_train_examples: int | None = None
     num_eval_examples: int = 0
@@ -306,7 +301,7 @@ def load_datasets(
     """
     preparation = PREPARATIONS[args.preparation]
     num_eval = preparation.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
-    num_eval = 0 if args.eval_files else num_eval
+    num_eval *= not args.eval_files
     num_train = args.num_train_examples or preparation.num_train_examples
     with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
         if preparation.problems:
@@ -387,7 +382,7 @@ def _is_usable(row: Row, args: DataArguments, columns: Sequence[str], tokenizer:
     row = _map_columns(row, args)
     keep = PREPARATIONS[args.preparation].keep
     has_text = all(_has_text(row[name]) if name in _TARGETS else row[name] is not None for name in columns)
-    return has_text and (keep is None or keep(row, args, tokenizer))
+    return has_text and keep(row, args, tokenizer)
 
 
 def _make_example(row: Row, args: DataArguments) -> Row:
@@ -440,7 +435,7 @@ def tokenize(
     is_chat, options = isinstance(target, list), {}
     if assistant_only_loss:  # None if the tokenizer's own template marks the assistant's text
         options = {"chat_template": get_training_chat_template(tokenizer), "return_assistant_tokens_mask": True}
-    if not is_chat and not is_one_text and not target.endswith(tokenizer.eos_token):
+    if not is_chat and (is_one_text or not target.endswith(tokenizer.eos_token)):
         target += tokenizer.eos_token
     encoded = _encode(tokenizer, target if prompt is None else prompt + target, **options)
     columns = {name: encoded[name] for name in ("input_ids", "assistant_masks") if name in encoded}
@@ -449,9 +444,7 @@ def tokenize(
     ids = columns["input_ids"]
     options = {"add_generation_prompt": True} if is_chat else {}
     start = _encode(tokenizer, prompt, **options)["input_ids"]
-    if is_one_text:
-        ids = [*ids, tokenizer.eos_token_id]
-    elif not is_chat and ids[: len(start)] != start:
+    if not is_chat and not is_one_text and ids[: len(start)] != start:
         parted = start + _encode(tokenizer, target, add_special_tokens=False)["input_ids"]
         if tokenizer.decode(parted) == tokenizer.decode(ids):  # some tokenizers begin each text with a space
             ids = parted

@@ -33,7 +33,7 @@ CHAT_TOKENS = {
 
 CHAT_TEMPLATES = {path.stem: path for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))}
 
-_SAMPLES = ("In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tcode ")
+_SAMPLES = ("  7", "In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tcode ")
 
 
 class PreTrainedTokenizerFast(TokenizersBackend):

@@ -1,85 +1,76 @@
-"""Data: what is trained on, token for token, through the real trainer; what is kept, dropped and refused."""
+"""Training data: examples, loss masks token by token, the choice of examples, and errors."""
 
-import functools
 import gzip
-import hashlib
 import json
-import os
-import re
-import runpy
-from collections import Counter
-from itertools import groupby
-from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import ROOT, SAMPLES, tiny_ouro
+from conftest import SAMPLES, TINY_OURO_PATH, byte_tokenizer, tiny_ouro
 from datasets import Dataset
-from transformers import AutoTokenizer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
-from loopdropout_trainer.data import DataArguments, chat_template, load_data
-from loopdropout_trainer.data.__main__ import main as show
-from loopdropout_trainer.data.arithmetic import arithmetic_problems
-from loopdropout_trainer.data.preparations import MetaMathGSM
-from loopdropout_trainer.errors import SetupError
-from loopdropout_trainer.evaluation.benchmarks import load_benchmark
-from loopdropout_trainer.settings.arguments import TINY_OURO_PATH
+from loopdropout_trainer.data import (
+    DataArguments,
+    hold_out_after_100k,
+    label_example,
+    load_datasets,
+    preview,
+    tokenize,
+)
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n### Response:"
 )
+PAIR = {"prompt": "p", "completion": "c"}
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache" / "loopdropout_trainer"
 
 
-@pytest.fixture
-def bytes_tokenizer(tokenizer, monkeypatch):
-    """One token a byte, so that an example's tokens are its bytes; with Tulu's turns."""
-    monkeypatch.setattr(tokenizer, "chat_template", chat_template("tulu2"))
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    """One token per byte, and Tulu's turns."""
+    tokenizer = byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>")
+    set_chat_template(tokenizer, "tulu2")
     return tokenizer
 
 
 @pytest.fixture(scope="module")
 def bpe_tokenizer():
-    """Byte-pair tokens that cross as many boundaries as those of real models."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
-    tokenizer.chat_template = chat_template("tulu2")
-    return tokenizer
+    """Byte-pair tokens, of which some span a prompt and its completion."""
+    return load_tokenizer(TINY_OURO_PATH, chat_template="tulu2")
+
+
+@pytest.fixture(params=["bytes_tokenizer", "bpe_tokenizer"])
+def both_tokenizers(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(name, rows)`: a JSONL file."""
+    """`write(rows)`: path of a JSONL file."""
 
-    def make(name, rows):
-        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
-        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return str(tmp_path / name)
+    def make(rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
 
     return make
 
 
 @pytest.fixture
-def batch_of(config):
-    """`batch_of(examples, tokenizer)`: what the real trainer and collator make of examples, a list of (ids, labels)."""
+def load(write):
+    """`load(preparation, rows or sample, tokenizer)`: datasets of rows."""
 
-    def make(examples, tokenizer, **fields):
-        model = tiny_ouro(vocab_size=max(258, len(tokenizer)))
-        args = config(max_length=4096, **fields)
-        trainer = LoopDropoutSFTTrainer(model, args, train_dataset=examples, processing_class=tokenizer)
-        batch = trainer.data_collator(
-            [{key: row[key] for key in ("input_ids", "labels")} for row in trainer.train_dataset]
-        )
-        sizes = batch["attention_mask"].sum(-1)
-        rows = list(zip(batch["input_ids"], batch["labels"], sizes, strict=True))
-        assert all((labels[size:] == -100).all() for _, labels, size in rows)
-        return [(ids[:size].tolist(), labels[:size].tolist()) for ids, labels, size in rows]
+    def make(preparation, rows, tokenizer, max_length=None, **fields):
+        path = str(SAMPLES / f"{rows}.jsonl") if isinstance(rows, str) else write(rows)
+        return load_datasets(DataArguments(preparation, train_files=[path], **fields), tokenizer, max_length)
 
     return make
 
@@ -88,288 +79,273 @@ def samples(name):
     return [json.loads(line) for line in (SAMPLES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def load(preparation, files, tokenizer, max_length=None, **fields):
-    files = [files] if isinstance(files, (str, Path)) else files
-    return load_data(DataArguments(preparation, train_files=[str(f) for f in files], **fields), tokenizer, max_length)
+def show(example, tokenizer, **losses):
+    """Text of an example with its trained tokens between ⟦ and ⟧."""
+    return preview(label_example(example, tokenizer, **losses), tokenizer)
 
 
-def spans(ids, labels, tokenizer):
-    """Decode into (text, is it trained on?) runs."""
-    assert all(label in (token, -100) for token, label in zip(ids, labels, strict=True))
-    runs = groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != -100)
-    return [(tokenizer.decode([token for token, _ in run]), is_trained) for is_trained, run in runs]
-
-
-def joined(pieces):
-    """The same of (text, is it trained on?) pieces, without empty ones."""
-    runs = groupby((piece for piece in pieces if piece[0]), key=lambda piece: piece[1])
-    return [("".join(text for text, _ in run), is_trained) for is_trained, run in runs]
-
-
-def turns(messages, end):
-    """Tulu's turns, written down a second time: pieces of text, and whether they are trained on."""
-    pieces = []
-    for index, message in enumerate(messages):
-        newline = "\n" if index else ""
+def render_tulu2(messages, end):
+    """Tulu 2's format, written a second time."""
+    turns = []
+    for message in messages:
         content = message["content"].strip()
-        pieces.append((f"{newline}<|{message['role']}|>\n", False))
-        pieces.append((content, message["role"] == "assistant"))
-        if message["role"] == "assistant":
-            pieces.append((end, True))
-    return pieces
+        content = f"⟦{content}{end}⟧" if message["role"] == "assistant" else content
+        turns.append(f"<|{message['role']}|>\n{content}")
+    return "\n".join(turns)
+
+
+def conversation(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 MADE_UP = [
-    [("user", "  Hi \n"), ("assistant", "\n Hello, ünïcode 𝛑 \n\n")],
-    [("system", ""), ("user", ""), ("assistant", ""), ("user", "again"), ("assistant", "👩‍👩‍👧‍👦")],
-    [("user", "<|assistant|>\nnot a turn"), ("assistant", "a"), ("assistant", "b"), ("user", "thanks")],
+    conversation(("user", "  Hi \n"), ("assistant", "\n Hello, ünïcode 𝛑 \n\n")),
+    conversation(("system", ""), ("user", ""), ("assistant", ""), ("user", "again"), ("assistant", "👩‍👩‍👧‍👦")),
+    conversation(("user", "<|assistant|>\nnot a turn"), ("assistant", "a"), ("assistant", "b"), ("user", "thanks")),
 ]
-MADE_UP = [[{"role": role, "content": content} for role, content in turns] for turns in MADE_UP]
 
 
-def test_tulu_masks_turn_by_turn(write, bytes_tokenizer, bpe_tokenizer, batch_of):
+# Examples and their loss masks
+
+
+def test_tulu2_trains_assistant_turns(load, both_tokenizers):
     conversations = [row["messages"] for row in samples("tulu2")] + MADE_UP
-    assert {len(messages) for messages in conversations} >= {2, 5, 6}
-    path = write("tulu.jsonl", [{"id": str(i), "messages": messages} for i, messages in enumerate(conversations)])
-    data = load("tulu2", path, bytes_tokenizer)
-    assert list(data.train["messages"]) == conversations  # source order
-    for tokenizer in (bytes_tokenizer, bpe_tokenizer):
-        batch = batch_of(data.train, tokenizer, assistant_only_loss=True)
-        for (ids, labels), messages in zip(batch, conversations, strict=True):
-            assert spans(ids, labels, tokenizer) == joined(turns(messages, tokenizer.eos_token))
+    data = load("tulu2", [{"id": "x", "messages": messages} for messages in conversations], both_tokenizers)
+    assert data["train"].to_list() == [{"messages": messages} for messages in conversations]
+    for example in data["train"]:
+        expected = render_tulu2(example["messages"], both_tokenizers.eos_token)
+        assert show(example, both_tokenizers, assistant_only_loss=True) == expected
 
 
-def test_gsm8k_prompt_and_target(bytes_tokenizer, bpe_tokenizer, batch_of):
-    data = load("gsm8k", SAMPLES / "gsm8k.jsonl", bytes_tokenizer, num_eval_examples=0)
-    first = data.train[0]
-    assert first["prompt"] == (
+def test_gsm8k_trains_the_solution(load, both_tokenizers):
+    data = load("gsm8k", "gsm8k", both_tokenizers, num_eval_examples=0)["train"]
+    assert data[0]["prompt"] == (
         "Question: Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
         "How many clips did Natalia sell altogether in April and May?\nAnswer:"
     )
-    assert first["completion"] == (
+    assert data[0]["completion"] == (
         " Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether in April and May.\n#### 72"
     )
-    for raw, row in zip(samples("gsm8k"), data.train, strict=True):
-        assert "<<" not in row["completion"]
-        assert row["completion"].endswith("\n#### " + raw["answer"].split("#### ")[1])
-    for tokenizer in (bytes_tokenizer, bpe_tokenizer):
-        for (ids, labels), row in zip(batch_of(data.train, tokenizer), data.train, strict=True):
-            expected = [(row["prompt"], False), (row["completion"] + tokenizer.eos_token, True)]
-            assert spans(ids, labels, tokenizer) == expected
+    for row, example in zip(samples("gsm8k"), data, strict=True):
+        assert "<<" not in example["completion"]
+        assert example["completion"].endswith("\n#### " + row["answer"].split("#### ")[1])
+        completion = example["completion"] + both_tokenizers.eos_token
+        assert show(example, both_tokenizers) == f"{example['prompt']}⟦{completion}⟧"
+        assert show(example, both_tokenizers, completion_only_loss=False) == f"⟦{example['prompt']}{completion}⟧"
 
 
-@pytest.mark.parametrize("prompt_end", ["", "\n ", " Let's think step by step."])
-def test_metamath_prompt_and_target(bytes_tokenizer, batch_of, prompt_end):
-    fields = {"num_eval_examples": 0, "prompt_end": prompt_end, "example_token_limit": None}
-    data = load("metamath_gsm", SAMPLES / "metamath.jsonl", bytes_tokenizer, **fields)
+@pytest.mark.parametrize("prompt_end", ["", " Let's think step by step."])
+@pytest.mark.parametrize("target_prefix", ["", "\n"])
+def test_metamath_trains_the_response(load, bytes_tokenizer, prompt_end, target_prefix):
+    fields = {"prompt_end": prompt_end, "target_prefix": target_prefix, "example_token_limit": None}
+    data = load("metamath_gsm", "metamath", bytes_tokenizer, num_eval_examples=0, **fields)["train"]
     rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
-    assert any(row["response"].startswith("$") for row in rows)
-    for (ids, labels), row in zip(batch_of(data.train, bytes_tokenizer), rows, strict=True):
-        pieces = [(ALPACA.format(row["query"]) + prompt_end, False), (row["response"] + "<eos>", True)]
-        assert spans(ids, labels, bytes_tokenizer) == pieces
+    for row, example in zip(rows, data, strict=True):
+        prompt = ALPACA.format(row["query"]) + prompt_end
+        assert show(example, bytes_tokenizer) == f"{prompt}⟦{target_prefix}{row['response']}<eos>⟧"
 
 
-def test_metamath_keeps_short_gsm_rows_in_order(write, bytes_tokenizer, bpe_tokenizer, monkeypatch):
+def test_no_token_spans_prompt_and_completion():
+    tokenizer = byte_tokenizer(["<eos>"], [":T", ":Th"], [(":", "T"), (":T", "h")], eos_token="<eos>")
+    example = {"prompt": "A:", "completion": "The"}
+    assert tokenizer.tokenize("A:The") == ["A", ":Th", "e"]
+    columns = tokenize(example, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(columns["input_ids"]) == ["A", ":", "T", "h", "e", "<eos>"]
+    assert columns["completion_mask"] == [0, 0, 1, 1, 1, 1]
+    columns = tokenize(example, tokenizer, is_one_text=True)
+    assert tokenizer.convert_ids_to_tokens(columns["input_ids"]) == ["A", ":Th", "e", "<eos>"]
+    assert columns["completion_mask"] == [0, 1, 1, 1]
+
+
+CHAT = {"prompt": conversation(("user", "1+1?")), "completion": conversation(("assistant", "2"))}
+TRAINED = {  # in SFTTrainer's formats
+    "pair": (PAIR, {}),
+    "whole pair": (PAIR, {"completion_only_loss": False}),
+    "text": ({"text": "a text"}, {}),
+    "messages": ({"messages": MADE_UP[0]}, {}),
+    "assistant": ({"messages": MADE_UP[2]}, {"assistant_only_loss": True}),
+    "chat pair": (CHAT, {}),
+    "assistant of chat pair": (CHAT, {"completion_only_loss": False, "assistant_only_loss": True}),
+}
+
+
+@pytest.mark.parametrize(("row", "losses"), TRAINED.values(), ids=TRAINED)
+def test_labels_are_the_trainers(load, config, bytes_tokenizer, row, losses):
+    train = load(None, [row] * 2, bytes_tokenizer)["train"]
+    args = config(max_length=None, **losses)
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=train, processing_class=bytes_tokenizer)
+    prepared = trainer.train_dataset[0]
+    expected = label_example(row, bytes_tokenizer, **losses)
+    assert {name: prepared[name] for name in expected} == expected
+
+
+# The choice of examples
+
+
+def test_metamath_keeps_short_gsm_in_order(load, bytes_tokenizer, bpe_tokenizer):
     room = 511 - len(ALPACA.format("Q").encode()) - 1  # of 512 tokens: the prompt, a space and the response
     made_up = [{"type": "GSM_SV", "query": "Q", "response": "x" * size} for size in (room, room + 1)]
-    data = load("metamath_gsm", write("m.jsonl", made_up), bytes_tokenizer, num_eval_examples=0)
-    assert list(map(len, data.train["answer"])) == [room]
+    data = load("metamath_gsm", made_up, bytes_tokenizer, num_eval_examples=0)["train"]
+    assert [len(answer) for answer in data["answer"]] == [room]
 
-    rows = samples("metamath")
-    gsm = [(ALPACA.format(row["query"]), row["response"]) for row in rows if row["type"].startswith("GSM")]
-    fitting = [answer for prompt, answer in gsm if len(bpe_tokenizer(f"{prompt} {answer}")["input_ids"]) < 250]
-    assert 6 <= len(fitting) < len(gsm)
-
-    short = functools.partial(load, "metamath_gsm", SAMPLES / "metamath.jsonl", bpe_tokenizer, example_token_limit=250)
-    monkeypatch.setattr(MetaMathGSM, "num_training_rows", 4)
-    data = short(num_eval_examples=2)
-    assert list(data.train["answer"]) == fitting[:4]
-    assert list(data.eval["answer"]) == fitting[4:6]  # what comes after the training rows
-    assert data.report.dropped["type without GSM"] == len(rows) - len(gsm)
-    assert data.report.dropped["250 tokens or more"] > 0
-    fewer = short(num_eval_examples=2, num_train_examples=1)
-    assert list(fewer.eval["answer"]) == list(data.eval["answer"])  # the same for every run
-
-    monkeypatch.setattr(MetaMathGSM, "num_training_rows", 100_000)
-    data = short(num_eval_examples=3)
-    assert list(data.train["answer"]) + list(data.eval["answer"]) == fitting  # a smaller source: the last rows
-    assert data.report.read == len(rows)
+    rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
+    length = lambda row: len(bpe_tokenizer(f"{ALPACA.format(row['query'])} {row['response']}")["input_ids"])
+    fitting = [row["response"] for row in rows if length(row) < 250]
+    assert 6 <= len(fitting) < len(rows)
+    fields = {"example_token_limit": 250, "num_eval_examples": 2}
+    data = load("metamath_gsm", "metamath", bpe_tokenizer, **fields)
+    assert [*data["train"]["answer"], *data["eval"]["answer"]] == fitting  # a small source: the last ones
+    fewer = load("metamath_gsm", "metamath", bpe_tokenizer, num_train_examples=1, **fields)
+    assert fewer["train"]["answer"][:] == fitting[:1] and fewer["eval"].to_list() == data["eval"].to_list()
 
 
-def test_the_split_is_fixed_and_no_held_out_row_is_trained_on(write, tokenizer):
-    rows = [{"question": f"What is {i}?", "answer": f"It is <<{i}={i}>>{i}.\n#### {i}"} for i in range(7473)]
-    data = load("gsm8k", write("a.jsonl", rows), tokenizer)
-    assert (len(data.train), len(data.eval)) == (6973, 500)
-    held_out = set(data.eval["question"])
-    assert not held_out & set(data.train["question"])
-    # Another order, fewer rows to train on, a length limit: the same rows are held out.
-    again = load("gsm8k", write("b.jsonl", rows[::-1]), tokenizer, max_length=4096, num_train_examples=100)
-    assert set(again.eval["question"]) == held_out
-    assert again.report.unused == 6873
-    assert set(load("gsm8k", write("c.jsonl", rows), tokenizer, split_seed=1).eval["question"]) != held_out
-
-    repeated = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
-    data = load(None, write("d.jsonl", repeated), tokenizer, num_eval_examples=5)
-    assert (len(data.eval), len(data.train)) == (5, 45) and not set(data.eval["prompt"]) & set(data.train["prompt"])
-    assert data.report.dropped == {"repeats a held-out row": 10}
+def test_metamath_holds_out_new_examples_after_100k():
+    orders = np.array([*range(100_000), 0, 7, 100_000, 100_001])  # two repeats
+    train, held_out = hold_out_after_100k(orders, 1)
+    assert train.tolist() == [*range(100_000)] and held_out.tolist() == [100_002]
 
 
-def test_tulu_draw_is_fixed(write, bytes_tokenizer):
-    chat = lambda i: [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "x"}]
-    rows = [{"messages": chat(i)} for i in range(300)]
-    path = write("a.jsonl", rows)
-    drawn = load("tulu2", path, bytes_tokenizer, num_train_examples=100).train["messages"][:]
-    assert len(drawn) == 100 and drawn != [row["messages"] for row in rows[:100]]
-    assert drawn == sorted(drawn, key=lambda messages: int(messages[0]["content"]))
-    with_eval = load("tulu2", path, bytes_tokenizer, num_train_examples=100, num_eval_examples=10)
-    assert list(with_eval.train["messages"]) == drawn
-    assert not any(messages in drawn for messages in with_eval.eval["messages"])
+def test_held_out_examples_are_the_same_in_each_run(load, tokenizer):
+    rows = [{"question": f"What is {i}?", "answer": f"It is <<{i}={i}>>{i}.\n#### {i}"} for i in range(700)]
+    data = load("gsm8k", rows, tokenizer)
+    assert (len(data["train"]), len(data["eval"])) == (200, 500)
+    held_out = {*data["eval"]["question"]}
+    assert not held_out & {*data["train"]["question"]}
+    again = load("gsm8k", rows[::-1], tokenizer, max_length=4096, num_train_examples=100)
+    assert {*again["eval"]["question"]} == held_out and len(again["train"]) == 100
+    assert {*load("gsm8k", rows, tokenizer, split_seed=1)["eval"]["question"]} != held_out
 
 
-TEST_SPLITS = {"easy_test": (1, 3), "medium_test": (2, 4), "test": (3, 5)}
+@pytest.mark.parametrize("by_files", [False, True])
+def test_repeats_of_held_out_examples_are_left_out(load, write, tokenizer, log, by_files):
+    rows = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
+    held_out = {"eval_files": [write(rows[:5], "eval.jsonl")]} if by_files else {"num_eval_examples": 5}
+    data = load(None, rows, tokenizer, **held_out)
+    assert (len(data["eval"]), len(data["train"])) == (5, 45)
+    assert not {*data["eval"]["prompt"]} & {*data["train"]["prompt"]}
+    assert f"{15 if by_files else 10} examples are left out, because they repeat a held-out example." in log.messages
 
 
-@pytest.mark.parametrize("steps", TEST_SPLITS.values())
-def test_arithmetic_of_chosen_steps_is_balanced_and_holds_no_test_problem(tokenizer, steps):
-    fields = {"num_eval_examples": 100, "arithmetic_steps": list(steps)}
-    generate = lambda number: load_data(DataArguments("arithmetic", num_train_examples=number, **fields), tokenizer)
-    data = generate(1400)
-    assert data.train[0]["prompt"] == f"Question: {data.train[0]['question']}\nAnswer:"
-    assert list(generate(30).eval["question"]) == list(data.eval["question"])
-    trained = [*data.train["question"], *data.eval["question"]]
-    num_steps = Counter(answer.count("\n") for answer in [*data.train["answer"], *data.eval["answer"]])
-    assert len(set(trained)) == 1500
-    assert set(num_steps) == {*range(steps[0], steps[1] + 1)} and min(num_steps.values()) > 430  # 500 on average
-    for split, wanted in TEST_SPLITS.items():
-        test = arithmetic_problems(split, 500)
-        assert (min(test["num_steps"]), max(test["num_steps"])) == wanted
-        assert not set(test["question"]) & set(trained)
-        shown = load_benchmark(f"arithmetic_{split}", limit=500)
-        assert shown.prompts == [f"Question: {question}\nAnswer:" for question in test["question"]]
+def test_tulu2_draw_does_not_depend_on_held_out_number(load, bytes_tokenizer):
+    rows = [{"messages": conversation(("user", f"{i}"), ("assistant", "x"))} for i in range(300)]
+    drawn = load("tulu2", rows, bytes_tokenizer, num_train_examples=100)["train"]["messages"][:]
+    numbers = [int(messages[0]["content"]) for messages in drawn]
+    assert numbers == sorted(numbers) != [*range(100)]
+    data = load("tulu2", rows, bytes_tokenizer, num_train_examples=100, num_eval_examples=10)
+    assert data["train"]["messages"][:] == drawn
+    assert not any(messages in drawn for messages in data["eval"]["messages"])
 
 
-def test_arithmetic_texts_of_old_splits_are_as_they_were():
-    splits = ("train", "short", "test", "hard", "larger", "wording")
-    text = json.dumps([arithmetic_problems(split, 200, seed).to_list() for split in splits for seed in (0, 3)])
-    text += json.dumps(runpy.run_path(str(ROOT / "recipes" / "make_tiny_texts.py"))["pretraining_texts"](200))
-    found = hashlib.sha256(text.encode()).hexdigest()
-    assert found == "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
+def test_arithmetic_holds_out_the_first_problems(tokenizer):
+    make = lambda number: load_datasets(DataArguments("arithmetic", num_train_examples=number), tokenizer)
+    few, many = make(3), make(50)
+    assert few["eval"].to_list() == many["eval"].to_list() and few["train"].to_list() == many["train"].to_list()[:3]
+    assert len(few["eval"]) == 200
+    pairs = load_datasets(DataArguments("arithmetic_pairs", num_train_examples=3), tokenizer)["train"]
+    assert pairs["chosen"][:] == few["train"]["completion"][:] and pairs["prompt"][:] == few["train"]["prompt"][:]
+    assert all(pair["rejected"] != pair["chosen"] for pair in pairs)
 
 
-def test_long_examples_are_dropped_not_cut(write, bytes_tokenizer, bpe_tokenizer, batch_of):
-    rows = [{"prompt": "p" * 10, "completion": "c" * size} for size in (5, 9, 10, 30)]
-    data = load(None, write("a.jsonl", rows), bytes_tokenizer, max_length=20)  # 10 + 9 + the end token fit
-    assert [len(row) for row in data.train["completion"]] == [5, 9]
-    assert data.report.dropped == {"more than 20 tokens": 2}
-    assert [len(ids) for ids, _ in batch_of(data.train, bytes_tokenizer)] == [16, 20]
-    # Lengths are those of the trainer, for every format and tokenizer.
-    gsm8k = load("gsm8k", SAMPLES / "gsm8k.jsonl", bpe_tokenizer, num_eval_examples=0).train
-    tulu = load("tulu2", SAMPLES / "tulu2.jsonl", bpe_tokenizer).train
-    chats = [{"prompt": row[:-1], "completion": row[-1:]} for row in tulu["messages"]]
-    texts = Dataset.from_list([{"text": text} for text in gsm8k["completion"]])
-    for examples in (gsm8k, tulu, Dataset.from_list(chats), texts):
-        path = write("b.jsonl", list(examples))
-        lengths = [len(ids) for ids, _ in batch_of(examples, bpe_tokenizer)]
-        for limit in sorted(lengths):
-            kept = load(None, path, bpe_tokenizer, max_length=limit).train
-            assert len(kept) == sum(length <= limit for length in lengths)
+FORMATS = [PAIR, CHAT, {"text": "abc"}, {"messages": MADE_UP[1]}, {"prompt": "p", "chosen": "c", "rejected": "longer"}]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz", "a.parquet"])
-def test_local_files_of_every_kind(tmp_path, tokenizer, name):
-    rows = [{"prompt": f"q{i}\n,\"'", "completion": f"ä{i}" * 40_000} for i in range(5)]  # cells may be long
-    path, plain = tmp_path / name, tmp_path / name.removesuffix(".gz")
-    data = Dataset.from_list(rows)
-    in_one = lambda path: path.write_text("\n " + json.dumps(rows))
-    ways = {".json": in_one, ".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}
-    ways[plain.suffix](plain)
+@pytest.mark.parametrize("row", FORMATS, ids=["pair", "chat pair", "text", "messages", "preferences"])
+def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
+    longest = {"prompt": "p", "completion": "longer"} if "rejected" in row else row
+    length = len(tokenize(longest, bpe_tokenizer)["input_ids"])
+    assert len(load(None, [row], bpe_tokenizer, max_length=length)["train"]) == 1
+    with pytest.raises(UserError, match="`max_length` must be larger"):
+        load(None, [row], bpe_tokenizer, max_length=length - 1)
+    assert f"1 examples are left out, because they have more than {length - 1} tokens." in log.messages
+
+
+# Own data
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.parquet"])
+def test_files_of_each_format(tmp_path, tokenizer, name):
+    rows = [{"prompt": f"q{i}\n,\"'", "completion": f"{i}"} for i in range(5)]
+    path, data = tmp_path / name.removesuffix(".gz"), Dataset.from_list(rows)
+    array = lambda path: path.write_text(json.dumps(rows))
+    {".json": array, ".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}[path.suffix](path)
     if name.endswith(".gz"):
-        path.write_bytes(gzip.compress(plain.read_bytes()))
-    assert list(load(None, path, tokenizer).train) == rows
+        (tmp_path / name).write_bytes(gzip.compress(path.read_bytes()))
+    train = load_datasets(DataArguments(train_files=[str(tmp_path / name)] * 2), tokenizer)["train"]
+    assert train.select_columns(["prompt", "completion"]).to_list() == rows * 2
 
 
-def test_several_files_and_eval_files_and_their_report(write, tokenizer):
-    first, second = (write(name, [{"text": name}] * 2) for name in ("a.jsonl", "b.jsonl"))
-    data = load(None, [first, second], tokenizer, eval_files=[write("c.jsonl", [{"text": "c"}] * 2)])
-    assert list(data.train["text"]) == ["a.jsonl"] * 2 + ["b.jsonl"] * 2
-    assert list(data.eval["text"]) == ["c"] * 2
-    assert data.description == "a.jsonl, b.jsonl: 4 examples, 2 held out"
-    data = load(None, write("a.jsonl", [{"text": "x" * i} for i in range(1, 1201)]), tokenizer, max_length=1000)
-    lines = str(data.report).splitlines()
-    assert lines[0] == "Rows of a.jsonl" and "dropped: more than 1,000 tokens" in lines[4]
-    assert [line.split()[-1] for line in lines[1:]] == ["1,200", "999", "0", "201"]
-
-
-def test_a_dataset_folder_by_name(tmp_path, tokenizer):
+def test_dataset_folder_by_name(tmp_path, tokenizer):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text('{"question": "Why?", "answer": "Because."}\n')
     mapping = {"prompt": "question", "completion": "answer"}
     args = DataArguments(dataset_name=str(tmp_path / "mine"), column_mapping=mapping)
-    assert load_data(args, tokenizer).train.to_list() == [{"prompt": "Why?", "completion": "Because."}]
-    with pytest.raises(SetupError, match="The dataset `.*none` cannot be loaded"):
-        load_data(DataArguments(dataset_name=str(tmp_path / "none")), tokenizer)
+    example = load_datasets(args, tokenizer)["train"][0]
+    assert (example["prompt"], example["completion"]) == ("Why?", "Because.")
 
 
-def test_mapping_and_template(write, tokenizer):
-    path = write("a.jsonl", [{"lang": "de", "in": "Haus", "out": "house", "score": 3}])
+def test_prompt_template_fills_columns(load, tokenizer):
+    rows = [{"lang": "de", "in": "Haus", "out": "house", "score": 3}]
     template = "{lang}{score}: {in} \\frac{1}{2}? {}"
     fields = {"column_mapping": {"completion": "out", "1": "score", "2": "lang"}, "prompt_template": template}
-    row = load(None, path, tokenizer, prompt_end=" ->", **fields).train[0]
-    assert row == {"prompt": "de3: Haus \\frac3de? {} ->", "completion": "house"}
+    example = load(None, rows, tokenizer, prompt_end=" ->", **fields)["train"][0]
+    assert (example["prompt"], example["completion"]) == ("de3: Haus \\frac3de? {} ->", "house")
     alpaca = {"prompt_template": "alpaca", "column_mapping": {"completion": "out", "instruction": "in"}}
-    assert load(None, path, tokenizer, **alpaca).train[0]["prompt"] == ALPACA.format("Haus")
+    assert load(None, rows, tokenizer, **alpaca)["train"][0]["prompt"] == ALPACA.format("Haus")
 
 
-def test_sharegpt_conversations(write, bytes_tokenizer):
+@pytest.mark.parametrize("preparation", [None, "tulu2"])
+def test_sharegpt_conversations(load, bytes_tokenizer, preparation):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    wanted = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    for column, preparation in (("conversations", None), ("conversations", "tulu2"), ("messages", "tulu2")):
-        data = load(preparation, write("a.jsonl", [{column: turns}]), bytes_tokenizer)
-        assert data.train["messages"][:] == [wanted]
+    for column in ("conversations", "messages"):
+        data = load(preparation, [{column: turns}], bytes_tokenizer)["train"]
+        assert data.to_list() == [{"messages": conversation(("user", "Hi"), ("assistant", "Hello"))}]
 
 
-def test_bad_rows_are_counted_where_that_is_asked_for(write, tokenizer):
-    broken = ["[1, 2]", '{"prompt": "p"}', '{"prompt": "p", "completion": null}', '{"prompt": 5, "completion": "c"}']
-    good = {"prompt": "p", "completion": "c"}
-    data = load(None, write("some.jsonl", [good, "", *broken, good]), tokenizer, bad_rows="skip")
-    dropped = {"not an object": 1, "missing field `completion`": 2, "field `prompt` is not text": 1}
-    assert (len(data.train), data.report.dropped) == (2, dropped)
-    for row, fault in zip((3, 4, 5, 6), ("not an object", "missing", "missing", "not text"), strict=True):
-        assert re.search(rf"some.jsonl, row {row}: .*{fault}", str(data.report))
+def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
+    rows = [PAIR, {**PAIR, "completion": None}, {**PAIR, "prompt": None}, {**PAIR, "completion": " \n"}]
+    assert len(load(None, rows, bytes_tokenizer)["train"]) == 1
+    assert "3 examples are left out, because they have no text to train on" in log.text
+    chats = [{"messages": MADE_UP[0]}, {"messages": []}, {"messages": MADE_UP[0][:1]}]
+    assert len(load("tulu2", chats, bytes_tokenizer)["train"]) == 1
 
 
-def test_prepared_data_is_cached(write, tokenizer, bpe_tokenizer, cache, monkeypatch):
-    path = write("a.jsonl", [{"text": "x" * i} for i in range(1, 9)])
-    facts = os.stat(path)
-    fields = {"num_eval_examples": 2, "max_length": 6}
-    first = load(None, path, tokenizer, **fields)
-    with monkeypatch.context() as context:
-        context.setattr("loopdropout_trainer.data.load._prepare", None)
-        second = load(None, path, tokenizer, **fields)
-    assert (second.train.to_list(), second.eval.to_list()) == (first.train.to_list(), first.eval.to_list())
-    assert str(second.report) == str(first.report)
-    folders = lambda: [entry for entry in cache.iterdir() if entry.is_dir()]
-    assert len(folders()) == 1
-    (folders()[0] / "train" / "state.json").write_text("{")
-    with pytest.raises(SetupError, match=f"{folders()[0].name} cannot be read: remove that folder"):
-        load(None, path, tokenizer, **fields)
-    for changed in ({"max_length": 7}, {"split_seed": 1}):
-        load(None, path, tokenizer, **{**fields, **changed})
-    load(None, path, bpe_tokenizer, **fields)
-    write("a.jsonl", [{"text": "y" * i} for i in range(1, 9)])
-    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # of the same size and time: its bytes count
-    assert set("".join(load(None, path, tokenizer, **fields).train["text"])) == {"y"}
-    assert len(folders()) == 5  # settings, tokenizer and content count; nothing unfinished stays
+WRONG = {
+    "no data": ({}, "`dataset_name` or `train_files` must be set"),
+    "two sources": (
+        {"dataset_name": "x", "train_files": ["y"]},
+        "Set either `dataset_name: x` or `train_files: .*, not both",
+    ),
+    "generated": (
+        {"preparation": "arithmetic", "dataset_name": "x"},
+        "`dataset_name: x` or `preparation: arithmetic`, not",
+    ),
+    "two evals": ({"eval_files": ["a"], "num_eval_examples": 5}, "either `eval_files` or `num_eval_examples`"),
+    "template": ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
+    "steps": ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
+    "missing file": ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
+    "broken file": ({"train_files": ["{broken}"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
+    "columns": (
+        {"preparation": "gsm8k", "train_files": ["{rows}"]},
+        "must have answer, question, got the columns prompt, c",
+    ),
+    "mapping": (
+        {"column_mapping": {"prompt": "x"}, "train_files": ["{rows}"]},
+        "must have x, got the columns prompt, comp",
+    ),
+    "format": (
+        {"train_files": ["{other}"]},
+        "must have .*messages, .*text, got the columns a. `column_mapping` renames",
+    ),
+    "too many": ({"train_files": ["{rows}"], "num_train_examples": 9}, "must be at most 3 and 0, .* got 9 and 0"),
+    "chat": ({"train_files": ["{chat}"]}, "`chat_template` must be set"),
+}
 
 
-def test_command_shows_the_loss_tokens(tmp_path, write, bytes_tokenizer, capsys):
-    bytes_tokenizer.save_pretrained(tmp_path / "model")
-    fields = {"preparation": "tulu2", "train_files": [str(SAMPLES / "tulu2.jsonl")], "chat_template": "tulu2"}
-    fields |= {"model_name_or_path": str(tmp_path / "model"), "assistant_only_loss": True}
-    recipe = write("recipe.yaml", [{**fields, "learning_rate": 1e-4}])  # the last is none of this command's business
-    show([recipe, "--index", "5"])
-    printed = capsys.readouterr().out
-    assert "<|assistant|>\n⟦🐱😻🎉🐾🧸🐈<eos>⟧\n" in printed
-    assert "Example 5 of 9" in printed
-    with pytest.raises(ValueError, match="`index` must be below 9"):
-        show([recipe, "--index", "9"])
+@pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_data_arguments(write, tokenizer, tmp_path, fields, message):
+    (tmp_path / "broken.jsonl").write_text('{"a": \n')
+    write([PAIR] * 3), write([{"a": "b"}], "other.jsonl"), write([{"messages": MADE_UP[0]}], "chat.jsonl")
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("broken", "rows", "other", "chat")}
+    fields = {**fields, "train_files": [path.format(**paths) for path in fields.get("train_files", [])]}
+    with pytest.raises(UserError, match=message):
+        load_datasets(DataArguments(**fields), tokenizer, max_length=100)

