@@ -23,7 +23,9 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NLTK_DATA", str(ROOT / "tests" / "nltk_data"))  # IFEval's sentences and words
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+# DeepSpeed prints a line where it has to look for the CPU.
+CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {**os.environ, **CPU, "PYTHONPATH": str(ROOT)}
 
 # The server finds what it imports by this variable.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
