@@ -329,15 +329,14 @@ def training_results(trainer: Trainer, metrics: Mapping[str, float]) -> Iterator
 
     Args:
         trainer: after the training.
-        metrics: of the training. A resumed training has none, since its time would be too short.
+        metrics: of the training. A resumed training has none, since they do not include the steps before.
     """
     history = trainer.state.log_history
     logged = lambda name: [log[name] for log in history if name in log]
-    losses = logged("loss") or logged("train_loss") or None
     seconds = metrics.get("train_runtime")
     num_tokens = logged("num_tokens")[-1] if metrics and logged("num_tokens") else None
     results = {
-        "train_loss": (losses and mean(losses), "nats"),
+        "train_loss": (metrics.get("train_loss"), "nats"),
         "eval_loss": ((logged("eval_loss") or [None])[-1], "nats"),
         "examples": (len(trainer.train_dataset), ""),
         "trainable_parameters": (trainer.model.get_nb_trainable_parameters()[0], ""),

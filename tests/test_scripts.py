@@ -184,12 +184,8 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     interrupt(copy, last_step)
     run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", *FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
-    rows, before = (
-        {row["metric"]: row["value"] for row in SCRIPTS["sft"].own_results(path) if row["task"] == "training"}
-        for path in (copy, quickstart[0])
-    )
-    assert rows["train_loss"] == pytest.approx(before["train_loss"])
-    assert ("train_seconds" in rows) == (last_step == 0)
+    metrics = {row["metric"] for row in SCRIPTS["sft"].own_results(copy) if row["task"] == "training"}
+    assert "examples" in metrics and ({"train_loss", "train_seconds"} <= metrics) == (last_step == 0)
 
 
 def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
