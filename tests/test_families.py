@@ -410,19 +410,6 @@ def test_saved_and_merged_models_reload_in_a_fresh_process(tmp_path):
         torch.testing.assert_close(merged, want, atol=1e-5, rtol=1e-5)
 
 
-def test_every_promise_and_every_cell_of_the_table_of_families_names_tests_that_exist():
-    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(?:tests/)?(test_\w+\.py)(?:::(\w+))?`", text)
-    assert len(named) > 40
-    for file, name in named:
-        assert re.search(rf"^def {name or 'test_'}", (ROOT / "tests" / file).read_text(), re.MULTILINE), (file, name)
-
-    table, letters = re.split(r"\n\n(?=- a `test_)", text.split("\n## Families\n")[1], maxsplit=1)
-    _, _, *rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
-    used = [re.findall(r"\b[a-z]\b", cell) for row in rows for cell in row[1:] if cell.strip() != "not tested"]
-    assert len(rows) == 6 and all(used)
-    assert set(sum(used, [])) == set(re.findall(r"^- (\w) `\S+?::\w+`", letters, re.MULTILINE))
-
 
 def test_a_float16_base_trains_under_bfloat16_autocast(make_tiny, make_trainer):
     trainer = make_trainer(make_tiny().half(), bf16=True, max_steps=2, save_strategy="no")
