@@ -1,7 +1,6 @@
 """What holds for every family alike: the reference's golden tensors, its brute-force oracle, cache, padding, packing."""
 
 import json
-import re
 
 import pytest
 import torch
