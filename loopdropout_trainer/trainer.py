@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer.adapter_training import AdapterTrainingMixin
+from loopdropout_trainer.batches import collate_with_example_ids, remove_padding, score_targets_only
 from loopdropout_trainer.callbacks import LiveDiagnosticsCallback, newest_checkpoint
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.distributed import EveryExampleOnceMixin
@@ -205,7 +207,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         )
         self.after_init()
         if self.padding_free:
-            self.data_collator = functools.partial(_collate_with_example_ids, self.data_collator)
+            self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
         if args.live_diagnostics_steps:
             self.add_callback(LiveDiagnosticsCallback(self))
 
@@ -213,9 +215,16 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
             # TRL divides a micro-batch's sum by this number, which makes the loss its share of the step's loss.
             num_items_in_batch = self.evaluated_weight(inputs) * self._num_micro_batches
-        if model.training and self.batch_options.remove_padding:
-            inputs = _remove_padding(inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not (model.training and self.batch_options.remove_padding):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = remove_padding(inputs)
+        with score_targets_only(self.looped.base_model, inputs) if self._scores_targets(inputs) else nullcontext():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _scores_targets(self, inputs: dict[str, Any]) -> bool:
+        """Return whether TRL's fused head computes the loss of one row, on a device where it scores all tokens."""
+        is_fused = self.compute_loss_func is None and self.label_smoother is None
+        return is_fused and len(inputs["labels"]) == 1 and not inputs["labels"].is_cuda
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """Also count the micro-batches of the step that have a target, over all processes."""
@@ -225,28 +234,3 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             is_shared = self.args.average_tokens_across_devices
             self._num_micro_batches = int(self.accelerator.gather(trained).sum() if is_shared else trained)
         return batches, num_items
-
-
-def _remove_padding(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a padded batch [B, S] as one row [1, T] of its T tokens, as TRL's `padding_free` does; other batches unchanged."""
-    if inputs.keys() != {"input_ids", "attention_mask", "labels"}:
-        return inputs
-    kept = inputs["attention_mask"].bool()
-    positions = kept.cumsum(dim=1) - 1
-    labels = inputs["labels"].masked_fill(positions == 0, -100)  # the last token of another example does not predict it
-    rows = torch.arange(len(kept))
-    return {
-        "input_ids": inputs["input_ids"][kept].unsqueeze(0),
-        "labels": labels[kept].unsqueeze(0),
-        "position_ids": positions[kept].unsqueeze(0),
-        "example_ids": torch.stack([rows, torch.zeros_like(rows)], dim=1),
-    }
-
-
-def _collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate, and add `example_ids`: [N, 2] row and part of the row of each example of the flattened batch."""
-    batch = collate(examples)
-    batch["example_ids"] = torch.tensor(
-        [(row, part) for row, example in enumerate(examples) for part in range(len(example.get("seq_lengths") or [0]))]
-    )
-    return batch
