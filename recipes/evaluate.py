@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
@@ -63,9 +63,6 @@ class EvaluationArguments:
     )
     benchmark_revisions: dict[str, str] | None = field(
         default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
-    )
-    decoding: Literal["eager", "compiled", "generate"] = field(
-        default="eager", metadata={"help": "Decoding of greedy texts. `generate` is the decoding of transformers."}
     )
     apply_chat_template: bool | None = field(
         default=None, metadata={"help": "Whether prompts are turns of a chat. Default: as each task defines."}
@@ -123,10 +120,8 @@ def main(argv: list[str] | None = None) -> None:
         )
         for num_loops in args.at_depths or [model.config.num_loops]:
             for gates in all_gates(args.gates, num_loops) if folder else [None]:
-                options = {"readout": args.readout, "decoding": args.decoding}
-                lm = LoopedLM(
-                    model, tokenizer, batch_size=args.benchmark_batch_size, num_loops=num_loops, gates=gates, **options
-                )
+                options = {"num_loops": num_loops, "gates": gates, "readout": args.readout}
+                lm = LoopedLM(model, tokenizer, batch_size=args.benchmark_batch_size, **options)
                 results = evaluate_tasks(
                     lm,
                     args.benchmarks,

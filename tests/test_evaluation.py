@@ -17,6 +17,7 @@ from processes import Program, python, wait_for
 from test_generation import adapted, varied
 
 from loopdropout_trainer import merge_and_save
+from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import (
     LoopedLM,
@@ -123,6 +124,25 @@ def test_ifeval_matches_golden(replay, level):
     _, samples = replay(f"ifeval_{level}", problems, [row["response"] for row in rows], **options)
     assert len(samples) == 270
     assert [sample["correct"] for sample in samples] == [row[f"prompt_{level}"] for row in rows]
+
+
+def test_answer_decomposition_matches_golden():
+    for case in json.loads(gzip.decompress((GOLDEN / "eval_stats.json.gz").read_bytes()))["synthetic"]:
+        parts = {
+            "gain": "per_seed_total",
+            "gain_both_answered": "per_seed_both",
+            "gain_missing_in_either": "per_seed_missing",
+        }
+        for seed, (ours, baseline) in enumerate(zip(case["b"], case["a"], strict=True)):
+            samples = [
+                [
+                    {"correct": int(c), "answered": int(a)}
+                    for c, a in zip(bits["correct"], bits["extractable"], strict=True)
+                ]
+                for bits in (ours, baseline)
+            ]
+            gains = {row["metric"]: row["value"] for row in answer_decomposition(*samples)}
+            assert gains == pytest.approx({name: case["expected"][key][seed] for name, key in parts.items()})
 
 
 # Tasks

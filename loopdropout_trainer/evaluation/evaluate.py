@@ -118,7 +118,8 @@ def evaluate_tasks(
     for name, task in selected.items():
         for leaf in _leaves(task):
             _prepare(leaf, max_new_tokens)
-            _check_programs(leaf, allow_unsafe_code)
+            if getattr(leaf, "UNSAFE_CODE", False):
+                check_allowed(leaf.task_name, allow_unsafe_code, leaf.config.custom_dataset is load_problems)
         own_choice = bool((_leaves(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
         chats[name] = own_choice if apply_chat_template is None else apply_chat_template
         if chats[name] and not lm.tokenizer.chat_template:
@@ -135,7 +136,7 @@ def evaluate_tasks(
                 system_instruction=system_instruction if chats[name] else None,
                 apply_chat_template=chats[name],
                 fewshot_as_multiturn=chats[name],
-                confirm_run_unsafe_code=True,  # `_check_programs` has asked
+                confirm_run_unsafe_code=True,  # `check_allowed` has asked
             )
         own_rows = [None if results is None else _collect(lm, name, task, results, output_dir)]
         rows += broadcast_object_list(own_rows)[0]
@@ -227,8 +228,7 @@ def _find_manager(name: str) -> TaskManager:
         manager = _load_manager(*arguments)
         if name in manager.all_tasks:
             return manager
-    own = _load_manager(None, False).all_tasks
-    names = ", ".join([*own, "mmlu", "bbh", "truthfulqa_mc2"])
+    names = ", ".join(_load_manager(None, False).all_tasks)
     raise UserError(f"`{name}` must be a task of lm-eval or one of {names}.{closest_match(name, manager.all_tasks)}")
 
 
@@ -251,12 +251,6 @@ def _prepare(task: Task, max_new_tokens: int | None) -> None:
     task.set_fewshot_seed(1234)
     if max_new_tokens and task.OUTPUT_TYPE == "generate_until":
         task.set_config("generation_kwargs", {"max_gen_toks": max_new_tokens}, update=True)
-
-
-def _check_programs(task: Task, allow_unsafe_code: bool) -> None:
-    """Raise `UserError` if a task runs programs that cannot be contained, and the user has not allowed it."""
-    if getattr(task, "UNSAFE_CODE", False):
-        check_allowed(task.task_name, allow_unsafe_code, can_be_sandboxed=task.config.custom_dataset is load_problems)
 
 
 def _leaves(task: Task | Group) -> list[Task]:
