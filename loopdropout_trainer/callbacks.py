@@ -1,4 +1,4 @@
-"""Callbacks: unit gates between training passes, the log of the gates, and what some rules and options need in a step."""
+"""Callbacks: unit gates between training passes, logs of the gates, sampled depths, and the end of a training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.get_logger(__name__)
 class UnitGatesCallback(TrainerCallback):
     """Set all gates to one after the backward pass of each micro-batch.
 
-    It is the first callback of the user's, so that the others log, evaluate and save at unit gates.
+    It comes before the user's callbacks, so that they log, evaluate and save at unit gates.
 
     Attributes:
         gates: Gates of the model.

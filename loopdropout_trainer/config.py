@@ -87,7 +87,7 @@ class GateConfig:
         if not isinstance(fields, Mapping):
             raise UserError(f"`rule_args` must be a mapping, got {short_repr(fields)}.")
         if "p" in fields:
-            raise UserError("Set `p` as a field of its own, not in `rule_args`.")
+            raise UserError("Set the field `p`, not `rule_args.p`.")
         return make_rule(self.rule, **fields if self.p is None else {"p": self.p, **fields})
 
     def depth_limits(self, num_loops: int) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
             peft_config=peft_config,
         )
         self.after_init()
-        # A reference model of its own starts from evaluation's state, so the policy does, too.
+        # A separate reference model starts from evaluation's state, so the policy does, too.
         self.samples_start_states = self.ref_model is None
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:

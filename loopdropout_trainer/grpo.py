@@ -19,7 +19,7 @@ from loopdropout_trainer.trainer import GateSamplingMixin
 class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     """Trainer for reinforcement learning of a looped language model with Loop Dropout.
 
-    Completions are sampled at unit gates and each of them is trained on under gates of its own. The reference keeps unit
+    Completions are sampled at unit gates, and each completion is trained on under its own gates. The reference keeps unit
     gates. It takes the arguments of [`~trl.GRPOTrainer`] in the same order, and `peft_config` defaults to the paper's
     adapter. Each batch of completions trains once (`num_iterations=1`), because TRL computes old log-probabilities at unit
     gates and the importance ratio would clip many tokens.

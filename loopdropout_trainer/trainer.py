@@ -36,7 +36,7 @@ from loopdropout_trainer.looped import GatedBatch, example_starts
 
 
 class GateSamplingMixin(AdapterTrainingMixin):
-    """Gate sampling for a TRL trainer. Its attributes are those of `AdapterTrainingMixin`."""
+    """Gate sampling for a TRL trainer. `AdapterTrainingMixin` lists its attributes."""
 
     def compute_loss(
         self,
