@@ -462,15 +462,11 @@ def _loading_facts(folder: Path) -> dict[str, Any]:
     """Return how the files of a merged model can be loaded."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config_class = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else None  # noqa: SIM401
-    has_code = "AutoModelForCausalLM" in config.get("auto_map", {})
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    commands = getattr(config_class, "served_by", {}) if has_tokenizer else {}
-    runs = lambda command: has_code or "--trust-remote-code" not in command
     return {
-        "has_tokenizer": has_tokenizer,
-        "has_code": has_code,
+        "model_type": config["model_type"],
+        "has_tokenizer": (folder / "tokenizer_config.json").is_file(),
+        "has_code": "AutoModelForCausalLM" in config.get("auto_map", {}),
         "in_transformers": getattr(config_class, "__module__", "").startswith("transformers."),
-        "programs": {program: command for program, command in commands.items() if runs(command)},
     }
 
 

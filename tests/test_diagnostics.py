@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, SAMPLES, golden_adapted, load_script, python, tiny_ouro, with_adapter
 from torch.nn import functional as F
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, use_gates
+from loopdropout_trainer import use_gates
 from loopdropout_trainer.diagnostics import (
     answer_decomposition,
     depth_matrix,
@@ -120,19 +120,6 @@ def test_depth_matrix_keeps_depth_of_loop_parameters(rule, tokenizer):
     assert [row["num_loops"] for row in depth_matrix(model, batches, [1, 2, 8])] == [4, 4]
 
 
-def test_base_model_has_no_gates(tokenizer):
-    batches = label_batches(EXAMPLES, tokenizer)
-    rows = [*readouts(tiny_ouro(), batches), *depth_matrix(tiny_ouro(), batches, [2])]
-    assert {row["gates"] for row in rows} == {"none"}
-
-
-def test_label_batches_equal_the_trainer(config, dataset, tokenizer):
-    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
-    expected = trainer.data_collator([trainer.train_dataset[row] for row in range(4)])
-    (batch,) = label_batches(dataset.select(range(4)), tokenizer)
-    assert all(torch.equal(batch[name], expected[name]) for name in ("input_ids", "attention_mask", "labels"))
-
-
 def test_answer_decomposition_splits_the_gain():
     #          gained      gained, missing  lost       unchanged
     baseline = [(0, True), (0, False), (1, True), (1, True)]
@@ -196,6 +183,7 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
         ("OURS", 1, 3, "ours"),
     }
     assert {row["task"] for row in rows} == {"development"}
+    assert {row["gates"] for row in rows if "adapter" not in row} == {"none"}
     assert {row["metric"] for row in rows} == {
         *("loss", "loss_reduction", "readout_loss", "readout_token_accuracy", "depth_loss", "depth_token_accuracy"),
     }
