@@ -1,4 +1,4 @@
-"""Rules as distributions: moments, supports and pairing against the paper's expectations, and what every rule must obey."""
+"""Test the moments, support and pairing of every rule's gates, and its random streams."""
 
 import random
 
@@ -13,8 +13,7 @@ from loopdropout_trainer.gates.streams import Streams, _purpose_key
 
 K, M = 4, 3
 LAYERS = (0, 0, 1)
-MANY = 300_000
-FACTS = ("Gate", "Mean", "Covariance", "Paper")
+MANY = 20_000
 IDENTITY = torch.eye(K, dtype=torch.float64)
 PARALLEL = torch.full((K, K), 1 / K, dtype=torch.float64)
 ONE = torch.ones(K, dtype=torch.float64)
@@ -35,23 +34,15 @@ def odds(p):
 EXPECTED = {  # (rule, fields): mean [K], covariance [K, K]
     "lora": ("lora", {}, ONE, 0 * IDENTITY),
     "loop_dropout": ("loop_dropout", {"p": 0.5}, ONE, IDENTITY),
-    "loop_dropout, p=0.3": ("loop_dropout", {"p": 0.3}, ONE, odds(0.3) * IDENTITY),
     "profile": ("loop_dropout", {"p": PROFILE}, ONE, torch.diag(odds(PROFILE))),
     "unscaled": ("unscaled", {"p": 0.3}, 0.7 * ONE, 0.21 * IDENTITY),
-    "dose_control": ("dose_control", {"p": 0.3}, ONE, odds(0.3) * PARALLEL),
     "dose_control of a profile": ("dose_control", {"p": PROFILE}, ONE, odds(PROFILE).mean() * PARALLEL),
-    "parallel_noise": ("parallel_noise", {"p": 0.5}, ONE, IDENTITY),
     "parallel_noise, c=2": ("parallel_noise", {"p": 0.3, "c": 2}, ONE, 4 * odds(0.3) * IDENTITY),
     "exactly one": ("exactly_m", {"m": 1}, ONE, 3 * K / (K - 1) * (IDENTITY - PARALLEL)),
     "exactly two": ("exactly_m", {"m": 2}, ONE, K / (K - 1) * (IDENTITY - PARALLEL)),
-    "exactly all": ("exactly_m", {"m": 4}, ONE, 0 * IDENTITY),
     "random_prefix": ("random_prefix", {}, ONE, (torch.minimum(T, T[:, None]) - 1) / (K + 1 - torch.minimum(T, T[:, None]))),
     "random_suffix": ("random_suffix", {}, ONE, K / torch.maximum(T, T[:, None]) - 1),
     "schedule": ("schedule", {"p_start": 0.75, "p_end": 0.3}, ONE, odds(0.6) * IDENTITY),
-    "learned": ("learned", {"p": 0.5}, ONE, IDENTITY),
-    "independent": ("independent", {"p": 0.5}, ONE, IDENTITY),
-    "weight_noise": ("weight_noise", {}, ONE, 0 * IDENTITY),
-    "lora_dropout": ("lora_dropout", {}, ONE, 0 * IDENTITY),
 }  # fmt: skip
 
 
@@ -68,13 +59,12 @@ def assert_moments(gates, mean, covariance):
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_mean_and_covariance_are_the_papers(case):
+def test_rule_mean_and_covariance(case):
     name, fields, mean, covariance = EXPECTED[case]
-    step = {"step": 3, "num_steps": 10} if name == "schedule" else {}
-    assert_moments(make_rule(name, **fields).sample(draw(MANY, **step)), mean, covariance)
+    assert_moments(make_rule(name, **fields).sample(draw(MANY)), mean, covariance)
 
 
-def test_parallel_and_perpendicular_parts_add_up_to_loop_dropout():
+def test_dose_control_is_the_parallel_part():
     # Dose control keeps the parallel part of Loop Dropout's covariance; exactly-m keeps the rest, times K/(K-1).
     d = draw(MANY)
     dropout, dose = make_rule("loop_dropout").sample(d), make_rule("dose_control").sample(d)
@@ -83,9 +73,9 @@ def test_parallel_and_perpendicular_parts_add_up_to_loop_dropout():
     assert (make_rule("exactly_m", m=2).sample(d).sum(dim=0) == K).all()
 
 
-def test_module_wise_masks_are_independent_over_loops_and_modules():
-    gates = make_rule("module_wise", p=0.3).sample(draw(MANY // 3))
-    assert gates.shape == (K, MANY // 3, M)
+def test_module_wise_masks_are_independent():
+    gates = make_rule("module_wise", p=0.3).sample(draw(MANY))
+    assert gates.shape == (K, MANY, M)
     flat = gates.permute(0, 2, 1).reshape(K * M, -1)
     one = torch.ones(K * M, dtype=torch.float64)
     assert_moments(flat, one, odds(0.3) * torch.diag(one))
@@ -94,47 +84,39 @@ def test_module_wise_masks_are_independent_over_loops_and_modules():
 @pytest.mark.parametrize(
     "name, fields, support, at_zero",
     [
-        ("loop_dropout", {"p": 0.75}, {0, 4}, [0.75] * K),
         ("loop_dropout", {"p": (0.0, 0.2, 0.5, 0.75)}, {0, 1, 1.25, 2, 4}, [0, 0.2, 0.5, 0.75]),
-        ("unscaled", {"p": 0.75}, {0, 1}, [0.75] * K),
         ("dose_control", {"p": 0.5}, {0, 0.5, 1, 1.5, 2}, [1 / 16] * K),
         ("exactly_m", {"m": 1}, {0, 4}, [0.75] * K),
         ("random_prefix", {}, {0, 1, 4 / 3, 2, 4}, [0, 0.25, 0.5, 0.75]),
         ("random_suffix", {}, {0, 1, 4 / 3, 2, 4}, [0.75, 0.5, 0.25, 0]),
     ],
 )
-def test_support_and_mass_at_zero(name, fields, support, at_zero):
-    gates = make_rule(name, **fields).sample(draw(MANY // 3))
+def test_rule_support_and_mass_at_zero(name, fields, support, at_zero):
+    gates = make_rule(name, **fields).sample(draw(MANY))
     values = set(gates.unique().tolist())
     assert values == {float(torch.tensor(value, dtype=torch.float32)) for value in support}
-    assert (gates == 0).double().mean(dim=1).tolist() == pytest.approx(at_zero, abs=0.008)
+    assert (gates == 0).double().mean(dim=1).tolist() == pytest.approx(at_zero, abs=0.018)
 
 
-@pytest.mark.parametrize("p", [0.3, 0.5, PROFILE])
-def test_events_of_one_seed_are_paired_between_rules(p):
-    d = draw(5000)
-    removed = make_rule("loop_dropout", p=p).sample(d) == 0
+def test_rules_share_events_of_one_seed():
+    d = draw(2000)
+    removed = make_rule("loop_dropout", p=PROFILE).sample(d) == 0
     for name in ("unscaled", "independent", "learned"):
-        assert torch.equal(removed, make_rule(name, p=p).sample(d) == 0)
-    noisy = make_rule("parallel_noise", p=p).sample(d)
+        assert torch.equal(removed, make_rule(name, p=PROFILE).sample(d) == 0)
+    noisy = make_rule("parallel_noise", p=PROFILE).sample(d)
     assert torch.equal(removed, noisy != 1) and (noisy < 0).any() and (noisy != 0).all()
-    noise = d.normals("parallel noise", K).T  # of a stream of its own
-    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), removed.flatten().double()]))[0, 1])) < 0.03
-    seeds = make_rule("weight_noise", p=p).seeds(d)
-    assert seeds.shape == (K, 5000, M)
+    seeds = make_rule("weight_noise", p=PROFILE).seeds(d)
     assert torch.equal(removed.unsqueeze(-1).expand(-1, -1, M), seeds != 0)
     assert len(seeds[seeds != 0].unique()) == (seeds != 0).sum()
-    assert torch.equal(removed, make_rule("module_wise", p=p).sample(d)[..., 0] == 0)
-    dose = make_rule("dose_control", p=p).sample(d)
-    assert torch.equal(removed.all(dim=0), (dose == 0).all(dim=0))
-    more = make_rule("loop_dropout", p=0.8).sample(d) == 0  # a larger p removes more of the same loops
+    assert torch.equal(removed, make_rule("module_wise", p=PROFILE).sample(d)[..., 0] == 0)
+    assert torch.equal(removed.all(dim=0), (make_rule("dose_control", p=PROFILE).sample(d) == 0).all(dim=0))
+    more = make_rule("loop_dropout", p=0.8).sample(d) == 0
     assert (removed <= more).all() and not torch.equal(removed, more)
 
 
 def test_schedule_is_linear_in_steps():
     rule = make_rule("schedule", p_start=0.75, p_end=0.0)
     assert [rule.p_at(step, 4) for step in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
-    assert make_rule("schedule", p_start=0, p_end=0.75).p_at(99, 100) == 0.75
     assert rule.p_at(0, 1) == 0.75
     assert (rule.sample(draw(step=9)) == 1).all()
 
@@ -150,7 +132,7 @@ def test_adaptive_p_follows_sensitivity(direction, power):
     assert torch.allclose(p, 0.4 * wanted / wanted.mean())
     assert_moments(rule.sample(draw(MANY)), ONE, torch.diag(odds(p)))
 
-    rule.observe(torch.tensor([400.0, 300.0, 200.0, 100.0]))  # the scale of a step's loss does not matter
+    rule.observe(torch.tensor([400.0, 300.0, 200.0, 100.0]))  # the scale of a step's loss cancels
     assert torch.allclose(rule.probabilities(K), torch.full((K,), 0.4, dtype=torch.float64))
 
 
@@ -167,38 +149,35 @@ def test_adaptive_p_is_clipped_and_keeps_its_mean():
         assert torch.equal(again.probabilities(K), p)
 
 
-def test_coto_switches_layers_for_a_whole_step():
-    num_layers = 3
-    rule, layers = make_rule("coto"), [0, 0, 1, 1, 2, 2]
+def test_coto_keep_probability_ramps_up():
+    rule = make_rule("coto")
     assert [rule.keep_at(step, 8) for step in (0, 3, 6, 7)] == pytest.approx([0.1, 0.55, 1, 1])
-    for q, num_draws in ((0.1, 1500), (0.6, 1500)):
-        step = make_rule("coto", keep_start=q)
-        drawn = [step.sample(draw(2, step=s, num_steps=10**9, layers=layers, num_modules=6)) for s in range(num_draws)]
-        gates = torch.stack(drawn).double()  # [steps, K, 1, M]
-        assert gates.shape == (num_draws, K, 1, 6) and set(gates.unique().tolist()) == {0, 1}
-        assert (gates == gates[:, :1]).all()
-        switches = gates[:, 0, 0].view(num_draws, num_layers, 2)
-        assert torch.equal(switches[..., 0], switches[..., 1])
-        switches = switches[..., 0]
-        assert (switches.sum(dim=1) > 0).all()
-        mean = q + (1 - q) ** num_layers / num_layers
-        assert switches.mean(dim=0).tolist() == pytest.approx([mean] * num_layers, abs=5 * 0.5 / num_draws**0.5)
-    assert (rule.sample(draw(2, step=7, num_steps=8, layers=layers, num_modules=6)) == 1).all()
 
 
-def test_structured_masks_agree_with_loop_dropout_as_far_as_their_shapes_allow():
-    # The loop that is retained least: whenever such a rule retains it, so does Loop Dropout at p <= 1 - 1/K of one seed.
-    dropout = make_rule("loop_dropout", p=0.5).sample(draw(4000)) > 0
+@pytest.mark.parametrize("q", [0.1, 0.6])
+def test_coto_switches_whole_layers(q):
+    rule, count = make_rule("coto", keep_start=q), 1000
+    fields = {"num_steps": 10**9, "num_modules": 6, "layers": [0, 0, 1, 1, 2, 2]}
+    gates = torch.stack([rule.sample(draw(2, step=step, **fields)) for step in range(count)]).double()
+    assert gates.shape == (count, K, 1, 6) and set(gates.unique().tolist()) == {0, 1}
+    switches = gates[:, 0, 0, ::2]  # [steps, L]
+    assert torch.equal(gates, switches.repeat_interleave(2, dim=1)[:, None, None].expand_as(gates))
+    assert (switches.sum(dim=1) > 0).all()
+    assert switches.mean(dim=0).tolist() == pytest.approx([q + (1 - q) ** 3 / 3] * 3, abs=5 * 0.5 / count**0.5)
+
+
+def test_subset_rules_correlate_with_loop_dropout():
+    # The loop that is retained least: when such a rule retains it, Loop Dropout at p <= 1 - 1/K also retains it.
+    d = draw(2000)
+    dropout = make_rule("loop_dropout", p=0.5).sample(d) > 0
     for name, loop in (("random_suffix", 0), ("random_prefix", K - 1)):
-        active = make_rule(name).sample(draw(4000)) > 0
+        active = make_rule(name).sample(d) > 0
         assert not (active[loop] & ~dropout[loop]).any(), name
-        assert (active[loop] == dropout[loop]).double().mean().item() == pytest.approx(0.75, abs=0.03), name
-    exactly = make_rule("exactly_m", m=2).sample(draw(4000)) > 0
-    assert (exactly == dropout).double().mean() > 0.75
+    assert ((make_rule("exactly_m", m=2).sample(d) > 0) == dropout).double().mean() > 0.75
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
+def test_rule_draws_are_stateless(name):
     rule = make_rule(name)
     rule.check(K)
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
@@ -217,11 +196,11 @@ def test_every_rule_is_stateless_and_leaves_global_randomness_alone(name):
         assert not torch.equal(*other)
 
 
-def test_every_rule_says_what_it_is(capsys):
-    for name in RULES:
-        main([name])
-        out = capsys.readouterr().out
-        assert out.startswith(f"{name}(") and all(f"\n    {fact}: " in out for fact in FACTS)
+def test_rule_docstrings_name_all_facts(capsys):
+    main(list(RULES))
+    out = capsys.readouterr().out
+    for fact in ("Gate", "Mean", "Covariance", "Paper"):
+        assert out.count(f"\n    {fact}: ") == len(RULES)
 
 
 def test_stream_values_are_pinned():
@@ -232,7 +211,7 @@ def test_stream_values_are_pinned():
     assert (make_rule("loop_dropout").sample(draw(6)) > 0).int().tolist() == PINNED_MASKS
 
 
-def test_streams_are_numpys_philox():
+def test_streams_equal_numpy_philox():
     for seed, step, (row, segment) in ((0, 0, (0, 0)), (-3, 5, (2, 1)), (2**63 + 1, 10**6, (4095, 7))):
         counter = (step << 192) | (row << 128) | (segment << 64)
         philox = np.random.Philox(key=(_purpose_key("x") << 64) | (seed % 2**64), counter=counter)
@@ -245,17 +224,18 @@ def test_streams_are_numpys_philox():
     [
         ("adaptive", {"estimate": 1}, "it takes p, direction, p_min, p_max, decay"),
         ("adaptive", {"p": (0.5, 0.5)}, "`p` must be one"),
-        ("adaptive", {"direction": "up"}, "'more' or 'less'"),
-        ("adaptive", {"p": 0.5, "p_max": 0.4}, "between `p_min` and `p_max`"),
+        ("adaptive", {"direction": "up"}, "`direction` must be 'more' or 'less'"),
+        ("adaptive", {"p": 0.5, "p_max": 0.4}, "`p_min`"),
         ("exactly_m", {"m": 1.5}, "`m` must be an integer"),
-        ("parallel_noise", {"c": -1}, r"`c` must be a number in \[0, 1000\]"),
-        ("lora_dropout", {"num_masks": 0}, "`num_masks` must be an integer from 1"),
+        ("exactly_m", {"m": 5}, "`m` must be an integer from 1 to 4, got 5"),
+        ("parallel_noise", {"c": -1}, "`c` must be a number from 0 to 1000, got -1"),
         ("schedule", {"p_end": 2}, "`p_end`"),
-        ("coto", {"ramp": 2}, r"`ramp` must be a number in \[0, 1\]"),
-        ("exactly_m", {"m": 5}, "`m` must be an integer from 1 to 4; got 5"),
+        ("loop_dropout", {"p": 1}, "`p` must be below 1"),
+        ("loop_dropout", {"p": (0.5, 0.5)}, "2 values"),
+        ("loop_dropot", {}, "Did you mean 'loop_dropout'"),
     ],
 )
-def test_bad_rules_and_fields_are_refused_with_the_valid_ones(name, fields, message):
+def test_make_rule_names_valid_fields(name, fields, message):
     with pytest.raises(ValueError, match=message):
         make_rule(name, **fields).check(K)
 
