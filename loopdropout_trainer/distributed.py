@@ -100,6 +100,8 @@ class EveryExampleOnceMixin:
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
     ) -> Tensor | int | None:
+        if not self.model.training:
+            return None  # the loss of an evaluation step is the mean over this process's tokens
         ends_with_filler = getattr(self._train_batches, "ends_with_filler", False)
         if ends_with_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
             batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], IGNORED)

@@ -201,6 +201,8 @@ def work(spec: dict) -> None:
     """Make the runs of one of a layout's processes, and write its record."""
     if spec["layout"] == "fsdp2":
         _fsdp_on_a_cpu()
+    if spec["layout"] and spec["layout"].startswith("zero"):
+        _deepspeed_over_gloo()
     import torch
     from accelerate import PartialState
 
@@ -243,6 +245,7 @@ def train(folder: Path, name: str, dtype: str = "float32", num_loops: int = 4, *
     eval_rows = examples().select(range(100, 100 + fields.pop("eval_rows", 1)))
     args = LoopDropoutConfig(**fields)
     args.model_init_kwargs = {"dtype": dtype, "num_loops": num_loops}
+    args.model_init_kwargs["device_map"] = None  # TRL 1.9 sets "auto", which ZeRO-3 does not support
     trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=rows, eval_dataset=eval_rows)
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
@@ -335,6 +338,13 @@ def _fsdp_on_a_cpu() -> None:
             self.fsdp_plugin = fsdp_plugin
 
     AcceleratorState.__init__ = init
+
+
+def _deepspeed_over_gloo() -> None:
+    """Keep DeepSpeed from compiling an operator for sums in shared memory, which training over gloo does not use."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 if __name__ == "__main__":
