@@ -57,7 +57,8 @@ def log_probabilities(model, batch):
 
 @pytest.mark.parametrize("pretrained", [False, True], ids=["base model", "frozen adapter"])
 def test_gated_policy_and_ungated_reference(make, pretrained):
-    trainer = make(with_adapter() if pretrained else None, beta=BETA, loss_type="grpo")
+    fields = {"beta": BETA, "loss_type": "grpo", "use_bias_correction_kl": True}
+    trainer = make(with_adapter() if pretrained else None, **fields)
     if not pretrained:
         trainer.model.load_state_dict(with_adapter().state_dict())
     trainer.train()
