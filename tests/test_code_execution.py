@@ -263,7 +263,7 @@ def evalplus_verdicts(dataset, solutions, folder):
 
 
 @needs_sandbox
-@pytest.mark.parametrize("dataset", FILES)
+@pytest.mark.parametrize("dataset", ["humaneval", pytest.param("mbpp", marks=pytest.mark.slow)])
 def test_verdicts_match_evalplus(dataset, tmp_path, evalplus_data):
     evalplus_data(dataset)
     solutions = {}

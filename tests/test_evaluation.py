@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, SAMPLES, load_script, tiny_ouro
+from conftest import GOLDEN, ROOT, SAMPLES, load_script, tiny_ouro, with_adapter
 from datasets import Dataset
 from lm_eval.tasks.hendrycks_math.utils import is_equiv
 from processes import Program, python, wait_for
-from test_generation import adapted, varied
 
 from loopdropout_trainer import merge_and_save
 from loopdropout_trainer.diagnostics import answer_decomposition
@@ -48,6 +47,21 @@ def read_lines(path):
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def varied(model, std=0.3):
+    """Draw weights with which the greedy texts of a random model vary."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    return model.eval()
+
+
+def adapted(model):
+    """Add an adapter that changes the texts."""
+    torch.manual_seed(1)
+    return with_adapter(model, scale=0.2, r=4).eval()
 
 
 def steady(**config):

@@ -9,8 +9,7 @@ from conftest import tiny_ouro
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from processes import python
-from test_evaluation import saved  # noqa: F401 (a fixture)
-from test_generation import adapted, varied
+from test_evaluation import adapted, saved, varied  # noqa: F401 (`saved` is a fixture)
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.errors import UserError

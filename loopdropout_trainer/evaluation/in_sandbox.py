@@ -1,10 +1,10 @@
-"""What runs inside the sandbox (see sandbox.py): EvalPlus, with nothing of this package.
+"""The program inside the sandbox (see sandbox.py). It uses EvalPlus and nothing of this package.
 
-    in_sandbox.py prepare FOLDER       reads FOLDER/problems.pickle, writes FOLDER/N.pickle for each problem
-    in_sandbox.py check FOLDER N USER  runs the program in FOLDER/N.pickle as USER (0: unchanged); the exit code is its verdict
+    in_sandbox.py prepare FOLDER       read FOLDER/problems.pickle, and write FOLDER/N.pickle for each problem
+    in_sandbox.py check FOLDER N USER  run the program in FOLDER/N.pickle as USER (0: the same user)
 
-`prepare` runs EvalPlus's own solutions, and reads what the model has written as text. `check` runs the model's program and
-has the expected outputs, but not the solution that they come from. No output of a program is read: it could be anything.
+`prepare` runs EvalPlus's solutions, and parses the generated text. `check` runs the generated program. Its exit
+code is the verdict. It has the expected outputs, but not the solution. The output of a program is never read.
 """
 
 import multiprocessing
@@ -16,28 +16,28 @@ import sys
 
 
 LIMITS = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 64 << 20, "RLIMIT_NOFILE": 256, "RLIMIT_AS": 4 << 30}
-"""For each process; the memory is EvalPlus's own limit."""
+"""Limits of each process. The limit on memory is EvalPlus's."""
 
 MOST_PROCESSES = 16
-"""In a sandbox. Outside of one the limit would count all processes of the user."""
+"""Maximum number of processes in a sandbox. Outside, the limit would count all processes of the user."""
 
 VERDICTS = ("pass", "base: fail", "base: timeout", "plus: fail", "plus: timeout")
-"""Verdict i is the exit code 10 + i: with the problem's own tests (`base`), then with those that EvalPlus adds (`plus`)."""
+"""Verdicts with the problem's own tests (`base`) and the tests that EvalPlus adds (`plus`). Their exit codes begin at 10."""
 
 SECONDS = 300
-"""Most time to read one answer, and to run one of EvalPlus's solutions."""
+"""Maximum time to parse one answer and to run one of EvalPlus's solutions."""
 
 
 def prepare(folder):
-    """Read the program in each answer, and compute the expected outputs, as EvalPlus's command line does."""
+    """Parse the program in each answer, and compute the expected outputs, as EvalPlus's command line does."""
     from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
     from evalplus.gen.util import trusted_exec
     from evalplus.sanitize import sanitize
 
     with open(f"{folder}/problems.pickle", "rb") as file:
-        jobs = pickle.load(file)  # written by this package's own process
+        jobs = pickle.load(file)  # from run_programs
     for number, (dataset, problem, answer) in enumerate(jobs):
-        child = os.fork()  # a text of a stranger may exhaust or crash the parser
+        child = os.fork()  # the parser may exhaust the memory or crash
         if child:
             os.waitpid(child, 0)
             continue
@@ -70,7 +70,7 @@ def check(folder, number, user):
     if user and os.getuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
-        os.setresuid(user, user, user)  # and no capability is left
+        os.setresuid(user, user, user)  # this drops all capabilities
     verdict = "pass"
     for part, arguments in parts.items():
         status, _ = untrusted_check(**arguments, fast_check=True)
@@ -81,7 +81,7 @@ def check(folder, number, user):
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its files are no modules for programs
+    del sys.path[0]  # programs must not import the files of this folder
     multiprocessing.set_start_method("fork")
     if sys.argv[1] == "prepare":
         prepare(sys.argv[2])

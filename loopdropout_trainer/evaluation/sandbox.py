@@ -1,10 +1,11 @@
-"""Runs EvalPlus on programs that nobody has read, inside bubblewrap (https://github.com/containers/bubblewrap).
+"""Run generated programs inside bubblewrap (https://github.com/containers/bubblewrap), with EvalPlus as the judge.
 
-Each program runs in a sandbox of its own: no network, the system read-only, a private /tmp, none of the user's files,
-environment or processes, no reference solution, and limits on processes, files, time and the memory that a process maps.
-Not contained are flaws of the kernel, the memory of all processes together, memory that is held without being mapped
-(memfds, System V segments), and the program's own verdict: EvalPlus compares in the process that runs a program, so that one
-that looks for the expected outputs there can pass.
+Each program runs in its own sandbox. It has no network, a read-only system, a private /tmp, none of the user's files,
+environment variables or processes, and no reference solution. Processes, files, time and mapped memory are limited.
+
+The sandbox does not contain flaws of the kernel, the memory of all processes together, memory that is not mapped (memfds,
+System V segments), and the program's own verdict. EvalPlus compares in the process of the program, so a program that finds the
+expected outputs there can pass.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from loopdropout_trainer.evaluation.in_sandbox import VERDICTS
 SCORER = Path(__file__).with_name("in_sandbox.py")
 
 FIRST_SPARE_USER = 1 << 30
-"""Users from here on exist on no system: started by root, each sandbox has one of its own."""
+"""First user id that no system uses. If root starts the sandboxes, each one gets its own user."""
 
 LONGEST_CHECK = 240
-"""Seconds after which a sandbox is killed; EvalPlus itself gives up after 62 for each of the two sets of tests."""
+"""Seconds after which a sandbox is killed. EvalPlus itself stops after 62 seconds for each of the two sets of tests."""
 
 TMP_BYTES = 64 << 20
-"""Most that the files in the sandbox's /tmp and /dev/shm may hold."""
+"""Maximum size of /tmp and of /dev/shm in the sandbox."""
 
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -45,22 +46,22 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"), "1"),
 }
-"""All that a program sees of an environment."""
+"""Environment variables of a program."""
 
 
 def run_scorer(command: str, folder: Path, *arguments: str, seconds: float | None, sandboxed: bool) -> int | None:
-    """Run `in_sandbox.py COMMAND FOLDER ...`, and end all that it has started; return its exit code, None if time is up.
+    """Run `in_sandbox.py COMMAND FOLDER ...` and end all of its processes. Return the exit code, or None after a timeout.
 
-    If not sandboxed, it has no limits but those that in_sandbox.py sets.
+    Outside of the sandbox, only the limits of in_sandbox.py apply.
     """
     sandbox = _bubblewrap(folder, "--bind" if command == "prepare" else "--ro-bind") if sandboxed else []
     running = subprocess.Popen(
         [*sandbox, sys.executable, "-s", "-B", str(SCORER), command, str(folder), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=None if command == "prepare" else subprocess.DEVNULL,  # what a program writes is not read
+        stderr=None if command == "prepare" else subprocess.DEVNULL,  # the output of a program is not read
         env=ENVIRONMENT,
-        start_new_session=True,  # an interrupt from the keyboard is for this process, which then ends the other
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends the other one
     )
     try:
         return running.wait(seconds)
@@ -73,7 +74,7 @@ def run_scorer(command: str, folder: Path, *arguments: str, seconds: float | Non
 
 
 def check_program(folder: Path, number: int, sandboxed: bool) -> str:
-    """Run the program in FOLDER/NUMBER.pickle, and return its verdict: `pass`, or why it does not."""
+    """Run the program in FOLDER/NUMBER.pickle, and return `pass` or the reason of the failure."""
     if not (folder / f"{number}.pickle").is_file():
         return "base: no program can be read"
     user = FIRST_SPARE_USER + secrets.randbelow(1 << 29) if sandboxed else 0
@@ -87,10 +88,12 @@ def _bubblewrap(folder: Path, bind: str) -> list[str]:
     """Return the command line of a sandbox that shows Python, its libraries and `folder`."""
     binds = []
     for path, kind in [*((path, "--ro-bind-try") for path in _shown()), (SCORER, "--ro-bind"), (folder, bind)]:
-        for parent in reversed(Path(path).parents[:-1]):  # bubblewrap's own would be for its user alone
+        for parent in reversed(
+            Path(path).parents[:-1]
+        ):  # bubblewrap would make folders that only its own user can read
             binds += ["--perms", "0755", "--dir", str(parent)]
         binds += [kind, str(path), str(path)]
-    # Started by root, in_sandbox.py becomes a user that exists nowhere else: no limit on processes holds for root.
+    # Limits on processes do not apply to root, so in_sandbox.py changes to a user that exists nowhere else.
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
     return [
         *("bwrap", "--die-with-parent", "--new-session", "--cap-drop", "ALL", *user),
@@ -105,7 +108,7 @@ def _bubblewrap(folder: Path, bind: str) -> list[str]:
 
 @cache
 def _shown() -> list[str]:
-    """Return what a Python program needs of the file system: the interpreter, and where its libraries are installed."""
+    """Return the paths that a Python program needs: the interpreter and its libraries."""
     libraries = [find_spec(name) for name in ("numpy", "psutil", "evalplus")]
     paths = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
     paths += [sys.prefix, sys.base_prefix, sys.executable, os.path.realpath(sys.executable)]
@@ -118,7 +121,7 @@ def _shown() -> list[str]:
 
 @cache
 def sandbox_fault() -> str | None:
-    """Return why programs cannot be contained on this machine, found out by running one; None: they can."""
+    """Return why programs cannot be contained on this machine, or None. The function runs a program to find out."""
     if shutil.which("bwrap") is None:
         return "`bwrap` is not installed"
     program = {"dataset": "humaneval", "entry_point": "f", "code": "import numpy\ndef f():\n    return 7"}
