@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file
 from torch.utils.data import Sampler
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, default_peft_config
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets
@@ -46,7 +46,7 @@ def read_settings(*words):
 
 @pytest.fixture(params=["tokenizer_A", "tokenizer_B"])  # like Ouro's, and with tokens that span prompt and target
 def prepared(request, tmp_path):
-    """Rows, what the authors' program makes of them, a function that prepares them, and the tokenizer."""
+    """Training rows, the output of the authors' program, a function that prepares rows, and the tokenizer."""
     data, tokenizer = read_golden("data"), load_tokenizer(AUTHORS / request.param)
     expected = data[request.param[-1]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data["rows"]))
@@ -85,7 +85,7 @@ def test_token_limit_counts_the_target_prefix(prepared):
     assert set(without["answer"]) - set(with_prefix["answer"]) == at_the_limit
 
 
-@pytest.mark.parametrize("number", [10, 100, 313])
+@pytest.mark.parametrize("number", [10, 313])
 def test_learning_rates_equal_authors(tmp_path, number):
     _, args = read_settings("--output_dir", tmp_path, "--bf16", "false", "--max_steps", number)
     trainer = tiny_trainer(args)
@@ -99,7 +99,7 @@ def test_learning_rates_equal_authors(tmp_path, number):
 
 
 class GivenMasks(LoopDropout):
-    """Loop Dropout with the masks of a list, one [K, N] for each micro-batch."""
+    """Loop Dropout with listed masks, [K, N] for each micro-batch."""
 
     def sample(self, draw):
         return torch.tensor(self.masks.pop(0))
@@ -131,14 +131,14 @@ class Ordered(Recorder):
 
 
 def authors_adapter(names, file):
-    """The tensors of an adapter of theirs under the names of ours."""
+    """Return the tensors of the authors' adapter under our parameter names."""
     tensors = load_file(AUTHORS / file)
     names = {name.removesuffix(".default.weight").rpartition("model.layers")[2]: name for name in names}
     return {names[name.removeprefix("layers")]: tensor for name, tensor in tensors.items()}
 
 
 def tiny_trainer(args, examples=None, cls=Recorder):
-    """A trainer of their tiny model."""
+    """Return a trainer of the authors' tiny model."""
     model = AutoModelForCausalLM.from_pretrained(AUTHORS / "model", dtype="float32")
     examples = examples or [[[5, 6, 7], [-100, 6, 7]]] * 8
     rows = Dataset.from_list([{"input_ids": ids, "labels": labels} for ids, labels in examples])
@@ -152,8 +152,9 @@ def set_adapter(model, file):
         parameters[name].data.copy_(tensor)
 
 
-@pytest.mark.parametrize("remove_padding", [True, False])
-@pytest.mark.parametrize("average", ["micro_batches", "tokens"])
+@pytest.mark.parametrize(
+    ("average", "remove_padding"), [("micro_batches", True), ("micro_batches", False), ("tokens", True)]
+)
 def test_accumulated_gradient_equals_authors(tmp_path, average, remove_padding):
     step = read_golden("step")
     words = ["--bf16", "false", "--max_steps", 1, "--loss_average", average, "--dataloader_pin_memory", "false"]
@@ -182,23 +183,37 @@ def distance(some, others):
     return norm({name: some[name] - others[name] for name in some})
 
 
-def test_thirty_steps_equal_authors(tmp_path):
+class StopAt(TrainerCallback):
+    """Stops a run after some optimizer steps of its learning rate schedule."""
+
+    def __init__(self, num_steps):
+        self.num_steps = num_steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step >= self.num_steps
+
+
+@pytest.mark.parametrize("num_steps", [6, pytest.param(30, marks=pytest.mark.slow)])
+def test_training_equals_authors(tmp_path, num_steps):
     step, run = read_golden("step"), read_golden("train30")
     order = [row for micro_batch in run["order"] for row in micro_batch]
     words = ["--bf16", "false", "--learning_rate", 1e-3, "--num_train_epochs", 10, "--logging_steps", 1]
     words += ["--dataloader_pin_memory", "false", "--save_strategy", "no", "--gradient_checkpointing", "false"]
     _, args = read_settings("--output_dir", tmp_path, *words)
     trainer = tiny_trainer(args, step["examples"][:90], Ordered).set_order(order, run["masks"])
+    trainer.add_callback(StopAt(num_steps))
     set_adapter(trainer.model, "train30_init.safetensors")
     start = {name: p.detach().clone() for name, p in trained_parameters(trainer.model).items()}
     trainer.train()
-    assert trainer.state.global_step == 30
-    trained = {name: p.detach() for name, p in trained_parameters(trainer.model).items()}
-    expected = authors_adapter(trained, "train30_adapter/adapter_model.safetensors")
-    assert distance(trained, expected) < 5e-6 * distance(expected, start)
-    for ours, theirs in zip(trainer.state.log_history, run["log"], strict=False):
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert trainer.state.global_step == len(logs) == num_steps
+    for ours, theirs in zip(logs, run["log"], strict=False):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
         assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-12)
+    if num_steps == 30:
+        trained = {name: p.detach() for name, p in trained_parameters(trainer.model).items()}
+        expected = authors_adapter(trained, "train30_adapter/adapter_model.safetensors")
+        assert distance(trained, expected) < 5e-6 * distance(expected, start)
 
 
 def test_scores_equal_authors():
@@ -206,13 +221,12 @@ def test_scores_equal_authors():
     for row in rows:
         completion, gold = row["completion"], row["answer"]
         if row["task"] == "gsm8k":
-            score = scorers.score_metamath_gsm8k({"answer": f"#### {gold}"}, [scorers.extract_number(completion)])[
-                "acc"
-            ]
+            results = [scorers.extract_number(completion)]
+            score = scorers.score_metamath_gsm8k({"answer": f"#### {gold}"}, results)["acc"]
         else:
             answer = scorers.extract_text(completion)
             score = answer is not None and scorers.is_equiv(answer, gold)
-        assert score == (row["verdict"] is True), row  # theirs raises an exception for some: false
+        assert score == (row["verdict"] is True), row  # an exception in their program counts as false
     assert len(rows) == 301
 
 
