@@ -1,4 +1,4 @@
-"""The paper is named wherever the package introduces itself, with the same title, authors and address."""
+"""Test that README, documentation and package cite the paper in the same way."""
 
 import pytest
 import yaml
@@ -11,7 +11,7 @@ PAPER = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["pre
 NUMBER = PAPER["url"].rpartition("/")[2]
 
 
-def test_the_first_screen_of_the_readme_names_the_paper_and_the_authors_program():
+def test_readme_starts_with_citation():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text) <= 8000
     first_screen = " ".join(text[:1800].replace("\n> ", " ").split())
@@ -23,11 +23,11 @@ def test_the_first_screen_of_the_readme_names_the_paper_and_the_authors_program(
 
 
 @pytest.mark.parametrize("path", ["docs/replication.md", "loopdropout_trainer/model_card.jinja"])
-def test_pages_name_it(path):
+def test_pages_cite_paper(path):
     text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
     assert PAPER["title"] in text and PAPER["url"] in text
 
 
-def test_the_package_names_it():
+def test_package_cites_paper():
     assert f"arXiv {NUMBER}" in loopdropout_trainer.__doc__
     assert (ROOT / "MANIFEST.in").read_text(encoding="utf-8").startswith("include CITATION.cff\n")

@@ -1,4 +1,4 @@
-"""Depth samplers: distributions, limits, and draws that depend on the seed and the step alone."""
+"""Test depth samplers: distributions, limits and messages."""
 
 import math
 from collections import Counter
@@ -32,7 +32,7 @@ def lognormal_poisson(rate, sigma, most, count=400_000):
         (LogNormalPoissonDepth(rate=16, sigma=0.8, most=40), lognormal_poisson(16, 0.8, 40)),
     ],
 )
-def test_depths_follow_their_distribution(sampler, probabilities):
+def test_depths_follow_distribution(sampler, probabilities):
     count = 2000
     depths = Counter(sample_depth(sampler, 5, step, 4) for step in range(count))
     least, most = sampler.limits(4)
@@ -51,6 +51,6 @@ def test_depths_follow_their_distribution(sampler, probabilities):
         ("normal", {}, "`depth_sampling` must be one of"),
     ],
 )
-def test_wrong_fields_raise(name, fields, message):
+def test_depth_sampler_validates_fields(name, fields, message):
     with pytest.raises(ValueError, match=message):
         make_depth_sampler(name, fields).limits(4)

@@ -1,4 +1,4 @@
-"""Rewards on completions with known answers."""
+"""Test rewards on completions with known answers."""
 
 import pytest
 
