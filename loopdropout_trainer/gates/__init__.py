@@ -1,9 +1,9 @@
-"""Which gates: pure sampling, one file per kind of rule. A new rule is one file here and one YAML.
+"""Gate rules: sample gates, with one file for each kind of rule.
 
 `python -m loopdropout_trainer.gates` prints all rules with their fields.
 """
 
-# ruff: noqa: F401  (handed on)
+# ruff: noqa: F401  (re-exported)
 from loopdropout_trainer.gates.loop_dropout import DoseControl, Independent, Learned, LoopDropout, ModuleWise, Unscaled
 from loopdropout_trainer.gates.lora import LoRA, LoRADropout
 from loopdropout_trainer.gates.noise import ParallelNoise, WeightNoise

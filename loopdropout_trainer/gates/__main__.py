@@ -1,4 +1,4 @@
-"""Print every rule with its fields, defaults, mean, covariance and place in the paper.
+"""Print every rule with its fields, defaults, moments and section of the paper.
 
 Usage: python -m loopdropout_trainer.gates [RULE ...]
 """
@@ -19,7 +19,7 @@ def main(names: Sequence[str]) -> None:
         print(__doc__.strip())
         return
     for name in names or RULES:
-        rule = type(make_rule(name))  # which says what is valid
+        rule = type(make_rule(name))
         fields = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(rule) if field.init)
         print(f"{name}({fields})\n\n    " + inspect.getdoc(rule).replace("\n", "\n    ") + "\n")
 

@@ -1,7 +1,7 @@
 """Depth sampling: the number of loops that an optimizer step runs.
 
-A draw is a pure function of (seed, optimizer step), so that all processes and micro-batches of a step run equally deep, and
-a resumed run draws the same depths.
+A draw depends on the seed and the optimizer step only. All processes and micro-batches of a step use the same depth, and a
+resumed run draws the same depths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FixedDepth:
     """The model's own depth K in every step."""
 
     def limits(self, num_loops: int) -> tuple[int, int]:
-        """Return the least and the greatest depth for a model of K = `num_loops` loops."""
+        """Return the smallest and largest depth for a model of K = `num_loops` loops."""
         return num_loops, num_loops
 
     def sample(self, u: tuple[float, float], num_loops: int) -> int:

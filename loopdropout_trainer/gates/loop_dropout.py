@@ -1,6 +1,6 @@
 """Loop Dropout: g_t = b_t / q_t with b_t ~ Bernoulli(q_t) independent for each example and loop, q_t = 1 - p_t (Eq. 2).
 
-The rules that use the same masks in another way are here as well.
+This module also contains the rules that use the same masks in another way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from loopdropout_trainer.gates.rule import Draw, GateRule, check_p, register_rul
 
 @dataclass(frozen=True)
 class MaskedRule(GateRule):
-    """Base of the rules with Bernoulli masks: p is the drop probability, one number or one for each loop."""
+    """Base of the rules with Bernoulli masks.
+
+    Args:
+        p: Drop probability, one number or one for each loop.
+    """
 
     p: float | tuple[float, ...] = 0.5
 
@@ -26,7 +30,9 @@ class MaskedRule(GateRule):
 
     def check(self, num_loops: int) -> None:
         if isinstance(self.p, tuple) and len(self.p) != num_loops:
-            raise UserError(f"`p` has {len(self.p)} values, but the model runs {num_loops} loops: give one for each.")
+            raise UserError(
+                f"`p` has {len(self.p)} values, but the model runs {num_loops} loops. Set one value for each loop."
+            )
 
     def sample(self, draw: Draw) -> Tensor:
         p = torch.as_tensor(self.p, dtype=torch.float64).view(-1, 1)  # [1, 1] or [K, 1]
@@ -97,7 +103,7 @@ class DoseControl(MaskedRule):
 @register_rule
 @dataclass(frozen=True)
 class ModuleWise(MaskedRule):
-    """Drops the update of single linear maps instead of all M at once; gates are [K, N, M] for M adapted maps.
+    """Drops the updates of single linear maps. Gates are [K, N, M] for M adapted maps.
 
     Gate: b_tm / q_t, b_tm ~ Bernoulli(q_t) for each module m
     Mean: 1
@@ -116,7 +122,7 @@ class ModuleWise(MaskedRule):
 @register_rule
 @dataclass(frozen=True)
 class Learned(MaskedRule):
-    """One trainable scalar gamma_t for each loop, initially 1; alone (p = 0) or together with Loop Dropout.
+    """One trainable scalar gamma_t for each loop, initially 1, with or without Loop Dropout.
 
     The gammas are saved with the adapter and stay at inference. They cannot be merged unless all are equal.
 
@@ -136,11 +142,11 @@ class Learned(MaskedRule):
 @register_rule
 @dataclass(frozen=True)
 class Independent(MaskedRule):
-    """h_t = F(h_{t-1}; W + g_t Delta_t): every loop has an A and a B of its own, of rank `lora_r`.
+    """h_t = F(h_{t-1}; W + g_t Delta_t): every loop has its own A and B of rank `lora_r`.
 
     Rank 4 matches the parameters of a shared rank-16 adapter at four loops (equal budget), rank 16 its rank (equal rank).
 
-    Gate: b_t / q_t on loop t's own update, b_t ~ Bernoulli(q_t)
+    Gate: b_t / q_t on the update of loop t, b_t ~ Bernoulli(q_t)
     Mean: 1
     Covariance: (p/q) I
     Paper: Table "Sharing x masking on Ouro-1.4B"; Appendix "Sharing and masking"

@@ -15,7 +15,7 @@ from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, check_o
 @register_rule
 @dataclass(frozen=True)
 class LoRA(GateRule):
-    """The unmasked reference (Eq. 2); with the adapter's own fields also input dropout, rsLoRA and LoRA+.
+    """The unmasked reference (Eq. 2). Fields of the adapter add input dropout, rsLoRA and LoRA+.
 
     Gate: 1
     Mean: 1
@@ -35,15 +35,12 @@ class LoRA(GateRule):
 class LoRADropout(LoRA):
     """Random input dimensions (columns of A) and output dimensions (rows of B) are removed, never the rank.
 
-    Delta = (alpha/r) diag(m_out) B A diag(m_in), m ~ Bernoulli(q) / q for each dimension: one pair of masks for each
-    module, held over loops, examples and the optimizer step. The loss is the mean over `num_masks` such draws. As
-    masks are rescaled, the expected masked update is (alpha/r) B A, which is what inference uses: plain LoRA, which
-    merges. The original's masks are not rescaled, and its inference uses the expected q^2 Delta: the same thing at
-    alpha q^2. So a new adapter is made, trained and saved with q^2 times the `lora_alpha` that is asked for, whatever p.
+    Delta = (alpha/r) diag(m_out) B A diag(m_in), m ~ Bernoulli(q) / q for each dimension. Each module has one pair of
+    masks for all loops and examples of the optimizer step. The loss is the mean over `num_masks` draws. Masks are
+    rescaled, so the expected masked update is (alpha/r) B A, and inference is plain LoRA. The original masks are not
+    rescaled and have the expected update q^2 Delta. A new adapter therefore gets q^2 times the requested `lora_alpha`.
 
-    Cost: the draws differ from the first adapted layer on, so that nothing but the input can be shared between them:
-    `num_masks` forward and backward passes per micro-batch, one after another in the memory of one. What is done once is
-    the optimizer step, the reduction of gradients over processes, and the loading of data.
+    A micro-batch takes `num_masks` forward and backward passes, one after another, with the memory of one pass.
 
     Gate: 1, on sparse factors
     Mean: 1

@@ -1,7 +1,7 @@
 """The two matched noise controls (Appendix "Matched noise controls").
 
-Both add noise exactly where Loop Dropout would remove the application: their events a_t ~ Bernoulli(p) are Loop Dropout's
-removals of the same seed. Their normal variates come from streams of their own.
+Both rules add noise where Loop Dropout with the same seed removes the update: the events a_t ~ Bernoulli(p) are the same.
+The normal variates use separate random streams.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ParallelNoise(MaskedRule):
 @register_rule
 @dataclass(frozen=True)
 class WeightNoise(MaskedRule):
-    """Low-rank weight noise: each adapted matrix is moved along a random direction of rank r_n, not along its update.
+    """Low-rank weight noise, along random directions of rank r_n instead of the update.
 
     Delta_i + a_t c |Delta_i|_F / sqrt(q_t d_out d_in r_n) G_out G_in, with standard normal G_out [d_out, r_n] and
-    G_in [r_n, d_in] of their own for each example, loop and matrix; |Delta_i|_F without gradient. Gates are one; the
-    expected energy of the noise is c^2 (p/q) |Delta_i|_F^2, that of Loop Dropout at c = 1.
+    G_in [r_n, d_in], drawn for each example, loop and matrix. |Delta_i|_F has no gradient. Gates are one. The expected
+    energy of the noise is c^2 (p/q) |Delta_i|_F^2, which equals the energy of Loop Dropout at c = 1.
 
     Gate: 1, plus weight noise where a_t = 1, a_t ~ Bernoulli(p_t)
     Mean: 1

@@ -1,12 +1,7 @@
-"""What a rule is: a small object that turns stateless draws into the gates of a micro-batch, and the registry of all rules.
+"""Gate rules turn stateless draws into the gates of a micro-batch, and a registry holds all rules.
 
-Most rules are only that: a class here with `sample`. A rule that is more plugs into the same registry at several points,
-each of them optional:
-
-- `adapter` names the kind of LoRA layer (a file of `loopdropout_trainer.lora`) that applies the rule. The two
-  meet in numbers only: the layer gets the gates, the rule's public fields, and the `seeds` from which it expands random
-  factors too large to pass around (weight noise, sparse factors).
-- `passes`, `wants_sensitivity`, `state_dict`, `alpha_factor` and `mergeable` say what is more than `sample`: see `GateRule`.
+Most rules implement `sample` only. `adapter` names another kind of LoRA layer from `loopdropout_trainer.lora`, which reads
+the gates, the rule's fields and its `seeds`. `GateRule` documents the other optional attributes.
 """
 
 from __future__ import annotations
@@ -25,14 +20,14 @@ from loopdropout_trainer.gates.streams import Streams
 
 @dataclass(frozen=True)
 class Draw(Streams):
-    """The examples that need gates, and the random numbers that belong to them.
+    """Examples that need gates, with their random numbers.
 
-    Attributes, besides those of `Streams`:
-        num_loops: recurrence depth K.
-        num_steps: total number of optimizer steps, for rules that follow a schedule.
-        num_modules: number M of adapted linear maps.
-        layers: [M] index of the physical layer that each of them is part of.
-        pass_index: of this pass among the rule's `passes` over one micro-batch.
+    Args:
+        num_loops: Recurrence depth K.
+        num_steps: Total number of optimizer steps, for schedules.
+        num_modules: Number M of adapted linear maps.
+        layers: Index of the physical layer of each adapted map, [M].
+        pass_index: Index of the pass among the rule's `passes` over a micro-batch.
     """
 
     num_loops: int
@@ -42,16 +37,16 @@ class Draw(Streams):
     pass_index: int = 0
 
     def event_uniforms(self) -> Tensor:
-        """Return the [K, N] uniforms behind every rule's events, so that two rules of one seed see paired masks."""
+        """Return event uniforms [K, N], which pair the masks of rules with the same seed."""
         return self.uniforms("events", self.num_loops).T
 
     def module_event_uniforms(self) -> Tensor:
-        """Return [K, N, M] event uniforms, one for each adapted module; those of module 0 are `event_uniforms`."""
+        """Return [K, N, M] event uniforms, which equal `event_uniforms` for module 0."""
         u = self.uniforms("events", self.num_modules * self.num_loops)
         return u.view(-1, self.num_modules, self.num_loops).permute(2, 0, 1)
 
     def removals(self, p: float | Sequence[float]) -> Tensor:
-        """Return the removal events a ~ Bernoulli(p), [K, N] booleans; with p < p', those of p are among those of p'."""
+        """Return the removal events a ~ Bernoulli(p), [K, N] booleans. A larger p removes a superset."""
         return self.event_uniforms() < torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
 
 
@@ -70,7 +65,7 @@ class GateRule:
 
     @property
     def alpha_factor(self) -> float:
-        """What the `lora_alpha` of a new adapter is multiplied by; it is then trained, saved and merged so."""
+        """Factor on the `lora_alpha` of a new adapter."""
         return 1.0
 
     @property
@@ -82,22 +77,22 @@ class GateRule:
         """Raise ValueError if the rule's fields do not fit a model of `num_loops` loops."""
 
     def sample(self, draw: Draw) -> Tensor:
-        """Return float32 gates [K, N], or [K, N, M] with one for each adapted module; N may be 1 for all examples alike."""
+        """Return float32 gates [K, N], or [K, N, M] for adapted modules. N may be 1 if all examples share the gates."""
         raise NotImplementedError
 
     def seeds(self, draw: Draw) -> Tensor | None:
-        """Return int64 seeds of the random factors that the rule's adapter expands itself; the adapter says their shape."""
+        """Return int64 seeds of the random factors that the rule's adapter expands, in the adapter's shape."""
         return None
 
     def observe(self, sensitivity: Tensor) -> None:
-        """Take the step's sum over all examples and processes of |d loss / d g_t|, [K], if `wants_sensitivity`."""
+        """Update the rule from sum |d loss / d g_t| over all examples and processes of a step, [K]."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep of the rule, as JSON-able values; empty for a rule without memory."""
+        """Return the rule's state as JSON values. Stateless rules return {}."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
 
 
 RULES: dict[str, type[GateRule]] = {}
@@ -111,7 +106,7 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
 
 
 def make_rule(name: str, **fields: Any) -> GateRule:
-    """Build the rule `name` from its fields; raise ValueError, with what is valid, for what it does not take."""
+    """Return the rule `name` with its fields, or raise UserError with the valid choices."""
     if name not in RULES:
         choices = ", ".join(sorted(RULES))
         raise UserError(f"`rule` must be one of {choices}, got {name!r}.{closest_match(name, RULES)}")
@@ -119,15 +114,18 @@ def make_rule(name: str, **fields: Any) -> GateRule:
 
 
 def build(cls: type, fields: Mapping[str, Any], name: str, place: str = "") -> Any:
-    """Return a dataclass made of these fields; raise ValueError for one that it does not take.
+    """Return a dataclass with these fields, or raise UserError for an unknown field.
 
     Args:
-        name: of the dataclass, as the sentence begins with; place: where its fields stand, as it goes on.
+        cls: Dataclass.
+        fields: Values by field name.
+        name: Subject of the error message.
+        place: Location of the fields in the error message.
     """
     valid = [field.name for field in dataclasses.fields(cls) if field.init]
     for field in fields:
         if field not in valid:
-            raise UserError(f"{name} has no field {field!r}{place}; it takes {', '.join(valid) or 'no fields'}.")
+            raise UserError(f"{name} has no field {field!r}{place}. It takes {', '.join(valid) or 'no fields'}.")
     return cls(**fields)
 
 
@@ -138,24 +136,21 @@ def check_number(name: str, value: Any, low: float, high: float, kind: type | tu
         raise UserError(f"`{name}` must be {noun} from {low:g} to {high:g}, got {short_repr(value)}.")
 
 
-# Drop probabilities p: one number for all loops, or one for each.
-
-
 def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
-    """Return p as a float or a tuple of floats; raise ValueError if one is not a number in [0, 1)."""
+    """Return p as a float or a tuple of floats. Every value must be in [0, 1)."""
     values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
         check_number(name, value, 0, 1)
         if value == 1:
             raise UserError(f"`{name}` must be below 1, got {value!r}.")
     if not values:
-        raise UserError(f"`{name}` must be one drop probability, or one for each loop; got an empty list.")
+        raise UserError(f"`{name}` must be one drop probability or one for each loop, got an empty list.")
     return float(values[0]) if len(values) == 1 else tuple(map(float, values))
 
 
 def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
-    """Return p as one float for all loops; raise ValueError if it is not one number in [0, 1)."""
+    """Return p as one float for all loops. It must be one number in [0, 1)."""
     p = check_p(p, name)
     if isinstance(p, tuple):
-        raise UserError(f"`{name}` must be one drop probability for all loops with this rule; got {list(p)}.")
+        raise UserError(f"`{name}` must be one drop probability for all loops with this rule, got {list(p)}.")
     return p

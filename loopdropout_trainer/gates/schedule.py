@@ -1,4 +1,4 @@
-"""Gates whose probabilities move: over training, or with how sensitive the loss is to each loop's gate."""
+"""Gates whose probabilities change with the training step or with the sensitivity of the loss to each gate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, check_o
 @register_rule
 @dataclass(frozen=True)
 class Schedule(GateRule):
-    """p goes from `p_start` in the first optimizer step to `p_end` in the last, linearly in steps.
+    """p changes linearly from `p_start` in the first optimizer step to `p_end` in the last step.
 
-    It depends on the step's number alone, and so goes on in a resumed run where it stood.
+    p depends on the step number only, so that resumed runs continue the schedule.
 
     Gate: b_t / q(step), b_t ~ Bernoulli(q(step))
     Mean: 1
@@ -46,11 +46,11 @@ class Schedule(GateRule):
 @register_rule
 @dataclass(frozen=True)
 class CoTo(GateRule):
-    """One switch for each of L physical layers, fixed over its projections, all loops, all examples of the step.
+    """One switch for each of L physical layers, shared by all projections, loops and examples of a step.
 
     The keep probability q goes linearly from `keep_start` in the first optimizer step to 1 after the fraction `ramp` of
-    the steps. If the draw switches all layers off, the layer with the largest draw is on. No rescaling. An adapter that is
-    switched off for a step is not computed on a single process; in distributed runs it takes part with zero.
+    the steps. If the draw switches all layers off, the layer with the largest draw is on. Gates are not rescaled. A single
+    process does not compute inactive layers. Distributed runs compute them with a factor of zero.
 
     Gate: b_l for the modules of layer l, b_l ~ Bernoulli(q(step)), not all zero
     Mean: q + (1-q)^L / L
@@ -77,7 +77,7 @@ class CoTo(GateRule):
         layers = torch.tensor(draw.layers)  # [M]
         u = draw.step_uniforms("coto", int(layers.max()) + 1)  # [L]
         on = u >= 1 - self.keep_at(draw.step, draw.num_steps)
-        on[u.argmax()] = True  # the last to go, so that the set is never empty
+        on[u.argmax()] = True  # so that the set is never empty
         return on[layers].to(torch.float32).expand(draw.num_loops, 1, -1).contiguous()  # [K, 1, M]
 
 
@@ -86,10 +86,9 @@ class CoTo(GateRule):
 class Adaptive(GateRule):
     """p_t is proportional (`direction: more`) or inversely proportional (`less`) to a running estimate of sensitivity.
 
-    The sensitivity of loop t is the sum of |d loss_b / d g_t| over the examples of an optimizer step, as a share of the
-    sum over loops (so that neither the loss's scale nor the batch's size matters); the estimate is its exponential moving
-    average with weight `decay` on the past. The mean of p over loops stays `p`, and every p_t stays in [p_min, p_max].
-    Before the first estimate p_t = p.
+    The sensitivity of loop t is the sum of |d loss_b / d g_t| over the examples of an optimizer step, divided by the mean
+    over loops. The estimate is its exponential moving average with weight `decay` on the past. The mean of p over loops
+    stays `p`, and every p_t stays in [p_min, p_max]. Before the first estimate p_t = p.
 
     Gate: b_t / q_t, b_t ~ Bernoulli(q_t), p_t = clip(lambda s_t^(+1 or -1), p_min, p_max), mean p_t = p
     Mean: 1
@@ -109,20 +108,18 @@ class Adaptive(GateRule):
     def __post_init__(self):
         self.p = check_one_p(self.p)
         if self.direction not in ("more", "less"):
-            raise UserError(f"`direction` must be 'more' or 'less' (where sensitive); got {self.direction!r}.")
+            raise UserError(f"`direction` must be 'more' or 'less', got {self.direction!r}.")
         check_number("decay", self.decay, 0, 1)
         self.p_min = check_one_p(self.p_min, "p_min")
         self.p_max = check_one_p(self.p_max, "p_max")
         if not self.p_min <= self.p <= self.p_max:
-            raise UserError(
-                f"`p` must lie between `p_min` and `p_max`; got {self.p} outside [{self.p_min}, {self.p_max}]."
-            )
+            raise UserError(f"`p` must be from `p_min` ({self.p_min}) to `p_max` ({self.p_max}), got {self.p}.")
 
     def probabilities(self, num_loops: int) -> Tensor:
         """Return p_t, [K] float64."""
         if self.estimate is None:
             return torch.full((num_loops,), self.p, dtype=torch.float64)
-        floor = 1e-9  # a loop whose gate never mattered has no reciprocal
+        floor = 1e-9  # a sensitivity of zero has no reciprocal
         weights = self.estimate.clamp(min=floor)
         weights = weights if self.direction == "more" else 1 / weights
         return _proportional(weights / weights.mean(), self.p, self.p_min, self.p_max)
@@ -132,7 +129,7 @@ class Adaptive(GateRule):
 
     def observe(self, sensitivity: Tensor) -> None:
         total = sensitivity.double().sum()
-        if not (torch.isfinite(total) and total > 0):  # an overflown step of float16 training, or B still zero
+        if not (torch.isfinite(total) and total > 0):  # float16 overflow, or B is zero
             return
         share = sensitivity.double() * len(sensitivity) / total
         self.estimate = share if self.estimate is None else self.decay * self.estimate + (1 - self.decay) * share
@@ -146,9 +143,9 @@ class Adaptive(GateRule):
 
 
 def _proportional(weights: Tensor, mean: float, low: float, high: float) -> Tensor:
-    """Return clip(lambda * weights, low, high) with the one lambda that gives it this mean, which is in reach."""
+    """Return clip(lambda * weights, low, high) with the lambda that gives the requested mean."""
     lower = 0.0
-    upper = high / float(weights.min())  # all low, all high; the mean grows with lambda in between
+    upper = high / float(weights.min())  # the mean grows with lambda
     for _ in range(200):
         middle = (lower + upper) / 2
         if float((middle * weights).clamp(low, high).mean()) < mean:

@@ -1,11 +1,11 @@
-"""Stateless random numbers: a pure function of (seed, purpose, optimizer step, example of that step's global batch).
+"""Stateless random numbers: a function of (seed, purpose, optimizer step, example in the global batch).
 
-A draw depends on nothing that came before it. So a resumed run, another number of processes or another split into
-micro-batches draws the same numbers for the same examples, and the global random stream is never touched: initial
-weights and data order are the same with and without gates.
+A draw does not depend on previous draws. Resumed runs, other numbers of processes and other splits into micro-batches draw
+the same numbers for the same examples. The global random state stays unchanged, so that initial weights and data order are
+the same with and without gates.
 
-The source is numpy's Philox-4x64 (Salmon et al. 2011), whose raw output is fixed by its definition: the 128-bit key is
-(seed, hash of the purpose), the 256-bit counter is (draw, segment, row, step).
+The generator is numpy's Philox-4x64 (Salmon et al. 2011), which fixes the raw output. The 128-bit key is (seed, hash of the
+purpose) and the 256-bit counter is (draw, segment, row, step).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _words(*words: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Streams:
-    """The random numbers of some examples in one optimizer step; streams of different purpose are independent.
+    """Random numbers of N examples in one optimizer step, in an independent stream for each purpose.
 
-    Attributes:
-        seed: of all streams of the run, any integer.
-        step: optimizer step, from 0.
-        example_ids: of the N examples in the step's global batch.
+    Args:
+        seed: Seed of the run, any integer.
+        step: Optimizer step, from 0.
+        example_ids: (row, segment) of the N examples in the global batch of the step.
     """
 
     seed: int
@@ -49,18 +49,20 @@ class Streams:
     example_ids: Sequence[ExampleId]
 
     def uniforms(self, purpose: str, num_draws: int) -> Tensor:
-        """Return [N, num_draws] float64 in [0, 1); a longer request starts with the shorter one's numbers."""
-        key = _words(self.seed & _MASK64, _purpose_key(purpose))
+        """Return [N, num_draws] float64 in [0, 1), where fewer draws are a prefix of more draws."""
+        philox = np.random.Philox(key=_words(self.seed & _MASK64, _purpose_key(purpose)))
+        state = philox.state  # a new generator for each example would take five times as long
         raw = np.empty((len(self.example_ids), num_draws), np.uint64)
         for place, (row, segment) in enumerate(self.example_ids):
-            counter = _words(0, segment, row, self.step)
-            raw[place] = np.random.Philox(key=key, counter=counter).random_raw(num_draws)
+            state["state"]["counter"] = _words(0, segment, row, self.step)
+            philox.state = state
+            raw[place] = philox.random_raw(num_draws)
         highest = (raw >> np.uint64(11)).astype(np.float64)  # 53 bits
         return torch.from_numpy(highest * 2.0**-53)
 
     def normals(self, purpose: str, num_draws: int) -> Tensor:
-        """Return [N, num_draws] standard normals, float64; as in `uniforms`."""
-        middles = self.uniforms(purpose, num_draws) + 2.0**-54  # of the 2^53 cells, never 0 or 1
+        """Return [N, num_draws] float64 standard normals."""
+        middles = self.uniforms(purpose, num_draws) + 2.0**-54  # never 0 or 1
         return torch.special.ndtri(middles)
 
     def step_uniforms(self, purpose: str, num_draws: int) -> Tensor:

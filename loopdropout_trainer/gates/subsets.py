@@ -1,4 +1,4 @@
-"""Random sets of active loops other than independent ones, each gate rescaled by its loop's retention probability."""
+"""Dependent random sets of active loops, with each gate divided by its retention probability."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, registe
 @register_rule
 @dataclass(frozen=True)
 class ExactlyM(GateRule):
-    """Exactly m of the K loops are active, at K/m of the update's strength; all sets of m are equally likely.
+    """Exactly m of the K loops are active, with the update times K/m. All sets of m loops are equally likely.
 
-    They are the loops whose event uniforms are largest, so that a loop that Loop Dropout removes rather drops out here too.
+    The active loops have the largest event uniforms, so that the sets correlate with Loop Dropout's sets.
 
     Gate: (K/m) 1[t in S], S a random set of m loops
     Mean: 1
@@ -43,7 +43,7 @@ class ExactlyM(GateRule):
 class RandomPrefix(GateRule):
     """Loops 1..T are active, T uniform on 1..K: loop t is retained with probability (K - t + 1)/K.
 
-    T follows the event uniform of the last loop, which is retained least: where it is active, Loop Dropout retains it too.
+    T increases with the event uniform of the last loop, which is retained least often.
 
     Gate: 1[t <= T] K/(K - t + 1)
     Mean: 1
@@ -64,8 +64,7 @@ class RandomPrefix(GateRule):
 class RandomSuffix(GateRule):
     """Loops T..K are active, T uniform on 1..K: loop t is retained with probability t/K.
 
-    T falls with the event uniform of the first loop, which is retained least: where it is active, Loop Dropout retains it
-    too.
+    T decreases with the event uniform of the first loop, which is retained least often.
 
     Gate: 1[t >= T] K/t
     Mean: 1
