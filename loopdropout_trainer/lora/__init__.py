@@ -1,6 +1,6 @@
-"""How a LoRA layer uses a gate; one file for each kind of layer that a rule can ask for by its `adapter`."""
+"""Gated LoRA layers, with one file for each kind that a rule selects by its `adapter`."""
 
-# ruff: noqa: F401  (handed on)
+# ruff: noqa: F401  (re-exported)
 from loopdropout_trainer.lora.compatibility import check_adapter, check_peft_config, default_peft_config
 from loopdropout_trainer.lora.gated import (
     ADAPTER_KINDS,
@@ -18,5 +18,4 @@ from loopdropout_trainer.lora.learned import LearnedGatesLora
 from loopdropout_trainer.lora.loading import attach_adapter
 from loopdropout_trainer.lora.lora_dropout import SparseLora
 from loopdropout_trainer.lora.per_loop import PerLoopLora
-from loopdropout_trainer.lora.prepared import PreparedProjections
 from loopdropout_trainer.lora.weight_noise import NoisyLora

@@ -1,9 +1,7 @@
 """A LoRA layer with a gate: y = W x + g[t, b] * (alpha / r) * B A x (Eq. 3), one g for all tokens of an example.
 
-The gate multiplies the r-dimensional activation A x, never a full-width one, and is folded into the scaling: it costs
-nothing. With unit gates the layer evaluates PEFT's own expression, bit for bit.
-
-PEFT calls a layer with another forward a `LoraVariant`. That interface is private: all use of it is in this folder.
+The gate multiplies the r-dimensional activation A x together with the scaling. With unit gates the layer equals PEFT's layer
+bit for bit. Only this folder uses PEFT's private interface `LoraVariant`.
 """
 
 from __future__ import annotations
@@ -29,23 +27,22 @@ from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, 
 class GatedLora(LoraVariant):
     """PEFT variant of one LoRA layer that multiplies its update by the running loop's gate.
 
-    A subclass is another kind of adapter: it overrides the gate, how A and B are applied, or adds to the result, and names
-    itself (`class Kind(GatedLora, kind="name")`), so that a rule can ask for it by `adapter = "name"`. A kind that has
-    parameters beyond PEFT's also says how they are made (`prepare`) and recognised on a model and in a file (`is_on`,
-    `saved_num_loops`, `is_own`): training, saving, loading and merging call these, and name no kind.
+    A subclass is another kind of adapter (`class Kind(GatedLora, kind="name")`), which rules select by `adapter = "name"`. It
+    overrides the gate or the use of A and B. A kind with additional parameters also implements `prepare`, `is_on`,
+    `saved_num_loops` and `is_own`.
 
     Class attributes:
-        description: name of the kind's parameters in messages.
-        one_depth: whether these fit only the recurrence depth K that they were made for.
+        description: Name of the kind's parameters in messages.
+        one_depth: Whether the parameters fit one recurrence depth K only.
 
     Args:
-        loop_state: of the looped model that the layer is part of.
-        module: index of the layer among the adapted ones.
-        rule: whose public fields the kind reads; None outside training.
-        in_activation_dtype: compute the update in the dtype of the layer's output, with the float32 factors cast to it,
-            as the paper does. False: in the factors' dtype, as PEFT does. Under autocast the two agree.
-        shared: what `prepare` returned.
-        replaced: PEFT's own variant, in whose place this one is.
+        loop_state: Gates of the looped model.
+        module: Index of the layer among the adapted layers.
+        rule: Training rule, whose fields the kind reads. None outside of training.
+        in_activation_dtype: Whether to cast float32 factors to the dtype of the layer's output, as the paper does. PEFT
+            computes in the factors' dtype. Both agree under autocast.
+        shared: Return value of `prepare`.
+        replaced: PEFT's variant that this variant replaces.
     """
 
     description = "a shared adapter"
@@ -64,25 +61,21 @@ class GatedLora(LoraVariant):
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> Any:
-        """Give the model the parameters that this kind has beyond PEFT's, if it lacks them, without the global random state.
-
-        Returns:
-            What all layers of the kind share, if anything.
-        """
+        """Add the kind's missing parameters to the model without the global random state, and return the shared state."""
 
     @classmethod
     def is_on(cls, model: PeftModel, adapter: str) -> bool:
-        """Return whether the model's adapter has this kind's own parameters."""
+        """Return whether the adapter has parameters of this kind."""
         return False
 
     @classmethod
     def saved_num_loops(cls, weights: Mapping[str, Tensor]) -> int | None:
-        """Return the depth that this kind's own ones of an adapter's saved parameters belong to; None: there are none."""
+        """Return the depth of this kind's saved parameters, or None without such parameters."""
         return None
 
     @classmethod
     def is_own(cls, name: str) -> bool:
-        """Return whether a saved parameter is this kind's own and neither A nor B of a linear map."""
+        """Return whether a saved parameter is of this kind and neither A nor B."""
         return False
 
     def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
@@ -96,7 +89,7 @@ class GatedLora(LoraVariant):
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
-        # In float32: a gate such as 1/0.7 rounded to bfloat16 would be 0.2% off for every token alike.
+        # In float32, since rounding a gate such as 1/0.7 to bfloat16 gives an error of 0.2% for all tokens.
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
         return result + self.up(module, active_adapter, low_rank)
 
@@ -116,9 +109,9 @@ class GatedLora(LoraVariant):
         return x.to(result.dtype) if self.in_activation_dtype else x
 
     def _unused(self, module: LoraLayer, adapter: str, x: Tensor, result: Tensor) -> Tensor:
-        """Leave the update out; with several processes, unless the loop is frozen, add 0 times the update of one token.
+        """Skip the update. With several processes, add 0 times the update of one token unless the loop is frozen.
 
-        A parameter that has no gradient in a step is an error in DDP, and ZeRO-3 silently applies its last gradient again.
+        DDP raises an error for a parameter without gradient, and ZeRO-3 applies its previous gradient.
         """
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         if alone or self.loop_state.running.frozen:
@@ -143,11 +136,7 @@ class GatedLora(LoraVariant):
         return orig_weight - self.merged_update(module, active_adapter).to(orig_weight.dtype)
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
-        """Return the one [out, in] matrix that unit gates add to the weight in every loop.
-
-        Raises:
-            ValueError: if loops differ at unit gates, so that there is none.
-        """
+        """Return the update [out, in] at unit gates, or raise UserError if it differs between loops."""
         return module.get_delta_weight(adapter)
 
 
@@ -155,10 +144,10 @@ ADAPTER_KINDS: dict[str, type[GatedLora]] = {"gated": GatedLora}
 
 
 class GatedVariants(dict[str, LoraVariant]):
-    """A layer's variants by adapter, all of them gated, also those of adapters that PEFT adds to the layer later.
+    """Gated variants of a layer by adapter, including adapters that PEFT adds later.
 
-    PEFT runs plain LoRA for an adapter that is not in `layer.lora_variant`, else its variant. Here every adapter is in it,
-    and PEFT's own variants are replaced. One that cannot be gated raises ValueError when PEFT puts it on the layer.
+    PEFT runs plain LoRA for adapters that are not in `layer.lora_variant`. This dictionary contains every adapter. It replaces
+    PEFT's variants and raises UserError for a variant that cannot be gated.
     """
 
     def __init__(self, loop_state: GateState, module: int, in_activation_dtype: bool) -> None:
@@ -180,7 +169,7 @@ class GatedVariants(dict[str, LoraVariant]):
 
 
 def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a bias-free factor in the dtype of x; by its own call, which runs its hooks, if that computes in this dtype."""
+    """Apply a factor without bias in the dtype of x, through its call (and hooks) if the dtypes agree."""
     if linear.weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return linear(x)
     return F.linear(x, linear.weight.to(x.dtype))
@@ -192,13 +181,13 @@ def adapted_layers(model: nn.Module) -> list[LoraLayer]:
 
 
 def merged_update(layer: LoraLayer, adapter: str) -> Tensor:
-    """Return the one matrix [out, in] that an adapter adds to a layer's weight at unit gates; ValueError if there is none."""
+    """Return the update [out, in] of a layer at unit gates, or raise UserError if it differs between loops."""
     variant = layer.lora_variant.get(adapter)
     return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
 
 
 def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None:
-    """Return the trained A and B of a gated adapter, or None if anything else is trained or it has dropout on its input."""
+    """Return the trained A and B, or None if other parameters are trained or the input has dropout."""
     layers = adapted_layers(model)
     dropouts = [part for layer in layers for part in layer.lora_dropout.modules() if isinstance(part, nn.Dropout)]
     factors = [
@@ -214,9 +203,9 @@ def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None
 
 
 def physical_layers(model: nn.Module) -> list[int]:
-    """Return for each adapted layer, [M], the index of the physical layer that it is part of, counted from 0.
+    """Return the index of the physical layer of each adapted layer, [M].
 
-    Modules whose names agree up to the first number (`layers.3`) form one; a module without a number is one by itself.
+    Modules whose names agree up to the first number (`layers.3`) belong to one physical layer.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     owners = [re.sub(r"(\.\d+)\..*", r"\1", name) for name in names]
@@ -271,31 +260,31 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
 
 
 def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-    """Raise ValueError for a kind's own parameters that PEFT's `load_adapter` would drop, as it does with unknown names."""
+    """Raise UserError for parameters that PEFT's `load_adapter` would silently drop."""
     parameters = {prefix + name for name, _ in tuner.named_parameters()}
     for name in state_dict:
         kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_own(name)), None)
         if kind is not None and name not in parameters:
             raise UserError(
-                f"The adapter has {kind.description} (`{name}`), which PEFT's `load_adapter` does not read: load it on "
-                "a model of its own with `loopdropout_trainer.load_adapter`."
+                f"The adapter has {kind.description} (`{name}`), which PEFT's `load_adapter` does not read. Load it on "
+                "a new model with `loopdropout_trainer.load_adapter`."
             )
 
 
 def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
-    """Return the kind that an adapter has already, or that a rule gives it."""
+    """Return the kind of an existing adapter, or the kind that a rule selects."""
     present = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
     kind = present if rule is None else ADAPTER_KINDS[rule.adapter]
     if present not in (GatedLora, kind):
         raise UserError(
-            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}: use the "
-            "rule that it was trained with, or start from another adapter."
+            f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}. Use the "
+            "rule that trained the adapter, or start from another adapter."
         )
     return kind
 
 
 def _gate_layer(layer: LoraLayer, loop_state: GateState, module: int, in_activation_dtype: bool) -> None:
-    """Gate every adapter that a layer has and will have."""
+    """Gate all present and future adapters of a layer."""
     variants = GatedVariants(loop_state, module, in_activation_dtype)
     for adapter in layer.lora_A:
         variants[adapter] = layer.lora_variant.get(adapter)
@@ -305,16 +294,14 @@ def _gate_layer(layer: LoraLayer, loop_state: GateState, module: int, in_activat
 
 
 def _check_gates_reach(model: PeftModel) -> None:
-    """Raise ValueError if some update would not be multiplied by its gate."""
+    """Raise UserError if gates do not reach an update."""
     check_layers(model)
     if merged := sorted({adapter for layer in adapted_layers(model) for adapter in layer.merged_adapters}):
-        raise UserError(
-            f"No gate reaches an adapter that is merged into the weights; got {merged} merged: call `unmerge_adapter` first."
-        )
+        raise UserError(f"Adapters must not be merged into the weights, got {merged}. Call `unmerge_adapter` first.")
 
 
 def remove_gates(model: PeftModel) -> None:
-    """Give PEFT its own LoRA layers back."""
+    """Restore PEFT's LoRA layers."""
     for layer in gated_layers(model):
         variants = layer.lora_variant.items()
         layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
@@ -322,13 +309,13 @@ def remove_gates(model: PeftModel) -> None:
 
 
 def gated_layers(model: nn.Module) -> list[LoraLayer]:
-    """Return those of a model's LoRA layers that are gated."""
+    """Return the gated LoRA layers of a model."""
     return [layer for layer in adapted_layers(model) if isinstance(layer.lora_variant, GatedVariants)]
 
 
 @contextmanager
 def _all_gated(model: PeftModel) -> Iterator[None]:
-    """Gate every layer inside the block; if some were gated before it, the others also stay gated after it."""
+    """Gate every layer inside the block. If some layers were gated before, all layers stay gated."""
     gated = gated_layers(model)
     if not gated:
         add_gates(model)
@@ -351,25 +338,25 @@ def _all_gated(model: PeftModel) -> Iterator[None]:
 def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | None = None) -> Iterator[GateState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
-    They hold in every forward inside the block, and in the backward that follows inside it (with gradient checkpointing
-    the backward recomputes under the gates, so it must be inside). Gates may be any real numbers and may require
-    gradients. `use_gates(model, one_hot)` activates the adapter in a single loop; all zeros is the frozen model. They apply
-    to whatever adapters are active: after `model.set_adapter("other")` to the other one, also to several at once, and to
-    each row's own in a batch with `adapter_names`. A model may be in such blocks of one thread at a time.
+    Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
+    give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. With gradient checkpointing, run
+    the backward pass inside the block. Use a model in one thread at a time.
 
     Args:
         model: PEFT model over a looped model.
-        gates: [K] or [K, 1] for all examples alike, [K, N] for N examples, or [K, N, M] for M adapted modules.
-        segments: [B, S] index (0..N-1) of each token's example, for rows that hold several examples.
+        gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules.
+        segments: Index (0..N-1) of each token's example, [B, S], for packed examples.
 
     Raises:
-        NotLoopedError, ValueError: for a model without loops, an adapter that cannot be gated or is merged, or gates of a
-            wrong shape.
+        NotLoopedError: If the model is not looped.
+        UserError: If the adapter cannot be gated or is merged, or if the gates have a wrong shape.
     """
     looped = find_looped_model(model)
     gates = as_gate_matrix(gates, looped.config.num_loops)
     num_modules = len(adapted_layers(model))
     if gates.dim() == 3 and gates.shape[2] != num_modules:
-        raise UserError(f"Gates [K, N, M] need one for each of {num_modules} adapted modules; got {gates.shape[2]}.")
+        raise UserError(
+            f"`gates` must have a last dimension of {num_modules} (adapted modules), got {gates.shape[2]}."
+        )
     with _all_gated(model), applied_gates(looped.loop_state, gates, segments):
         yield looped.loop_state

@@ -1,7 +1,6 @@
-"""Learned gates: K trainable scalars gamma_t that multiply the drawn gates, g_t = gamma_t b_t / q_t, and stay at inference.
+"""Learned gates: K trainable scalars gamma_t that multiply the drawn gates, g_t = gamma_t b_t / q_t.
 
-They are saved with the adapter as `lora_loop_gates` [K]. PEFT alone ignores that entry when it loads an adapter; load it
-with `load_adapter`.
+The adapter stores them as `lora_loop_gates` [K]. PEFT ignores this entry, so load the adapter with `load_adapter`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ _NAME = "lora_loop_gates"
 
 
 class LearnedGatesLora(GatedLora, kind="learned"):
-    """A gated layer of a model whose gates are learned; the gates themselves are the model's, one set for all layers.
+    """A gated layer with learned gates, which all layers share.
 
-    What the layers share is the dictionary that holds the gates, and their name in it: not the tensor itself, since sharding
-    puts another one in its place.
+    `shared` holds the dictionary of gates and the adapter's name, since sharding replaces the tensor.
     """
 
     description = "learned gates"
@@ -33,7 +31,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
 
     @classmethod
     def prepare(cls, model: PeftModel, adapter: str, num_loops: int, seed: int) -> tuple[nn.ParameterDict, str]:
-        tuner = model.base_model  # where PEFT saves and loads them, and FSDP gathers them for a forward
+        tuner = model.base_model  # PEFT saves its parameters, and FSDP gathers them
         if not hasattr(tuner, _NAME):
             setattr(tuner, _NAME, nn.ParameterDict())
         gates = getattr(tuner, _NAME)
@@ -55,7 +53,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         return _NAME in name.split(".")
 
     def _gates(self) -> Tensor:
-        """Return the gates [K] that are there now."""
+        """Return the current gates [K]."""
         parameters, adapter = self.shared
         return parameters[adapter]
 
@@ -64,7 +62,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         gates = self._gates()
         if loop >= len(gates):
             raise UserError(
-                f"The adapter learned gates for {len(gates)} loops, but loop {loop + 1} runs: set `config.num_loops` back."
+                f"The adapter learned gates for {len(gates)} loops, but loop {loop + 1} runs. Restore `config.num_loops`."
             )
         return gates[loop].to(x.device)
 
@@ -73,7 +71,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         if (gates != gates[0]).any():
             rounded = [round(gate, 4) for gate in gates.tolist()]
             raise UserError(
-                f"An adapter with learned gates {rounded} cannot be merged: each loop scales the update differently, and one "
-                "weight serves all loops."
+                f"An adapter with learned gates {rounded} cannot be merged, since each loop scales the update "
+                "differently."
             )
         return super().merged_update(module, adapter) * gates[0]

@@ -21,18 +21,17 @@ def attach_adapter(
     """Put a saved adapter of any kind on a looped model.
 
     Args:
-        model: looped model without adapter.
-        folder: of the adapter, as errors name it.
-        is_trainable: False freezes it.
-        config: its configuration.
-        weights: its tensors by PEFT's names.
+        model: Looped model without adapter.
+        folder: Folder of the adapter, for messages.
+        is_trainable: Whether to train the adapter.
+        config: Configuration of the adapter.
+        weights: Tensors by PEFT's names.
 
     Raises:
-        ValueError: if tensors are missing, or not finite; or if each loop has factors or a gate of its own, for another
-            number of loops than the model runs.
+        UserError: If tensors are missing or not finite, or belong to another number of loops.
     """
     if not weights:
-        raise UserError(f"The adapter in {folder} has no tensors: it was not saved to its end.")
+        raise UserError(f"The adapter in {folder} has no tensors. Save it again.")
     for name, weight in weights.items():
         if not weight.is_floating_point():
             raise UserError(f"The adapter in {folder} is damaged: `{name}` holds {weight.dtype} numbers.")
@@ -43,8 +42,8 @@ def attach_adapter(
     for kind in kinds:
         if (trained_for := kind.saved_num_loops(weights)) != num_loops:
             raise UserError(
-                f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}: set "
-                f"`config.num_loops` to {trained_for}, or train a shared adapter, which runs at any depth."
+                f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}. Set "
+                f"`config.num_loops` to {trained_for}."
             )
     config.inference_mode = not is_trainable
     peft_model = PeftModelForCausalLM(model, config)
@@ -58,11 +57,12 @@ def attach_adapter(
 
 
 def _check_complete(peft_model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """Raise ValueError for an adapter whose tensors are not exactly those that its configuration describes."""
+    """Raise UserError if the tensors differ from the adapter's configuration."""
     expected = get_peft_model_state_dict(peft_model, save_embedding_layers=False).keys()
-    for wrong, what in ((expected - weights.keys(), "lacks"), (weights.keys() - expected, "has an unknown tensor,")):
+    for wrong, problem in (
+        (expected - weights.keys(), "lacks"),
+        (weights.keys() - expected, "has an unknown tensor,"),
+    ):
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise UserError(
-                f"The adapter in {folder} does not fit this model by its adapter_config.json: it {what} `{min(wrong)}`{more}."
-            )
+            raise UserError(f"The adapter in {folder} does not fit this model: it {problem} `{min(wrong)}`{more}.")

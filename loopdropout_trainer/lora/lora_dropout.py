@@ -1,7 +1,6 @@
 """LoRA Dropout: y = W x + (alpha / r) diag(m_out) B A diag(m_in) x with m ~ Bernoulli(q) / q (Lin et al. 2024).
 
-Masks multiply the thin factors, never an activation. Without seeds, as at inference, the layer is plain LoRA: the
-expected masked update.
+Masks multiply the factors. Without seeds, as at inference, the layer is plain LoRA, which is the expected masked update.
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ from loopdropout_trainer.lora.gated import GatedLora
 
 
 class SparseLora(GatedLora, kind="lora_dropout"):
-    """A gated layer whose A loses columns and whose B loses rows.
+    """A gated layer that masks columns of A and rows of B, with `GatedBatch.seeds` [M] and the rule's `p`."""
 
-    It reads `GatedBatch.seeds` as [M], and `p` from the rule.
-    """
-
-    _expanded: tuple[int | None, tuple] = (None, ())  # a seed, and the masks that it gives
+    _expanded: tuple[int | None, tuple] = (None, ())  # a seed with its masks
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
         if self.loop_state.batch.seeds is None:
@@ -38,7 +34,7 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         return F.linear(low_rank, thinned.to(low_rank.dtype))
 
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [d_in] and [d_out] masks of the pass, rescaled; all its loops, and their recomputation, share them."""
+        """Return [d_in] and [d_out] rescaled masks of the pass, the same for all loops and recomputations."""
         seed = int(self.loop_state.batch.seeds[self.module])
         if self._expanded[0] == seed:
             return self._expanded[1]

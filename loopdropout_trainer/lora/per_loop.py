@@ -1,8 +1,6 @@
 """Independent adapters: y = W x + g[t, b] * (alpha / r) * B_t A_t x, a pair of factors for each loop.
 
-The K pairs are one parameter [K, out, in] for each factor, under the names that the shared factors have. So they are
-saved, loaded and counted like any adapter, PEFT alone refuses to load them for their shape, and only the running loop's
-pair is computed.
+The K pairs are one parameter [K, out, in] for each factor under PEFT's names. PEFT alone raises an error for their shape.
 """
 
 from __future__ import annotations
@@ -21,25 +19,25 @@ from loopdropout_trainer.lora.gated import GatedLora, adapted_layers
 
 
 class LoopFactors(nn.Module):
-    """The A or the B of every loop: `weight` [K, out, in]."""
+    """Factors A or B of all loops, with `weight` [K, out, in]."""
 
     def __init__(self, factors: Sequence[Tensor], requires_grad: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.stack(factors), requires_grad)
 
     def forward(self, x: Tensor, loop: int | None = None) -> Tensor:
-        """Apply loop `loop`'s factor to `x` [..., in], in its dtype."""
+        """Apply the factor of a loop to `x` [..., in] in its dtype."""
         if loop is None:
-            raise UserError("Factors for each loop run in a gated model only: load the adapter with `load_adapter`.")
+            raise UserError("Factors for each loop need a gated model. Load the adapter with `load_adapter`.")
         if loop >= len(self.weight):
             raise UserError(
-                f"The adapter has factors for {len(self.weight)} loops, but loop {loop + 1} runs: set `config.num_loops` back."
+                f"The adapter has factors for {len(self.weight)} loops, but loop {loop + 1} runs. Restore `config.num_loops`."
             )
         return F.linear(x, self.weight[loop].to(x.dtype))
 
 
 class PerLoopLora(GatedLora, kind="per_loop"):
-    """A gated layer with factors of its own for each loop."""
+    """A gated layer with separate factors for each loop."""
 
     description = "a pair of factors for each loop"
     one_depth = True
@@ -58,7 +56,7 @@ class PerLoopLora(GatedLora, kind="per_loop"):
         init = model.peft_config[adapter].init_lora_weights
         if init not in (True, "gaussian"):
             raise UserError(
-                f"`init_lora_weights` must be True or 'gaussian' with a pair of factors for each loop; got {init!r}."
+                f"`init_lora_weights` must be True or 'gaussian' with a pair of factors for each loop, got {init!r}."
             )
         digest = hashlib.blake2b(f"independent adapters {seed}".encode(), digest_size=7).digest()
         with torch.random.fork_rng():
@@ -67,7 +65,7 @@ class PerLoopLora(GatedLora, kind="per_loop"):
                 if adapter not in layer.lora_A or isinstance(layer.lora_A[adapter], LoopFactors):
                     continue
                 factors = (layer.lora_A, layer.lora_B)
-                drawn = []  # its own factors are the first loop's; the others' are drawn as PEFT draws them
+                drawn = []  # PEFT's factors for loop 1, new draws for the other loops
                 for loop in range(num_loops):
                     if loop:
                         layer.reset_lora_parameters(adapter, init)
@@ -83,6 +81,6 @@ class PerLoopLora(GatedLora, kind="per_loop"):
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         raise UserError(
-            "Independent adapters cannot be merged: each loop has an update of its own, and one weight serves all loops. "
-            "Keep the adapter, or train a shared one."
+            "Independent adapters cannot be merged, since each loop has a different update. Keep the adapter, or train a "
+            "shared adapter."
         )

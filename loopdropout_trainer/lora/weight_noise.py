@@ -1,7 +1,7 @@
 """Low-rank weight noise: y = W x + (alpha / r) B A x + s_t |Delta|_F / sqrt(d_out d_in r_n) G_out (G_in x) where a_t = 1.
 
-s_t = c / sqrt(q_t) (Appendix "Matched noise controls"). The noise is two thin products; no matrix of the weight's size is
-ever formed, neither for it nor for the norm of the update:
+s_t = c / sqrt(q_t) (Appendix "Matched noise controls"). The noise is two thin products. The norm
+of the update also comes from the factors:
 
     |Delta|_F^2 = (alpha / r)^2 trace(B'B AA')
 """
@@ -17,9 +17,9 @@ from loopdropout_trainer.lora.gated import GatedLora
 
 
 class NoisyLora(GatedLora, kind="weight_noise"):
-    """A gated layer with noise on its weight for the examples that have an event in the running loop.
+    """A gated layer with weight noise for examples that have an event in the running loop.
 
-    It reads `GatedBatch.seeds` as [K, N, M], 0 for no event, and from the rule `noise_rank` and `noise_scales`.
+    It reads `GatedBatch.seeds` [K, N, M], with 0 for no event, and the rule's `noise_rank` and `noise_scales`.
     """
 
     def forward(
@@ -39,8 +39,8 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         x = self._cast(x, result)
         d_out = module.out_features
         d_in = module.in_features
-        # Too large to be drawn beforehand and passed in: 460 million normals for 8 examples of Ouro-1.4B. From the same seed
-        # they come out the same, so that recomputation is exact; CPUs and GPUs expand a seed differently.
+        # Seeds replace 460 million normals for 8 examples of Ouro-1.4B. Recomputation draws the same numbers again. CPUs and
+        # GPUs draw different numbers from a seed.
         drawn = []
         for seed in seeds[events].tolist():
             generator = torch.Generator(x.device).manual_seed(seed)
@@ -49,7 +49,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         scales = self.rule.noise_scales(len(batch.seeds))
         scale = scales[loop].item() / (d_out * d_in * noise_rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
-        # Each token takes the noise of its own example: E times the thin products, and no loop over examples.
+        # Compute the thin products of all E events for each token, then select the events of its example.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
         is_mine = self.loop_state.per_token(is_mine, x)  # [B, 1 or S, E]
         g_in = g_in.flatten(0, 1).to(x.dtype)
@@ -62,11 +62,11 @@ class NoisyLora(GatedLora, kind="weight_noise"):
 
 @torch.no_grad()
 def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
-    """Return the Frobenius norm of (alpha / r) B A, from the factors alone."""
+    """Return the Frobenius norm of (alpha / r) B A, from its factors."""
     a = module.lora_A[adapter].weight
     b = module.lora_B[adapter].weight
     if a.dim() != 2 or b.dim() != 2:
-        raise UserError("Weight noise needs unsharded factors on every process; it does not run under ZeRO-3.")
+        raise UserError("Weight noise does not support ZeRO-3, which shards the factors.")
     with torch.autocast(a.device.type, enabled=False):
         dtype = torch.promote_types(a.dtype, torch.float32)
         a = a.to(dtype)
