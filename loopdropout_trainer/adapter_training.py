@@ -9,7 +9,7 @@ from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from loopdropout_trainer.callbacks import StopCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.config import GateConfig
@@ -57,6 +57,7 @@ class AdapterTrainingMixin:
         self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
     ) -> PeftConfig | None:
         """Return the configuration of the adapter, by default the paper's."""
+        set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.rule = args.make_rule()
         if self.rule.passes > 1 and not self.runs_passes:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
