@@ -146,9 +146,8 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         self.register_projections()
 
     model_class.config_class.num_loops = property(description.get_num_loops, set_num_loops)
-    for field in ("auto_map", "served_by"):  # what the configurations of this package's own families have
-        if not hasattr(model_class.config_class, field):
-            setattr(model_class.config_class, field, {})
+    if not hasattr(model_class.config_class, "auto_map"):  # TRL reads it
+        model_class.config_class.auto_map = {}
     if model_class not in DESCRIPTIONS:
         model_class.__init__ = build_described
     DESCRIPTIONS[model_class] = description

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -58,24 +58,15 @@ class RunningLoop:
         tokens: [n] index of each token's example, if examples are packed in one row [1, n]. None: the batch, row by row.
         gate: Gates of the packed tokens, [n, 1] or [n, M] for M adapted modules. Without packing, gates of the examples,
             [N, 1] or [N, M]. None: unit gates.
-        num_active: Number of packed tokens, counted from the first, after which every gate is zero. None: unknown.
         frozen: Whether the tokens have no active gate up to this loop. They run without adapter and gradient.
-        prepared: Values that all loops of one forward pass share, such as cast weights. None outside of a pass.
-        skips_updates: Whether no token has an active gate.
-        scales: Multipliers of the updates of adapters that run together, shared by all layers.
+        skips_updates: Whether no token has an active gate in this loop.
     """
 
     index: int = 0
     tokens: Tensor | None = None
     gate: Tensor | None = None
-    num_active: int | None = None
     frozen: bool = False
-    prepared: dict[Hashable, Any] | None = None
-    skips_updates: bool = field(init=False)  # compiled code is compiled again for each value of `num_active`
-    scales: dict[Hashable, Tensor] = field(init=False, default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "skips_updates", self.frozen or self.num_active == 0)
+    skips_updates: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -200,7 +200,6 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer(pretraining_texts(20_000, seed=0))
     model = FAMILIES[args.family](tokenizer, args.num_loops, args.num_layers, args.hidden_size).train()
-    model.compile_layers()
     outside = ("embed_tokens", "wte", "lm_head", "early_exit_gate")
     matrices = [
         w for name, w in model.named_parameters() if w.dim() == 2 and not any(part in name for part in outside)

@@ -21,6 +21,7 @@ from processes import ENVIRONMENT, ROOT, kill_all, python  # noqa: F401
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from torch.nn import functional as F
 from transformers import AutoTokenizer, HrmTextForCausalLM, PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
@@ -126,10 +127,10 @@ def golden_model(data, **config):
     """The tiny model of the reference with its weights; `data` is what `golden(family)` gives."""
     name = data.meta["name"]
     layout = {"block_layout": LAYOUTS[name]} if name in LAYOUTS else {}
-    model = FAMILIES[name](FAMILIES[name].config_class(**{**data.meta["config"], **layout, **config}))
+    config = FAMILIES[name].config_class(**{**data.meta["config"], **layout, **config})
     prefix = "weights/"
-    model.load_state_dict({k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)})
-    return model.eval()
+    weights = {k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)}
+    return FAMILIES[name].from_pretrained(None, config=config, state_dict=weights)
 
 
 def golden_adapted(data, model=None, modules=None):
@@ -159,6 +160,12 @@ def golden_inputs(data, batch):
     if "initial_state" in inputs:
         inputs["initial_state"] = inputs["initial_state"][:, : inputs["input_ids"].shape[1]]
     return inputs
+
+
+def example_nll(logits, labels):
+    """Sums of the cross entropy over each row's targets, [B]."""
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none")
+    return losses.sum(dim=1)
 
 
 def byte_tokenizer(special, more=(), merges=(), **names):

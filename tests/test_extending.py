@@ -17,7 +17,7 @@ from loopdropout_trainer import LoopDescription, check_loops, merge_and_save, re
 from loopdropout_trainer.diagnostics import readouts, single_loop
 from loopdropout_trainer.evaluation import generate_greedy
 from loopdropout_trainer.looped import NotLoopedError, find_looped_model
-from loopdropout_trainer.looped.described import DESCRIPTIONS
+from loopdropout_trainer.described import DESCRIPTIONS
 from loopdropout_trainer.models import OuroForCausalLM
 
 

@@ -6,7 +6,7 @@ from conftest import ROOT, tiny_ouro, trained_parameters
 from transformers import BitsAndBytesConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
-from loopdropout_trainer.settings.recipe import load_recipe
+from loopdropout_trainer.recipe import load_recipe
 
 
 pytest.importorskip("bitsandbytes")

@@ -15,7 +15,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.lora import add_gates, trained_lora_parameters
 from loopdropout_trainer.looped import Optimisations, applied_gates, costs, find_looped_model
 from loopdropout_trainer.models.speed import packed_attention
-from loopdropout_trainer.training.distributed import has_unsharded_weights, may_skip_loops
+from loopdropout_trainer.distributed import has_unsharded_weights, may_skip_loops
 
 
 MIXED = torch.tensor([[0.0, 2, 0, 0], [0, 0, 2, 0], [2, 2, 0, 0], [0, 2, 2, 0]])  # first active loops 2, 0, 1, none

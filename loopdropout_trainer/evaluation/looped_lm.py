@@ -50,7 +50,6 @@ class LoopedLM(HFLM):
         num_loops: Recurrence depth K. Default: the model's own.
         gates: Gates [K] of the adapter, or a string such as "1-0-0-0". Default: unit gates.
         readout: Loop (from 1) whose readout gives the logits. Default: the last loop.
-        decoding: Decoding of greedy texts, see `generate_greedy`.
         adapter: Folder or Hub name of an adapter, if `pretrained` is a name.
         revision: Branch, tag or commit of the model on the Hub.
         dtype: Data type of the weights.
@@ -72,7 +71,6 @@ class LoopedLM(HFLM):
         num_loops: int | None = None,
         gates: str | float | Sequence[float] | None = None,
         readout: int | None = None,
-        decoding: str = "eager",
         adapter: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -100,7 +98,6 @@ class LoopedLM(HFLM):
         self.num_loops = num_loops or self.looped.config.num_loops
         self.gates = parse_gates(gates, self.num_loops)
         self.readout = readout
-        self.decoding = decoding
         self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)
         if self.gates and not self.has_adapter:
             raise UserError("`gates` must not be set for a model without an adapter.")
@@ -122,7 +119,7 @@ class LoopedLM(HFLM):
         """Return a hash of everything that the answers depend on, apart from the requests."""
         digest = hashlib.sha256()
         config = {name: value for name, value in self.looped.config.to_dict().items() if name != "_name_or_path"}
-        facts = [self.columns, config, end_tokens(self.looped), self.max_length, self.add_bos_token, self.decoding]
+        facts = [self.columns, config, end_tokens(self.looped), self.max_length, self.add_bos_token]
         digest.update(json.dumps(facts, default=str).encode())
         digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
         for name, tensor in self.model.state_dict().items():
@@ -183,8 +180,9 @@ class LoopedLM(HFLM):
             self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
             handle_stop_sequences(options["until"], eos=None),
             progress=not disable_tqdm and self.rank == 0,
-            decoding=self.decoding,
-            keep=lambda index, text: self.cache_hook.add_partial("generate_until", requests[index].args, text),
+            on_completion=lambda index, text: self.cache_hook.add_partial(
+                "generate_until", requests[index].args, text
+            ),
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -1,12 +1,11 @@
-"""Looped model families, written for transformers 5. Importing this package registers them with the Auto classes."""
+"""Families of looped models. Importing this package registers them with transformers' Auto classes."""
 
-# ruff: noqa: F401  (handed on)
+# ruff: noqa: F401
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from loopdropout_trainer.models import hrm_text  # registers itself
-from loopdropout_trainer.models.huginn import HuginnForCausalLM
-from loopdropout_trainer.models.huginn_config import HuginnConfig
+from loopdropout_trainer.models.huginn import HuginnConfig, HuginnForCausalLM
 from loopdropout_trainer.models.loopus import LoopusConfig, LoopusForCausalLM
 from loopdropout_trainer.models.nanbeige import NanbeigeConfig, NanbeigeForCausalLM
 from loopdropout_trainer.models.ouro import OuroConfig, OuroForCausalLM

@@ -1,8 +1,8 @@
-"""HRM-Text of transformers, described: its slow stack runs `H_cycles` times, its fast one `L_cycles` times before each.
+"""HRM-Text of transformers: its slow stack runs `H_cycles` times, and its fast stack `L_cycles` times before each.
 
-One loop is one slow cycle. With `config.prefix_lm`, as it was trained, the tokens of a prompt attend to each other in both
-directions, and an answer's to what is before them. transformers asks for that by `token_type_ids`, 1 on the prompt; here
-batches with labels get them, and `generate` takes all of its input for the prompt.
+One loop is one slow cycle. With `config.prefix_lm`, the tokens of a prompt attend to each other in both directions, and the
+tokens of an answer to all tokens before them. transformers marks the prompt by `token_type_ids` of 1. Here batches with labels
+get them, and `generate` marks all of its input.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.described import LoopDescription, register_looped
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.keywords import check_keywords
-from loopdropout_trainer.models.looped_modeling import load_strictly
+from loopdropout_trainer.models.looped_modeling import check_keywords, load_strictly
 
 
 class HrmTextLoops(LoopDescription):
-    """How HRM-Text loops."""
+    """Loops of HRM-Text."""
 
     trains_at_one_depth = True
 
@@ -42,8 +41,8 @@ class HrmTextLoops(LoopDescription):
         backbone = self.model
         if layer.training and len(backbone.L_bp_cycles_padded) != max(config.H_cycles, len(config.L_bp_cycles)):
             raise UserError(
-                "Which of HRM-Text's steps take gradients is fixed when it is built, and its depth was changed since: to "
-                "train at another depth, load it with `num_loops`."
+                "HRM-Text trains only at the depth that it was loaded with. To train at another depth, load it with "
+                "`num_loops`."
             )
         return cycle_offset // ((config.L_cycles + 1) * config.num_layers_per_stack)
 
@@ -55,21 +54,15 @@ class HrmTextLoops(LoopDescription):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
-    # The prefix mask.
-
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Mark as prompt what comes before the first token that a row is trained on, by labels or by a completion mask.
-
-        Raises:
-            ValueError: for rows that hold several examples, whose prompts would see each other.
-        """
+        """Mark the tokens before the first token with a loss as the prompt."""
         trained = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
         if not self.config.prefix_lm or trained is None or "token_type_ids" in batch:
             return batch
         if "position_ids" in batch:
             raise UserError(
-                "HRM-Text's prompts attend in both directions, which is not possible for several examples in a row: set "
-                "`packing` and `padding_free` to false."
+                "`packing` and `padding_free` must be False for HRM-Text, because the prompts of several examples in a row "
+                "would attend to each other."
             )
         answered = trained.cumsum(dim=1) > 0  # [B, S], from the first trained token on
         prompt = ~answered & answered.any(dim=1, keepdim=True)
@@ -78,7 +71,7 @@ class HrmTextLoops(LoopDescription):
         return {**batch, "token_type_ids": prompt.long()}
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate, the input being the prompt unless `token_type_ids` say something else; arguments as in transformers."""
+        """Generate from a prompt. Arguments are those of transformers. `token_type_ids` default to 1 on the input."""
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if self.config.prefix_lm and ids is not None and kwargs.get("token_type_ids") is None:
             mask = kwargs.get("attention_mask")
@@ -88,7 +81,7 @@ class HrmTextLoops(LoopDescription):
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         before = model_kwargs.get("token_type_ids")
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        if before is not None:  # what was generated is no prompt; transformers repeats the last column
+        if before is not None:  # generated tokens are not part of the prompt, but transformers repeats the last column
             model_kwargs["token_type_ids"][:, before.shape[1] :] = 0
         return model_kwargs
 

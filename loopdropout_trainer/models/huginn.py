@@ -1,50 +1,182 @@
-"""Huginn: prelude, a recurrent block that mixes the prelude's output into its state in every loop, and coda.
+"""Huginn: prelude, a recurrent block that mixes the prelude's output into its state in each loop, and coda.
 
     e = prelude(sqrt(E) wte[ids]);   s_0 random;   for t = 1..K:  s_t = core(adapter([s_{t-1}, e]))
     readout of loop t = ln_f(coda(ln_f(s_t)));   logits = readout wte^T
 
-Converted models (McLeish et al. 2025, arXiv 2511.07384) have this frame around the blocks of the model that they were made of,
-with one difference: readout of loop t = ln_f(coda(s_t)). By `block_layout` a block is
+Converted models (McLeish et al. 2025, arXiv 2511.07384) have this frame around the blocks of a Llama or an OLMo-2, and the
+readout ln_f(coda(s_t)). By `block_layout`, a block is
 
     huginn    x = N2(x + Attn(N1 x));   x = N4(x + MLP(N3 x))      norms before each sublayer, and after the residual sum
     llama     x = x + Attn(N1 x);       x = x + MLP(N2 x)          norms before
     olmo      x = x + N1(Attn x);       x = x + N2(MLP x)          norms after, inside the residual; also of q and k
 
-What the checkpoint calls `transformer.adapter` is the projection that mixes state and e, a part of the pretrained model.
+The checkpoint's `transformer.adapter` is the projection that mixes state and e. It is part of the pretrained model.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers import initialization as init
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.backbone import LoopedBackbone, LoopInputs
-from loopdropout_trainer.models.huginn_config import HuginnConfig, drop_huginn_ids
-from loopdropout_trainer.models.keywords import CACHE
 from loopdropout_trainer.models.layers import (
     Attention,
     ExactRotaryEmbedding,
     RecurrentLayer,
     RMSNorm,
-    project,
     rotate_halves,
     swiglu,
 )
-from loopdropout_trainer.models.looped_modeling import (
-    DOWNLOAD_FIELDS,
-    LoopedForCausalLM,
-    LoopedPreTrainedModel,
-    checkpoint_names,
-)
+from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin, LoopedForCausalLM, LoopedPreTrainedModel
+
+
+# Supported values of fields that change the architecture. The default is the first.
+_SUPPORTED = {
+    "block_class_name": ("SandwichBlock",),
+    "norm_class_name": ("RMSNorm_llama",),
+    "mlp_class_name": ("GatedMLP",),
+    "nonlin_name": ("SiLU",),
+    "injection_type": ("linear",),
+    "state_init": ("like-init", "zero"),
+    "bias": (False,),
+    "block_layout": (None, "huginn", "llama", "olmo"),
+    "initial_state_mode": ("random",),
+}
+# Special tokens of Huginn's tokenizer. Converted models still have them in their files, although they have other tokenizers.
+_HUGINN_IDS = {"bos_token_id": 65504, "eos_token_id": 65505, "pad_token_id": 65509}
+
+
+def _drop_huginn_ids(config: PreTrainedConfig | GenerationConfig) -> None:
+    for name, token_id in _HUGINN_IDS.items():
+        if getattr(config, name, None) == token_id:
+            setattr(config, name, None)
+
+
+@strict
+class HuginnConfig(LoopedConfigMixin, PreTrainedConfig):
+    """Configuration of a Huginn model, or of a Llama or OLMo-2 converted to its frame. The defaults are huginn-0125's.
+
+    Published fields that describe the pretraining, such as `mean_backprop_depth`, are stored and not used.
+
+    Args:
+        mean_recurrence: Recurrence depth K, also named `num_loops`. You can set it on a loaded model.
+        block_layout: "huginn", "llama" or "olmo". None: `from_pretrained` finds it from the names of the weights.
+        state_init: State before the first loop, "like-init" (random) or "zero".
+        state_seed: Seed of the random initial states.
+    """
+
+    model_type = "huginn_raven"
+    attribute_map = {"num_loops": "mean_recurrence", "hidden_size": "n_embd", "num_hidden_layers": "n_layers"}
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attention_dropout = 0.0
+
+    n_embd: int = 5280
+    n_heads: int = 55
+    n_layers: int | None = None
+    block_size: int = 4096
+    vocab_size: int = 65536
+    padded_vocab_size: int | None = None
+    tie_embeddings: bool = True
+    intermediate_size: int = 17920
+    norm_eps: float = 1e-6
+    state_init: str = "like-init"
+    n_layers_in_prelude: int = 2
+    n_layers_in_recurrent_block: int = 4
+    n_layers_in_coda: int = 2
+    mean_recurrence: int = 32
+    qk_bias: bool = True
+    rope_base: int | float = 50_000
+    head_dim: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    effective_expected_depth: int | None = None
+    init_values: dict | None = None
+    tie_word_embeddings: bool | None = None
+    max_position_embeddings: int | None = None
+    rope_parameters: dict | None = None
+    block_layout: str | None = None
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    state_seed: int = 0
+
+    def __post_init__(self, **kwargs):
+        outside = self.n_layers_in_prelude + self.n_layers_in_coda
+        depth = outside + self.n_layers_in_recurrent_block * self.mean_recurrence
+        std = math.sqrt(2 / (5 * self.n_embd))
+        scales = {"std": std, "out_proj": std / math.sqrt(2 * depth), "embedding": std}
+        defaults = {
+            "n_layers": outside + self.n_layers_in_recurrent_block,
+            "padded_vocab_size": self.vocab_size,
+            "head_dim": self.n_embd // self.n_heads,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_heads,
+            "effective_expected_depth": depth,
+            "init_values": {**scales, "embed_scale": math.sqrt(self.n_embd)},
+            "tie_word_embeddings": self.tie_embeddings,
+            "max_position_embeddings": self.block_size,
+        }
+        if self.vocab_size == 65536:  # the published tokenizer, whose ids are not in config.json
+            defaults.update(_HUGINN_IDS)
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        is_converted = "rope_theta" in kwargs or kwargs.get("rope_scaling") or self.rope_parameters
+        if kwargs.get("rope_scaling"):
+            kwargs["rope_scaling"] = dict(kwargs["rope_scaling"])  # transformers writes to it
+        super().__post_init__(**kwargs)
+        if not is_converted:
+            self.rope_parameters = None  # Huginn has `rope_base`
+            self.block_layout = self.block_layout or "huginn"
+        for name, supported in _SUPPORTED.items():
+            if (value := getattr(self, name, supported[0])) not in supported:
+                valid = " or ".join(repr(value) for value in supported if value is not None)
+                raise UserError(f"`{name}` must be {valid} for Huginn, got {value!r}.")
+        self.set_layout(self.block_layout)
+
+    def set_layout(self, layout: str | None) -> None:
+        """Set the layout of the blocks. Huginn's special tokens are removed from a converted model."""
+        self.block_layout = layout
+        if layout in ("llama", "olmo"):
+            _drop_huginn_ids(self)
+
+    @property
+    def initializer_range(self) -> float:
+        """Standard deviation of new weights."""
+        return self.init_values["std"]
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return self.n_layers_in_recurrent_block
+
+    def published_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the published code under its names, and the layout of the blocks."""
+        fields["architectures"] = ["RavenForCausalLM"]
+        # The published class derives it from `tie_embeddings`, and does not accept both.
+        fields.pop("tie_word_embeddings", None)
+        fields["tie_embeddings"] = self.tie_word_embeddings
+        rope = dict(fields.pop("rope_parameters", None) or {})
+        if rope:
+            fields["rope_theta"] = rope.pop("rope_theta")
+            if rope.get("rope_type", "default") != "default":
+                fields["rope_scaling"] = rope
+        else:
+            fields.pop("max_position_embeddings", None)
+        return fields
 
 
 def rotary_angles(config: HuginnConfig, position_ids: Tensor) -> Tensor:
@@ -55,28 +187,27 @@ def rotary_angles(config: HuginnConfig, position_ids: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d / 2]; in float32 at least."""
+    """Rotate channels (2i, 2i + 1) of x [B, heads, S, d] by the angles of cos and sin, [B or 1, S, d / 2].
+
+    The computation is in float32 or float64.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
-    cos = cos.unsqueeze(1)
-    sin = sin.unsqueeze(1)
-    first = even * cos - odd * sin
-    second = odd * cos + even * sin
-    rotated = torch.stack((first, second), dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
     return rotated.flatten(-2).type_as(x)
 
 
-# Random start states without a random state: a pure function of (key, position, channel), on any device. The source is
-# Philox-4x32-10 (Salmon et al. 2011): 64-bit key, counter (channel // 4, position, 0, 0). A token's state depends on nothing
-# but its key and its position, so that decoding with a cache, another batch size, padding, another number of processes or a
-# resumed run start from the same states; and the global random stream is never touched.
+# Random initial states without a random state. The source is Philox-4x32-10 (Salmon et al. 2011): 64-bit key, counter
+# (channel // 4, position, 0, 0). A token's state depends only on its key and its position. So it is the same with a cache,
+# in another batch, with padding, with other processes and in a resumed run.
 
 _WORD = 0xFFFFFFFF
 
 
 @torch.compiler.assume_constant_result
 def stream_key(*parts: str | int) -> int:
-    """Return the 64-bit key, as a signed number, of the stream that `parts` name: a purpose, a seed, an optimizer step."""
+    """Return the signed 64-bit key of the stream for a purpose, a seed, an optimizer step, ..."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -86,50 +217,38 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        high0, low0 = _multiply(c0, 0xD2511F53)
-        high1, low1 = _multiply(c2, 0xCD9E8D57)
-        c0 = high1 ^ c1 ^ k0
-        c1 = low1
-        c2 = high0 ^ c3 ^ k1
-        c3 = low0
-        k0 = (k0 + 0x9E3779B9) & _WORD
-        k1 = (k1 + 0xBB67AE85) & _WORD
+        first = c0 * 0xD2511F53  # 64 bits, of which int64 takes the highest as a sign
+        second = c2 * 0xCD9E8D57
+        c0, c1 = (second >> 32 & _WORD) ^ c1 ^ k0, second & _WORD
+        c2, c3 = (first >> 32 & _WORD) ^ c3 ^ k1, first & _WORD
+        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
     return c0, c1, c2, c3
 
 
-def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of a 32 x 32 bit product."""
-    product = word * factor  # of 64 bits, the highest of which int64 takes for a sign
-    return (product >> 32) & _WORD, product & _WORD
-
-
 def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return standard normals, truncated at 3 sigma, [..., width] float32; a longer request starts with the shorter one's.
+    """Return standard normal numbers [..., width], float32, truncated at 3 sigma.
 
     Args:
-        keys: int64 of 64-bit stream keys, of any shape that broadcasts with positions [...] int64.
+        keys: int64 keys of streams, in a shape that broadcasts with `positions`.
+        positions: [...] int64.
+        width: Number of channels.
     """
     blocks = torch.arange(math.ceil(width / 4), device=positions.device)
     positions = positions.unsqueeze(-1)
     keys = keys.unsqueeze(-1)
     zero = torch.zeros_like(positions)
-    counter = (blocks, positions, zero, zero)
-    key = (keys & _WORD, (keys >> 32) & _WORD)
-    words = philox(counter, key)
-    words = torch.stack(torch.broadcast_tensors(*words), dim=-1)  # [..., width / 4, 4]
-    words = words.flatten(-2)[..., :width]
-    cells = (words >> 8).to(torch.float32)  # 24 bits
-    uniforms = (cells + 0.5) * 2.0**-24
+    words = philox((blocks, positions, zero, zero), (keys & _WORD, (keys >> 32) & _WORD))
+    words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]
+    uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24
     inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
-    quantiles = torch.erfinv(inside * (2 * uniforms - 1))
-    return math.sqrt(2) * quantiles
+    return math.sqrt(2) * torch.erfinv(inside * (2 * uniforms - 1))
 
 
 class RavenAttention(Attention):
-    """Attention with one projection `Wqkv` for queries, keys and values, in that order; there may be fewer keys and values.
+    """Attention with one projection `Wqkv` for queries, keys and values.
 
-    Huginn has a bias on queries and keys, and rotates channels (2i, 2i + 1); conversions rotate (i, i + d / 2), and OLMo-2
-    norms queries and keys, each over all heads together.
+    Huginn has a bias on queries and keys, and rotates channels (2i, 2i + 1). Converted models rotate (i, i + d / 2), and
+    OLMo-2 normalizes queries and keys over all heads together.
     """
 
     output = "proj"
@@ -146,10 +265,9 @@ class RavenAttention(Attention):
             self.q_norm = RMSNorm(width, eps=config.norm_eps)
             self.k_norm = RMSNorm(config.num_key_value_heads * config.head_dim, eps=config.norm_eps)
 
-    def heads(self, hidden_states, position_embeddings):
-        projected = project(hidden_states, self.Wqkv)[0]
-        qkv = projected.unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
-        query, key, value = qkv.split(self.num_heads, dim=2)
+    def project(self, hidden_states, position_embeddings):
+        heads = self.Wqkv(hidden_states).unflatten(-1, (-1, self.head_dim))  # [B, S, all heads, d]
+        query, key, value = heads.split(self.num_heads, dim=2)
         if hasattr(self, "qk_bias"):
             query = query + self.qk_bias[0]
             key = key + self.qk_bias[1]
@@ -162,7 +280,7 @@ class RavenAttention(Attention):
 
 
 class RavenMLP(nn.Module):
-    """proj(silu(a) * b), [a, b] = fc(x)."""
+    """Return proj(silu(a) * b), [a, b] = fc(x)."""
 
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__()
@@ -170,12 +288,11 @@ class RavenMLP(nn.Module):
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        activated, linear = project(x, self.fc)[0].chunk(2, dim=-1)
-        return project(swiglu(activated, linear), self.proj)[0]
+        return self.proj(swiglu(*self.fc(x).chunk(2, dim=-1)))
 
 
 class RavenBlock(RecurrentLayer):
-    """One layer of prelude, recurrent block or coda, in the layout of the configuration."""
+    """Layer of prelude, recurrent block or coda, in the layout of the configuration."""
 
     def __init__(self, config: HuginnConfig, layer_idx: int) -> None:
         super().__init__()
@@ -191,11 +308,22 @@ class RavenBlock(RecurrentLayer):
             hidden_states = hidden_states + self.norm_1(attention)
             return hidden_states + self.norm_2(self.mlp(hidden_states))
         attention, _ = self.attn(self.norm_1(hidden_states), **kwargs)
+        hidden_states = hidden_states + attention
         if self.layout == "llama":
-            hidden_states = hidden_states + attention
             return hidden_states + self.mlp(self.norm_2(hidden_states))
-        hidden_states = self.norm_2(hidden_states + attention)
+        hidden_states = self.norm_2(hidden_states)
         return self.norm_4(hidden_states + self.mlp(self.norm_3(hidden_states)))
+
+
+def _converted_layout(name_or_path: str, **download: Any) -> str:
+    """Return "llama" or "olmo" from the names of the weights in a safetensors checkpoint, without loading them."""
+    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **download)
+    if index is not None:
+        names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    else:
+        with safe_open(cached_file(name_or_path, SAFE_WEIGHTS_NAME, **download), framework="pt") as weights:
+            names = weights.keys()
+    return "olmo" if any(name.endswith("q_norm.weight") for name in names) else "llama"
 
 
 class HuginnPreTrainedModel(LoopedPreTrainedModel):
@@ -203,42 +331,33 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
     base_model_prefix = "transformer"
     _input_embed_layer = "wte"
     _no_split_modules = ["RavenBlock"]
-    _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"rotary_emb\.inv_freq$"]
+    _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"^lm_head\.", r"rotary_emb\.inv_freq$"]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """Load a model, and find out whose blocks it has; arguments as in transformers."""
+        """Load a model, and find the layout of a converted model's blocks. Arguments are those of transformers."""
         name = pretrained_model_name_or_path
-        download = {key: kwargs[key] for key in DOWNLOAD_FIELDS if key in kwargs}
+        fields = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+        download = {key: kwargs[key] for key in fields if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config, kwargs = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         config = copy.deepcopy(config)
-        weight_names = lambda: kwargs.get("state_dict") or checkpoint_names(name, **download)
-        config.complete(weight_names)
+        if config.block_layout is None:
+            config.set_layout(_converted_layout(name, **download))
         loaded = super().from_pretrained(name, *args, config=config, **{**kwargs, **download})
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if config.block_layout != "huginn" and getattr(model, "generation_config", None) is not None:
-            drop_huginn_ids(model.generation_config)
+        if config.block_layout != "huginn" and model.can_generate():
+            _drop_huginn_ids(model.generation_config)
         return loaded
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, RavenAttention) and hasattr(module, "qk_bias"):
-            init.zeros_(module.qk_bias)
-        elif isinstance(module, (nn.Linear, nn.Embedding)):
-            init.normal_(module.weight, std=self.config.init_values["std"])
-        else:
-            super()._init_weights(module)
 
 
 class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
-    """The looped backbone. Prelude and coda run once; the coda makes a loop's readout of its state."""
-
-    readout_attends = True
+    """Backbone of Huginn. Prelude and coda run once. The coda makes a loop's readout of its state."""
 
     def __init__(self, config: HuginnConfig) -> None:
+        if config.block_layout is None:
+            raise UserError("`block_layout` must be 'llama' or 'olmo' for a converted model that is not loaded.")
         super().__init__(config)
-        config.set_layout()
         blocks = [
             RavenBlock(config, index) for index in range(config.n_layers)
         ]  # in the cache's order: the loop's last
@@ -263,51 +382,46 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         angles = rotary_angles(self.config, position_ids)
         return angles.cos(), angles.sin()
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None, **layer_kwargs) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None) -> LoopInputs:
         inputs = replace(inputs, state=inputs.state * self.config.init_values["embed_scale"])
-        injected = inputs.run(self.prelude, **layer_kwargs)
+        injected = inputs.run(self.prelude)
         state = self.initial_state(inputs) if initial_state is None else initial_state
         return replace(inputs, injected=injected, state=state.to(injected))
 
-    def recurrent_step(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
-        both = torch.cat([inputs.state, inputs.injected], dim=-1)
-        mixed = project(both, self.adapter)[0]
-        return replace(inputs, state=mixed).run(self.core_block, **layer_kwargs)
+    def recurrent_step(self, inputs: LoopInputs) -> Tensor:
+        mixed = self.adapter(torch.cat([inputs.state, inputs.injected], dim=-1))
+        return replace(inputs, state=mixed).run(self.core_block)
 
-    def readout(self, inputs: LoopInputs, **layer_kwargs) -> Tensor:
+    def readout(self, inputs: LoopInputs) -> Tensor:
         if self.config.block_layout == "huginn":
             inputs = replace(inputs, state=self.ln_f(inputs.state))
-        return self.ln_f(inputs.run(self.coda, **layer_kwargs))
+        return self.ln_f(inputs.run(self.coda))
 
     @torch.no_grad()
     def initial_state(self, inputs: LoopInputs) -> Tensor:
-        """Return the states [B, S, E] that the tokens start from: N(0, std^2) truncated at 3 std, times `embed_scale`.
+        """Return the tokens' initial states [B, S, E]: N(0, std^2) truncated at 3 std, times `embed_scale`.
 
-        Both are in `config.init_values`; Huginn's are sqrt(2 / (5 E)) and sqrt(E).
-
-        Outside of a training step a token's state depends on `config.state_seed` and its position. In one it also
-        depends on the step and on the example's place in the global batch, unless `config.redraw_state` is False.
+        Both are in `config.init_values`; Huginn's are sqrt(2 / (5 E)) and sqrt(E). In training, a token's state depends on
+        the step, the example's place in the global batch, `config.state_seed` and the position. Otherwise it depends only on
+        the last two.
         """
-        state = inputs.state
-        config = self.config
+        state, config = inputs.state, self.config
         if config.state_init == "zero":
             return torch.zeros_like(state)
-        positions = inputs.position_ids.expand(len(state), -1)
         draw = self.loop_state.batch.draw
         examples = [()]
-        if draw is not None and self.training and config.redraw_state:
+        if draw is not None and self.training:
             examples = [(draw.seed, draw.step, *example) for example in draw.example_ids]
         keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
-        keys = torch.tensor(keys, device=state.device)
-        keys = self.loop_state.per_token(keys, state).squeeze(-1)  # [B or 1, S or 1]
-        values = config.init_values
-        scale = values["std"] * values["embed_scale"]
-        normals = truncated_normals(keys, positions, config.n_embd)
-        return scale * normals
+        keys = self.loop_state.per_token(torch.tensor(keys, device=state.device), state).squeeze(
+            -1
+        )  # [B or 1, S or 1]
+        normals = truncated_normals(keys, inputs.position_ids.expand(len(state), -1), config.n_embd)
+        return config.init_values["std"] * config.init_values["embed_scale"] * normals
 
 
 class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
-    """Huginn with its head, which is the embedding; converted models have one of their own. Logits are float32."""
+    """Huginn with its head, which is the embedding except in converted models. Logits are float32."""
 
     backbone_class = HuginnModel
     float32_logits = True
@@ -315,49 +429,20 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """Change the size of the vocabulary; arguments as in transformers."""
+        """Change the size of the vocabulary. Arguments are those of transformers."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.padded_vocab_size = len(embeddings.weight)
         return embeddings
 
-    def prepare_inputs_for_generation(
-        self, input_ids, *args, inputs_embeds=None, initial_state=None, past_key_values=None, **kwargs
-    ):
-        """Also cut this call's tokens out of `initial_state` [B, at least the final length - 1, E], indexed by column."""
-        # transformers reads this signature to decide which keywords `generate` accepts.
-        if past_key_values is not None:
-            kwargs[CACHE] = past_key_values
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-        if initial_state is None:
-            return inputs
-        tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-        total = input_ids.shape[1]
-        if inputs_embeds is not None:
-            total += inputs_embeds.shape[1]
-        if initial_state.shape[1] < total:
-            raise UserError(
-                f"`initial_state` has {initial_state.shape[1]} columns, but generation has reached {total} tokens: give one "
-                "for each token of the prompt and of the answer."
-            )
-        columns = slice(total - tokens.shape[1], total)
-        return {**inputs, "initial_state": initial_state[:, columns]}
+    # The published checkpoint holds the head twice, and a table of rotations. The table is computed in float32 and never
+    # read, because a model that is cast to bfloat16 would cast it too.
 
-    # The checkpoint holds a table of rotations. It is recomputed in float32, never read: a model cast to bfloat16 would
-    # cast its table as well, and every position would be off. The published file holds the tied head twice, and readers
-    # other than transformers want it there; it may be left out all the same.
-
-    def hub_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def published_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.config.tie_word_embeddings:
-            head = weights["transformer.wte.weight"].clone()  # safetensors refuses tensors that share memory
+            head = weights["transformer.wte.weight"].clone()  # safetensors does not save tensors that share memory
             weights = {**weights, "lm_head.weight": head}
         if self.config.block_layout != "huginn":
             return weights
         angles = rotary_angles(self.config, torch.arange(self.config.block_size))
         table = torch.stack((angles.cos(), angles.sin()), dim=-1)
         return {**weights, "freqs_cis": table[None, :, None]}
-
-    def accept_hub_weights(self, weights: dict[str, Tensor], prefix: str, *_: Any) -> None:
-        weights.pop(f"{prefix}freqs_cis", None)
-        embeddings = weights.get(f"{prefix}transformer.wte.weight")
-        if self.config.tie_word_embeddings and embeddings is not None:
-            weights.setdefault(f"{prefix}lm_head.weight", embeddings)

@@ -1,19 +1,15 @@
-"""The parts of a layer: pointwise operations, attention, norm and gated MLP, under transformers' parameter names; and layers
-of the recurrent block.
-
-The operations are exact, keep little for the backward pass, and pass over memory few times:
+"""Layers of looped models, and pointwise operations that keep little for the backward pass.
 
     RMS norm  y = w x r,  r = (mean x^2 + eps)^(-1/2):   dx = w dy r - x r^3 mean(w dy x);   keeps x and r [..., 1]
     SwiGLU    y = silu(a) b:                             da = dy b silu'(a),  db = dy silu(a);   keeps a and b
     Rotation  by the angle of each pair of channels:     the rotation by its negative;   keeps cosines and sines
 
-They round where transformers' modules round. Under `torch.compile` they are plain expressions, which it fuses by itself. For
-x = [3, 4], w = [1, 1], eps = 0, the norm has r = 1 / sqrt((9 + 16) / 2) = 0.283 and y = [0.849, 1.131].
+The operations are exact and round where transformers' modules round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,33 +24,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
 
-PROJECTIONS = (
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-)
-"""Names, in a decoder layer of Llama's kind, of its linear projections: where adapters go by default."""
-
-
-def project(x: Tensor, *linears: nn.Module) -> Sequence[Tensor]:
-    """Return the linear maps of one input [..., in], each [..., out].
-
-    What adapts them may compute them together: a callable `project_together(x, linears)` on the first, which returns their
-    outputs, or None to leave them alone.
-    """
-    together = getattr(linears[0], "project_together", None)
-    outputs = None if together is None else together(x, linears)
-    return [linear(x) for linear in linears] if outputs is None else outputs
-
-
 class Attention(nn.Module):
-    """Attention of any family. A subclass makes its projections and, by `heads`, queries, keys and values of them.
+    """Attention of any family. A subclass creates the projections, and queries, keys and values in `project`.
 
     Args:
-        config: with `head_dim`, `num_attention_heads` and `num_key_value_heads`.
-        layer_idx: layer of the cache that holds its keys.
+        config: Configuration with `head_dim`, `num_attention_heads` and `num_key_value_heads`.
+        layer_idx: Layer of the cache that holds the keys.
 
     Class attributes:
-        output: name of its last projection.
+        output: Name of the last projection.
     """
 
     output = "o_proj"
@@ -68,10 +46,10 @@ class Attention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
 
-    def heads(
+    def project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of states [B, S, H], rotated, each [B, heads, S, d]."""
+        """Return rotated queries and keys, and values, each [B, heads, S, d], of hidden states [B, S, H]."""
         raise NotImplementedError
 
     def forward(
@@ -82,11 +60,16 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention's output [B, S, H], and its weights if the kernel gives them.
+        """Return the output [B, S, H], and the attention weights if the kernel returns them.
 
-        The mask has the form of the kernel that the configuration names, or attends by itself, as packed examples do.
+        Args:
+            hidden_states: [B, S, H].
+            position_embeddings: Cosines and sines of the positions.
+            attention_mask: Mask for the kernel that the configuration names, or a `PackedAttention`.
+            cache: Cache of keys and values.
+            **kwargs: Further arguments of the kernel.
         """
-        query, key, value = self.heads(hidden_states, position_embeddings)
+        query, key, value = self.project(hidden_states, position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         dropout = self.config.attention_dropout if self.training else 0.0
@@ -99,15 +82,16 @@ class Attention(nn.Module):
             kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
             options = {"dropout": dropout, "scaling": self.scaling, **kwargs}
             output, weights = kernel(self, query, key, value, attention_mask, **options)
-        return project(output.flatten(-2), getattr(self, self.output))[0], weights
+        return getattr(self, self.output)(output.flatten(-2)), weights
 
 
 class SelfAttention(Attention):
-    """Attention with rotary positions and separate projections, as in Llama; with `norms_heads` as in Qwen3.
+    """Llama's attention, with rotary positions and separate projections.
 
     Args:
-        config: with the fields of transformers' Llama.
-        norms_heads: whether queries and keys are normalised, head by head.
+        config: Configuration with the fields of Llama.
+        layer_idx: Layer of the cache that holds the keys.
+        norms_heads: Whether each head's queries and keys are normalized, as in Qwen3.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, norms_heads: bool = False) -> None:
@@ -118,22 +102,19 @@ class SelfAttention(Attention):
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        if norms_heads:
-            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms_heads else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms_heads else nn.Identity()
 
-    def heads(self, hidden_states, position_embeddings):
-        projected = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, heads, d]
-        if hasattr(self, "q_norm"):
-            query = self.q_norm(query)
-            key = self.k_norm(key)
-        query, key = (rotate_halves(x.transpose(1, 2), *position_embeddings) for x in (query, key))
+    def project(self, hidden_states, position_embeddings):
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (linear(hidden_states).unflatten(-1, (-1, self.head_dim)) for linear in projections)
+        query = rotate_halves(self.q_norm(query).transpose(1, 2), *position_embeddings)
+        key = rotate_halves(self.k_norm(key).transpose(1, 2), *position_embeddings)
         return query, key, value.transpose(1, 2)
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] over its root mean square, times a weight; `variance_epsilon` is added to the mean square."""
+    """Divide x [..., size] by its root mean square, and multiply it by a weight."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -145,7 +126,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate x) * up x) without biases; sizes and activation are the config's."""
+    """Return down(act(gate x) * up x), without biases."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -155,52 +136,45 @@ class GatedMLP(nn.Module):
         self.act_fn = None if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]  # None: SwiGLU
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        return project(self.activation(gate, up), self.down_proj)[0]
-
-    def activation(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return act(gate) * up."""
-        return swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up)
 
 
 class StaysFloat32(nn.Module):
-    """A module whose float32 weights and buffers a cast of the model, such as `model.bfloat16()`, does not round."""
+    """A module whose float32 weights and buffers keep their type when the model is cast, as in `model.bfloat16()`."""
 
     def _apply(self, fn, recurse: bool = True):
-        def moved_only(tensor: Tensor) -> Tensor:
+        def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if tensor.dtype != torch.float32 or moved.dtype.itemsize >= tensor.dtype.itemsize:
                 return moved
             return moved.float() if tensor.is_meta else tensor.to(moved.device)
 
-        return super()._apply(moved_only, recurse)
+        return super()._apply(move, recurse)
 
 
 class ExactRotaryEmbedding(StaysFloat32, LlamaRotaryEmbedding):
-    """transformers' rotary embedding, all its kinds, with frequencies that a cast of the model does not round."""
-
-
-# Layers of the recurrent block.
+    """transformers' rotary embedding with frequencies that stay in float32."""
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
-    """A transformer layer that may be part of the loop. A subclass defines `layer_forward`.
+    """A transformer layer that may run in a loop. A subclass defines `layer_forward`."""
 
-    Args of `forward`: the hidden states [B, S, H], what announces the running loop (None outside of the loops), and what
-    `layer_forward` takes.
-    """
+    def forward(self, hidden_states: Tensor, set_loop: Callable[[], None] | None = None, **kwargs) -> Tensor:
+        """Run the layer.
 
-    compiled_forward: Callable[..., Tensor] | None = None  # `layer_forward`, compiled, for training
-
-    def forward(self, hidden_states: Tensor, announce: Callable[[], None] | None = None, **kwargs) -> Tensor:
-        # First of all, and nowhere else: checkpoint recomputation re-enters here, in reverse order of the loops.
-        if announce is not None:
-            announce()
-        if self.compiled_forward is not None and self.training:
-            return self.compiled_forward(self, hidden_states, **kwargs)
+        Args:
+            hidden_states: [B, S, H].
+            set_loop: Function that sets the running loop. It is called here because gradient checkpointing recomputes this
+                function, with the loops in reverse order. None: outside of the loops.
+            **kwargs: Further arguments of `layer_forward`.
+        """
+        if set_loop is not None:
+            set_loop()
         return self.layer_forward(hidden_states, **kwargs)
 
     def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        """Return the hidden states [B, S, H] after the layer."""
         raise NotImplementedError
 
 
@@ -208,16 +182,16 @@ class DecoderLayer(RecurrentLayer):
     """Llama's layer: x = x + Attn(N1 x);  x = x + MLP(N2 x).
 
     Args:
-        config: with the fields of transformers' Llama.
-        layer_idx: layer of the cache that holds its keys.
+        config: Configuration with the fields of Llama.
+        layer_idx: Layer of the cache that holds the keys.
 
     Class attributes:
-        norms_heads: see `SelfAttention`.
+        norms_heads: Whether each head's queries and keys are normalized, as in Qwen3.
     """
 
     norms_heads = False
 
-    def __init__(self, config, layer_idx: int) -> None:
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, layer_idx, self.norms_heads)
         self.mlp = GatedMLP(config)
@@ -230,98 +204,50 @@ class DecoderLayer(RecurrentLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# The operations.
+# Operations.
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., H] over its root mean square in the last dimension, times weight [H]; computed in float32 at least.
-
-    The quotient is rounded to the dtype of x before it is multiplied.
-    """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel each way on a GPU
-    if torch.is_grad_enabled():
+    """Return x [..., H] over its root mean square, times weight [H], computed in float32 or float64."""
+    if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype.itemsize >= 4:
         return _RMSNorm.apply(x, weight, eps)
-    return _rms_norm(x, weight, eps)[0]
+    return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel on a GPU
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
     """Return silu(a) * b for a and b of one shape."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _SwiGLU.apply(a, b)
-    return F.silu(a) * b
+    return _SwiGLU.apply(a, b)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channels (i, i + d / 2) of x [B, heads, S, d] by the angles of cos, sin [B or 1, S, d], which get no gradient.
+    """Rotate channels (i, i + d / 2) of x [B, heads, S, d] by the angles of cos and sin, [B or 1, S, d].
 
-    Both channels of a pair have the same cosine and the same sine.
+    Both channels of a pair have the same cosine and the same sine. Cosines and sines get no gradient.
     """
-    cos = cos.unsqueeze(1)
-    sin = sin.unsqueeze(1)
-    if torch.compiler.is_compiling():
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return x * cos + turned * sin
-    if torch.is_grad_enabled():
-        return _Rotation.apply(x, cos, sin)
-    return _rotate(x, cos, sin)
-
-
-# The forward passes, by themselves where nothing has a gradient: a function of autograd takes as long as small tensors do.
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the result, and the reciprocal root [..., 1]."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    # mean x^2 = |x|^2 / H, so that no tensor x^2 of full width is made.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    eps = torch.scalar_tensor(eps, dtype=wide, device=x.device)  # so that one operation divides and adds
-    reciprocal = torch.add(eps, norm.square_(), alpha=1 / x.shape[-1]).rsqrt_()
-    quotient = (x * reciprocal).to(x.dtype)
-    return quotient.mul_(weight) if weight.dtype == x.dtype else quotient * weight, reciprocal
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
-    # [a, b] in channels (i, i + d / 2) becomes [a cos - b sin, b cos + a sin]; by the negative angle for direction -1.
-    half = x.shape[-1] // 2
-    rotated = x * cos
-    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)
-    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:], value=direction)
-    return rotated
+    return _Rotation.apply(x, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        result, reciprocal = _rms_norm(x, weight, eps)
+        # mean x^2 = |x|^2 / H, without a tensor x^2. One operation divides and adds.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        eps = torch.scalar_tensor(eps, dtype=x.dtype, device=x.device)
+        reciprocal = torch.add(eps, norm.square_(), alpha=1 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, weight, reciprocal)
-        return result
+        return (x * reciprocal).mul_(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, weight, reciprocal = ctx.saved_tensors
-        grad_weight = None
-        if ctx.needs_input_grad[1]:  # not of a frozen norm
-            quotient = (x * reciprocal).to(x.dtype)
-            grad_weight = (grad * quotient).sum_to_size(weight.shape).to(weight.dtype)
-        if x.dtype == weight.dtype == reciprocal.dtype:
-            # Layer norm's own kernel, told that the mean is zero, takes the mean of its gradient off: that is put back.
-            size = [x.shape[-1]]
-            zero = torch.zeros_like(reciprocal)
-            grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
-                grad, x, size, zero, reciprocal, weight, None, [True, False, False]
-            )
-            mean = (grad @ weight).unsqueeze(-1).mul_(reciprocal)
-            grad_x.add_(mean, alpha=1 / x.shape[-1])
-        else:
-            # The formula above, in float32: w dy r - x r^3 (w dy . x) / H, the second term from one dot product [..., 1].
-            wide = x.to(reciprocal.dtype)
-            weighted = (grad * weight).to(reciprocal.dtype)
-            along = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).mul_(reciprocal.pow(3)).div_(x.shape[-1])
-            grad_x = weighted.mul_(reciprocal).addcmul_(wide, along, value=-1).to(x.dtype)
-        return grad_x, grad_weight, None
+        size = x.shape[-1]
+        # The kernel of layer norm, with a mean of zero, subtracts the mean of its gradient, which is added again.
+        inputs = (grad, x, [size], torch.zeros_like(reciprocal), reciprocal, weight, None)
+        mask = [True, ctx.needs_input_grad[1], False]
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(*inputs, mask)
+        mean = (grad @ weight).unsqueeze(-1).mul_(reciprocal)
+        return grad_x.add_(mean, alpha=1 / size), grad_weight, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -334,7 +260,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        grad_a = grad * b  # dy b, which the next line multiplies by silu'(a) in place
+        grad_a = grad * b
         torch.ops.aten.silu_backward.grad_input(grad_a, a, grad_input=grad_a)
         return grad_a, F.silu(a).mul_(grad)
 
@@ -349,3 +275,12 @@ class _Rotation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return _rotate(grad, *ctx.saved_tensors, direction=-1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
+    # [a, b] in channels (i, i + d / 2) becomes [a cos - b sin, b cos + a sin], with the negative angle for direction -1.
+    half = x.shape[-1] // 2
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:], value=direction)
+    return rotated

@@ -1,0 +1,297 @@
+"""Greedy decoding with a cache over all loops and with continuous batching. The texts are those of transformers' `generate`.
+
+A fixed number of slots holds the running completions. Rows that end are evicted, and waiting prompts are admitted. Every row
+counts its own columns: the keys and values of its token at position p are in column p of its slot. So a row attends to the
+columns up to its own position, and a completion does not depend on the other rows. (In bfloat16 rounding may depend on the
+number of rows.) An example with two slots (a letter: a token; .: free; *: left by a former row):
+
+    slot 0   a b c d e . . .     5 tokens; the next token goes to column 5, and sees columns 0 to 5
+    slot 1   x y z * * * . .     3 tokens, after a row of 6 that ended; the next token goes to column 3
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.hub import end_tokens
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.models.looped_modeling import CACHE
+
+
+COLUMN_BLOCK = 256
+"""The allocated columns of a slot are a multiple of it, because growing copies the cache."""
+
+PREFILL_TOKENS = 16384
+"""Largest number of tokens of prompts that run together, with padding."""
+
+Finished = list[tuple[int, list[int]]]
+"""Indices of prompts with the token ids of their completions."""
+
+
+def generate_greedy(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int = 16,
+    stop_strings: Sequence[str] = (),
+    progress: bool = True,
+    on_completion: Callable[[int, str], Any] | None = None,
+) -> list[str]:
+    """Complete each prompt with the most probable tokens, at the depth `model.config.num_loops` and under the gates in force.
+
+    Args:
+        model: Looped causal language model, with or without an adapter.
+        tokenizer: Tokenizer of the model. Its padding is not used.
+        prompts: Texts, or token ids.
+        max_new_tokens: Largest number of tokens of a completion.
+        batch_size: Number of completions that run together.
+        stop_strings: Strings that end a completion. It also ends at an end token of the tokenizer or the model.
+        progress: Whether to show a progress bar.
+        on_completion: Function that gets the index of a prompt and its completion as soon as the completion ends. The longest
+            prompts start first.
+
+    Returns:
+        The completions in the order of `prompts`, without prompts and special tokens.
+    """
+    token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    if [] in token_ids:
+        raise UserError(f"`prompts` must not be empty texts, got one at index {token_ids.index([])}.")
+    looped = find_looped_model(model)
+    gates = looped.loop_state.gates
+    if gates is not None and gates.shape[1] > 1:
+        raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")
+    ending = _Ending(looped, tokenizer, stop_strings)
+    decode = _decode_in_slots if supports_slots(looped) else _generate
+    completions: dict[int, str] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
+            for finished in decode(looped, token_ids, max_new_tokens, batch_size, ending.find_ended):
+                for index, tokens in finished:
+                    completions[index] = ending.to_text(tokens)
+                    if on_completion is not None:
+                        on_completion(index, completions[index])
+                bar.update(len(finished))
+    finally:
+        model.train(was_training)
+    return [completions[index] for index in range(len(prompts))]
+
+
+class _Ending:
+    """End tokens and stop strings of completions."""
+
+    def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self.decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.stops = re.compile("|".join(map(re.escape, stops)) if stops else "(?!)")  # (?!) matches nothing
+        added = tokenizer.get_added_vocab()  # special tokens are not part of the decoded text
+        stop_tokens = [added[stop] for stop in stops if stop in added]
+        self.end_tokens = {*end_tokens(looped), tokenizer.eos_token_id, *stop_tokens} - {None}
+        self.window = max((len(stop.encode()) + 4 for stop in stops), default=0)  # a token has a byte or more
+
+    def find_ended(self, completions: list[list[int]]) -> list[bool]:
+        """Return whether each completion ends with its last token. Before that token it had not ended."""
+        tails = [""] * len(completions)
+        if self.window:
+            tails = self.decode([tokens[-self.window :] for tokens in completions])
+        return [
+            tokens[-1] in self.end_tokens or bool(self.stops.search(tail))
+            for tokens, tail in zip(completions, tails, strict=True)
+        ]
+
+    def to_text(self, tokens: list[int]) -> str:
+        """Return the text of a completion up to its end."""
+        (text,) = self.decode([list(takewhile(lambda token: token not in self.end_tokens, tokens))])
+        return self.stops.split(text, maxsplit=1)[0]
+
+
+# Continuous batching.
+
+
+def supports_slots(model: PreTrainedModel) -> bool:
+    """Return whether a model can decode with a `SlotCache`, by attention with a given mask [B, 1, S, columns]."""
+    layers = DynamicCache(config=model.config).layers
+    takes_masks = model.config._attn_implementation in ("sdpa", "eager") and model._can_compile_fullgraph
+    return (
+        takes_masks
+        and not getattr(model.config, "prefix_lm", False)
+        and all(type(layer) is DynamicLayer for layer in layers)
+    )
+
+
+class SlotCache(Cache):
+    """Keys and values of slots, with one layer for each (loop, layer) of a looped model.
+
+    Attributes:
+        num_slots: Number of allocated slots.
+        slots: [B, 1] slots of the rows that the next call computes. They are the first B slots, except in a prefill.
+        positions: [B, S] positions of the tokens that the next call computes.
+        num_columns: Number of columns in use. None: the rows begin, and attend only to the tokens of the next call.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    num_columns: int | None
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
+        self.num_slots = num_slots
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy rows to other slots."""
+        for layer in self.layers:
+            for states in (layer.keys, layer.values):
+                states[targets] = states[sources]
+
+
+class SlotLayer(StaticLayer):
+    """Keys and values of one layer in one loop, [slots, columns, heads, d]."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__(max_cache_len=0)
+        self.cache = cache
+
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+        # The shape of the first keys [B, heads, S, d] may differ from layer to layer.
+        self.keys, self.values = (
+            states.new_zeros(self.cache.num_slots, 0, states.shape[1], states.shape[3]) for states in (keys, values)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the states [B, heads, S, d] of the next tokens, and return all states that they may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache = self.cache
+        num_columns = cache.num_columns or cache.positions.shape[1]
+        missing = num_columns - self.keys.shape[1]
+        if missing > 0:  # zeros, because attention multiplies masked values by zero
+            padding = (0, 0, 0, 0, 0, -(-missing // COLUMN_BLOCK) * COLUMN_BLOCK)
+            self.keys, self.values = (nn.functional.pad(states, padding) for states in (self.keys, self.values))
+        slots, positions = cache.slots.to(key_states.device), cache.positions.to(key_states.device)
+        self.keys[slots, positions] = key_states.transpose(1, 2)
+        self.values[slots, positions] = value_states.transpose(1, 2)
+        if cache.num_columns is None:
+            return key_states, value_states
+        return tuple(states[: len(slots), :num_columns].transpose(1, 2) for states in (self.keys, self.values))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.num_columns or query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return 0. Rows differ in length, so that masks and positions are given in each call."""
+        return 0
+
+
+def _decode_in_slots(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    num_slots: int,
+    find_ended: Callable[[list[list[int]]], list[bool]],
+) -> Iterator[Finished]:
+    """Yield the completions that end together."""
+    num_slots = min(num_slots, len(prompts))
+    cache = SlotCache(num_slots)
+    waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
+    rows: list[int] = []  # prompts of the slots in use, from the first slot
+    tokens = [list(prompt) for prompt in prompts]
+    while waiting or rows:
+        free = num_slots - len(rows)
+        if (
+            waiting and 4 * free >= num_slots
+        ):  # not for each free slot, because reading prompts takes a call of its own
+            size = max(1, PREFILL_TOKENS // len(prompts[waiting[0]]))  # the first prompt is the longest
+            first = len(rows)
+            rows += [waiting.popleft() for _ in range(min(free, len(waiting), size))]
+            cache.num_columns = None
+        else:
+            first = 0
+            cache.num_columns = max(len(tokens[index]) for index in rows)
+        starts = [0 if cache.num_columns is None else len(tokens[index]) - 1 for index in rows[first:]]
+        new = [torch.tensor(tokens[index][start:]) for index, start in zip(rows[first:], starts, strict=True)]
+        ids = pad_sequence(new, batch_first=True).to(model.device)  # [B, S]
+        # Padding comes after a prompt, which does not attend to it, in the columns of the completion.
+        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(ids.shape[1])
+        cache.slots = torch.arange(first, len(rows), device=model.device).unsqueeze(1)
+        cache.positions = positions.to(model.device)
+        logits = _next_logits(model, cache, ids, [len(row) - 1 for row in new])
+        for index, token in zip(rows[first:], logits.argmax(dim=-1).tolist(), strict=True):
+            tokens[index].append(token)
+
+        completions = [tokens[index][len(prompts[index]) :] for index in rows]
+        ended = find_ended(completions)
+        ended = [end or len(row) >= max_new_tokens for end, row in zip(ended, completions, strict=True)]
+        if any(ended):
+            finished = [(index, row) for index, row, end in zip(rows, completions, ended, strict=True) if end]
+            # The last rows move to the slots before them that are free: of rows [a, -, c, -, e], e moves to slot 1.
+            kept = [slot for slot, end in enumerate(ended) if not end]
+            sources = [slot for slot in kept if slot >= len(kept)]
+            targets = [slot for slot in range(len(kept)) if ended[slot]]
+            if targets:
+                cache.move(sources, targets)
+                for source, target in zip(sources, targets, strict=True):
+                    rows[target] = rows[source]
+            del rows[len(kept) :]
+            yield finished
+
+
+def _next_logits(model: PreTrainedModel, cache: SlotCache, ids: Tensor, ends: list[int]) -> Tensor:
+    """Return the float32 logits [B, V] after the tokens [B, S] of the cache's rows, at the columns `ends`."""
+    # A token attends to the columns up to its own position. The mask is a number to add to the scores, because every
+    # attention layer of every loop would have to convert a boolean mask.
+    columns = torch.arange(cache.num_columns or ids.shape[1], device=ids.device)
+    unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
+    mask = torch.zeros_like(unseen, dtype=model.dtype).masked_fill_(unseen, torch.finfo(model.dtype).min)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": cache.positions, CACHE: cache}
+    hidden = model.base_model(**inputs, use_cache=True).last_hidden_state
+    return model.get_output_embeddings()(hidden[torch.arange(len(hidden)), ends]).float()
+
+
+# Other models.
+
+
+def _generate(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    find_ended: Callable[[list[list[int]]], list[bool]],
+) -> Iterator[Finished]:
+    """Yield the completions of transformers' `generate`, in left-padded batches."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=0)
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    for first in range(0, len(order), batch_size):
+        indices = order[first : first + batch_size]
+        rows = [torch.tensor(prompts[index]) for index in indices]
+        ids = pad(rows).to(model.device)  # [B, S]
+        stop = lambda ids, scores, start=ids.shape[1], **kwargs: torch.tensor(
+            find_ended(ids[:, start:].tolist()), device=ids.device
+        )
+        own_config = model.generation_config
+        model.generation_config = GenerationConfig()  # `generate` takes unset fields from it, such as penalties
+        try:
+            answers = model.generate(
+                input_ids=ids,
+                attention_mask=pad([torch.ones_like(row) for row in rows]).to(model.device),
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([stop]),
+            )
+        finally:
+            model.generation_config = own_config
+        yield list(zip(indices, answers[:, ids.shape[1] :].tolist(), strict=True))
