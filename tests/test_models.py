@@ -1,0 +1,363 @@
+"""Every family: reference outputs, gradients under gates, cache, keywords, published layouts, strict loading."""
+
+import json
+
+import pytest
+import torch
+from conftest import (
+    CONVERSIONS,
+    LAYOUTS,
+    NANBEIGE_3B,
+    TINY,
+    example_nll,
+    golden_adapted,
+    golden_inputs,
+    golden_model,
+    python,
+    submodule_name,
+    tiny_hrm,
+    trained_parameters,
+    with_adapter,
+)
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+
+from loopdropout_trainer import default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
+from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
+from loopdropout_trainer.models.looped_modeling import CACHE
+
+
+ALL_FAMILIES = pytest.mark.parametrize("make", [*TINY.values(), tiny_hrm], ids=[*TINY, "hrm_text"])
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def assert_close(got, want, atol=1e-4):
+    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+
+
+def change_weights(folder, **changes):
+    """Change saved tensors. None removes one."""
+    file = folder / "model.safetensors"
+    weights = {name: x for name, x in {**load_file(file), **changes}.items() if x is not None}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+# Reference outputs.
+
+FLEX = pytest.param("padded", "flex_attention", marks=pytest.mark.slow)  # compiles
+
+
+@pytest.mark.parametrize(("batch", "attention"), [("unpadded", "sdpa"), ("padded", "sdpa"), ("padded", "eager"), FLEX])
+@torch.no_grad()
+def test_forward_matches_reference(family, batch, attention):
+    model, inputs = golden_model(family, attn_implementation=attention), golden_inputs(family, batch)
+    valid = inputs["attention_mask"].bool()
+    out = model(**inputs, output_readouts=True)
+    logits = model.get_output_embeddings()(torch.stack(out.readouts))
+    got = {"loop_state": torch.stack(out.loop_states), "loop_hidden": torch.stack(out.readouts), "loop_logits": logits}
+    for name, tensor in got.items():
+        assert_close(tensor[:, valid], family.tensors[f"{batch}/{name}"][:, valid])
+    assert_close(out.logits[valid], family.tensors[f"{batch}/logits"][valid])
+    assert_close(out.loss, family.tensors[f"{batch}/loss"], atol=2e-5)
+    model.config.num_loops = family.meta["deep_loops"]
+    deep = model(**inputs)
+    assert_close(deep.logits[valid], family.tensors[f"{batch}/deep/logits"][valid])
+    assert_close(deep.loss, family.tensors[f"{batch}/deep/loss"], atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", ["none", "dynamic", "static"])
+def test_generate_matches_reference(family, cache):
+    options = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}[cache]
+    cases, fields = {"generated": family.meta["loops"], "deep/generated": family.meta["deep_loops"]}, {}
+    batch = "padded"
+    if "padded/initial_state" in family.tensors:  # random states of the reference
+        batch, cases, fields = "unpadded", {"zero_state/generated": family.meta["loops"]}, {"state_init": "zero"}
+    model = golden_model(family, **fields)
+    inputs = {name: family.tensors[f"{batch}/{name}"] for name in ("input_ids", "attention_mask")}
+    for name, model.config.num_loops in cases.items():
+        tokens = model.generate(
+            **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, **options
+        )
+        assert torch.equal(tokens[:, inputs["input_ids"].shape[1] :], family.tensors[f"{batch}/{name}"])
+
+
+# The oracle of Loop Dropout: one example at a time, with the gated weights of each loop.
+
+
+def assert_gradients_match(family, peft_model, prefix, gates=None):
+    named = dict(peft_model.get_base_model().named_parameters())
+    got = {
+        f"{factor}/{name}": named[f"{submodule_name(family, name)}.{factor}.default.weight"].grad
+        for name in family.meta["lora"]["modules"]
+        for factor in ("lora_A", "lora_B")
+        if f"{prefix}/{factor}/{name}" in family.tensors
+    }
+    assert got
+    for name, gradient in {**got, **({} if gates is None else {"gates": gates.grad})}.items():
+        want = family.tensors[f"{prefix}/{name}"]
+        assert (gradient - want).norm() <= max(1e-4 * want.norm(), 1e-6), name
+
+
+LAYOUT_CASES = [
+    ("left", False, "token_mean"), ("left", True, "example_mean"), ("right", True, "token_mean"),
+    ("packed", False, "example_mean"), ("packed", True, "token_mean"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "checkpointing", "mean"), LAYOUT_CASES)
+def test_gated_gradients_match_oracle(family, layout, checkpointing, mean):
+    peft_model, tensors = golden_adapted(family).train(), family.tensors
+    if checkpointing:
+        peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = golden_inputs(family, "oracle/left" if layout == "left" else "oracle/right")
+    kept, lengths, segments = inputs["attention_mask"].bool(), [inputs["labels"].shape[1]], None
+    if layout == "packed":
+        inputs = {name: tensor[kept][None] for name, tensor in inputs.items() if name != "attention_mask"}
+        lengths = kept.sum(dim=1).tolist()
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+        segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    gates = tensors["oracle/gates"].clone().requires_grad_()
+    with use_gates(peft_model, gates, segments):
+        out = peft_model(**inputs)
+        rows = zip(out.logits.split(lengths, dim=1), inputs["labels"].split(lengths, dim=1), strict=True)
+        nll = torch.cat([example_nll(*row) for row in rows])
+        loss = out.loss if mean == "token_mean" else (nll / tensors["oracle/example_tokens"]).mean()
+        loss.backward()
+    assert_close(nll, tensors["oracle/example_nll"])
+    assert_close(loss, tensors[f"oracle/loss_{mean}"], atol=2e-5)
+    assert_gradients_match(family, peft_model, f"oracle/grad_{mean}", gates)
+
+
+@torch.no_grad()
+def test_losses_by_loop_match_oracle(family):
+    peft_model, inputs = golden_adapted(family), golden_inputs(family, "oracle/left")
+    num_loops, tokens = family.meta["loops"], family.tensors["oracle/example_tokens"]
+    rows = {"zero_gate": torch.zeros(1, num_loops), "unit_gate": torch.ones(1, num_loops)}
+    for name, gates in {**rows, "single_loop": torch.eye(num_loops)}.items():
+        want = family.tensors[f"oracle/{name}/example_loss"].view(len(gates), -1)
+        for row, losses in zip(gates, want, strict=True):
+            with use_gates(peft_model, row):
+                assert_close(example_nll(peft_model(**inputs).logits, inputs["labels"]) / tokens, losses, atol=2e-5)
+    batch = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    readouts = torch.stack(find_looped_model(peft_model).loop_readouts(**batch))
+    losses = [example_nll(x, inputs["labels"]) / tokens for x in peft_model.get_output_embeddings()(readouts)]
+    assert_close(torch.stack(losses), family.tensors["oracle/unit_gate/readout_loss"], atol=2e-5)
+
+
+def test_default_adapter_has_modules_of_oracle(family):
+    model = golden_model(family)
+    lora = family.meta["lora"]
+    assert find_looped_model(model).recurrent_linears() == [submodule_name(family, name) for name in lora["modules"]]
+    adapted = get_peft_model(model, default_peft_config(model, r=lora["r"]))
+    assert sum(p.numel() for p in trained_parameters(adapted).values()) == lora["num_params"]
+
+
+# Cache and keywords.
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@ALL_FAMILIES
+@torch.no_grad()
+def test_cached_steps_equal_one_pass(make, name):
+    model = make().eval()
+    ids = torch.randint(2, 258, (3, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[1, :1] = 0
+    for num_loops in (3, 5):
+        model.config.num_loops = num_loops
+        cache = DynamicCache(config=model.config)
+        want = model(ids, mask, use_cache=False).logits
+        first = model(ids[:, :5], mask[:, :5], **{name: cache})
+        second = model(ids[:, 5:], mask, **{name: first[CACHE]})
+        logits = torch.cat([first.logits, second.logits], dim=1)
+        torch.testing.assert_close(logits[mask.bool()], want[mask.bool()], atol=1e-5, rtol=1e-5)
+        assert {layer.get_seq_length() for layer in cache.layers} == {9}
+
+
+def test_cache_of_fewer_loops_raises(make_tiny):
+    model = make_tiny().eval()
+    cache = model(IDS).get(CACHE)
+    model.config.num_loops += 1
+    with pytest.raises(UserError, match="The number of loops was raised"):
+        model(IDS[:, :1], cache=cache)
+    with pytest.raises(UserError, match="`use_cache` must be False with `output_readouts`"):
+        model(IDS, use_cache=True, output_readouts=True)
+
+
+@ALL_FAMILIES
+def test_forward_checks_keywords(make):
+    model = make().eval()
+    for module in (model, model.base_model):
+        if isinstance(module, LoopedModelMixin):
+            with pytest.raises(TypeError, match=f"{type(module).__name__}.* unexpected keyword argument 'kv_cache'"):
+                module(IDS, kv_cache=None)
+    options = {"output_attentions": None, "output_hidden_states": True, "output_router_logits": False}
+    out = model(IDS, labels=IDS, num_items_in_batch=torch.tensor(20), return_dict=True, **options)
+    torch.testing.assert_close(out.loss, model(IDS, labels=IDS).loss / 2)
+    assert out.hidden_states is not None and model(IDS, return_dict=False)[0].shape == (2, 6, 258)
+
+
+# Configurations.
+
+QWEN3_4B = {
+    "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+PUBLISHED = {  # configuration, number of parameters, number of trained parameters of the default adapter
+    "Ouro-1.4B": (OuroConfig, {"num_hidden_layers": 24}, 1_434_652_673, 15_138_816),
+    "Ouro-2.6B": (OuroConfig, {"num_hidden_layers": 48}, 2_667_974_657, 30_277_632),
+    "huginn-0125": (HuginnConfig, {}, 3_564_976_800, 6_397_440),
+    "LoopUS-4B": (LoopusConfig, {"base_config_dict": QWEN3_4B}, None, 917_504 * 33),
+    "Nanbeige4.2-3B": (NanbeigeConfig, NANBEIGE_3B, 4_169_800_704, 23_969_792),
+    **{name: (HuginnConfig, *numbers) for name, numbers in CONVERSIONS.items()},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    config_class, fields, parameters, trained = PUBLISHED[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_class(**fields))
+        assert parameters in (None, sum(p.numel() for p in model.parameters()))
+        adapted = get_peft_model(model, default_peft_config(model))
+    assert sum(p.numel() for p in trained_parameters(adapted).values()) == trained
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+SPLIT = ("encoder_layer_indices", "reasoning_layer_indices", "decoder_layer_indices")
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+UNSUPPORTED = [
+    ("nanbeige", {"enable_something_new": True}, "`enable_something_new` must be off"),
+    ("nanbeige", {"loop_middle_layers": [2, 3]}, "`loop_middle_layers` must be off"),
+    ("nanbeige", {"rope_scaling": LINEAR}, "`rope_scaling` must be off"),
+    ("nanbeige", {"kv_channels": 16}, "`kv_channels` must equal `head_dim` = 12, got 16"),
+    ("ouro", SLIDING, "`use_sliding_window` must be False"),
+    ("ouro", {"num_loops": 0}, "`num_loops` must be an integer from 1"),
+    ("huginn", {"injection_type": "add"}, "`injection_type` must be 'linear'"),
+    ("huginn", {"bias": True}, "`bias` must be False"),
+    ("raven_olmo", {"initial_state_mode": "embed-init"}, "`initial_state_mode` must be 'random'"),
+    ("raven_olmo", {"block_layout": "qwen"}, "`block_layout` must be 'huginn' or 'llama' or 'olmo'"),
+    ("raven_olmo", {"block_layout": None}, "`block_layout` must be 'llama' or 'olmo'"),
+    ("loopus", {"base_config_dict": {"model_type": "llama"}}, "must describe a 'qwen3' model, got 'llama'"),
+    ("loopus", SLIDING, "`use_sliding_window` must be False"),
+    ("loopus", {"lma_window": 3}, "`lma_window` must be 0, got 3"),
+    ("loopus", dict(zip(SPLIT, ([0], [2], [3]), strict=True)), "must share the 4 base layers"),
+    ("loopus", dict(zip(SPLIT, ([0, 1], [], [2, 3]), strict=True)), "at least one to loop"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), UNSUPPORTED, ids=str)
+def test_unsupported_architectures_raise(name, fields, message):
+    with pytest.raises(UserError, match=message):
+        TINY[name](**fields)
+
+
+# Checkpoints.
+
+
+def save_published(family, folder, **config):
+    """Save the reference model with the published names of weights and fields."""
+    golden_model(family).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**family.meta["config"], **config}))
+
+
+def test_checkpoints_keep_the_published_layout(family, tmp_path):
+    save_published(family, tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "again")
+    name = family.meta["name"]
+    published = {"architectures": ["LDSForCausalLM"], **json.loads((tmp_path / "config.json").read_text())}
+    if name == "huginn":
+        published.pop("tie_word_embeddings")  # the original class reads `tie_embeddings`
+    if name in LAYOUTS:
+        published["block_layout"] = LAYOUTS[name]
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == published
+    tensors = {key[8:]: tensor for key, tensor in family.tensors.items() if key.startswith("weights/")}
+    if name == "huginn":  # the published file has it twice
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    for key, tensor in saved.items():
+        assert_close(tensor, tensors[key], atol=2e-6)
+    model.config.use_cache = False  # as training does
+    merge_and_save(with_adapter(model), tmp_path / "merged")
+    published.pop("auto_map")  # the folder has no code
+    assert json.loads((tmp_path / "merged" / "config.json").read_text()) == published
+    deep = AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=family.meta["deep_loops"])
+    assert_close(deep(**golden_inputs(family, "unpadded")).loss, family.tensors["unpadded/deep/loss"], atol=2e-5)
+
+
+@torch.no_grad()
+def test_cast_model_equals_loaded_model(make_tiny, tmp_path):
+    make_tiny().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    cast = AutoModelForCausalLM.from_pretrained(tmp_path).bfloat16()
+    ids = torch.arange(2, 258)[None]
+    assert torch.equal(cast(ids).logits, loaded(ids).logits)
+
+
+@ALL_FAMILIES
+def test_incomplete_checkpoints_raise(make, tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    name = max(load_file(tmp_path / "model.safetensors"), key=lambda name: "mlp" in name)
+    change_weights(tmp_path, **{name: None})
+    with pytest.raises(UserError, match=f"got 1 missing weights, such as `.*{name}`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    other = name.replace(".weight", ".other")
+    change_weights(tmp_path, **{other: torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
+    with pytest.raises(UserError, match=f"got 1 unexpected weights, such as `.*{other}`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    change_weights(tmp_path, **{other: None, name: torch.zeros(2, 2)})
+    with pytest.raises(RuntimeError, match="`ignore_mismatched_sizes`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_backbone_loads_from_model_checkpoint(make_tiny, tmp_path):
+    model = make_tiny().eval()
+    model.save_pretrained(tmp_path)
+    change_weights(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})  # of old checkpoints
+    backbone = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(backbone(IDS).last_hidden_state, model.base_model(IDS).last_hidden_state)
+
+
+RELOAD = """
+import sys, pathlib, torch, loopdropout_trainer
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+ids = torch.arange(2, 14).view(2, 6)
+for folder in map(pathlib.Path, sys.argv[1:]):
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", num_loops=merged.config.num_loops)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter")
+    torch.save([model(ids).logits.detach() for model in (merged, adapted)], folder / "logits.pt")
+"""
+
+
+def test_saved_models_load_in_new_process(tmp_path):
+    wanted = {}
+    for name, make in TINY.items():
+        folder = tmp_path / name
+        model = make()
+        model.save_pretrained(folder / "base")
+        peft_model = with_adapter(model, scale=0.1).eval()
+        peft_model.save_pretrained(folder / "adapter")
+        merge_and_save(peft_model, folder / "merged")
+        wanted[folder] = peft_model(IDS).logits
+    python("-c", RELOAD, *wanted)
+    for folder, want in wanted.items():
+        merged, adapted = torch.load(folder / "logits.pt")
+        assert torch.equal(adapted, want)
+        torch.testing.assert_close(merged, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_float16_base_trains_under_autocast(make_tiny, train, checkpointing):
+    fields = {"bf16": True, "max_steps": 2, "gradient_checkpointing": checkpointing}
+    losses = [entry["loss"] for entry in train(make_tiny().half(), **fields).state.log_history if "loss" in entry]
+    assert len(losses) == 2 and all(5 < loss < 6.5 for loss in losses)  # log 258 = 5.55
