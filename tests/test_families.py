@@ -1,0 +1,424 @@
+"""Parts of single families: Ouro, Huginn and converted models, LoopUS, Nanbeige, HRM-Text."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import (
+    example_nll,
+    golden_adapted,
+    golden_inputs,
+    golden_model,
+    load_script,
+    tiny_hrm,
+    tiny_huginn,
+    tiny_llama_conversion,
+    tiny_loopus,
+    tiny_nanbeige,
+    tiny_olmo_conversion,
+    with_adapter,
+)
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from test_models import assert_close, assert_gradients_match, save_published
+from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, use_gates
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, LoopusForCausalLM, OuroConfig
+from loopdropout_trainer.models.huginn import philox, rotate_pairs, truncated_normals
+
+
+IDS = torch.tensor([[1, 1, 5, 6, 9], [2, 3, 4, 5, 8]])
+GREEDY = {"attention_mask": (IDS != 1).long(), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module", params=["huginn", "raven_llama", "raven_olmo"])
+def raven(golden, request):
+    return golden(request.param)
+
+
+@pytest.fixture(scope="module")
+def loopus(golden):
+    return golden("loopus")
+
+
+# Ouro.
+
+
+def test_ouro_saves_published_rope_fields():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    saved = OuroConfig(rope_theta=5e5, rope_scaling=dict(scaling)).to_diff_dict()
+    assert (saved["rope_theta"], saved["rope_scaling"]) == (5e5, scaling) and "rope_parameters" not in saved
+    assert OuroConfig.from_dict(saved).rope_parameters == {**scaling, "rope_theta": 5e5}
+
+
+# Huginn and converted models.
+
+
+def test_huginn_prelude_and_latents_match_reference(raven):
+    model, inputs = golden_model(raven), golden_inputs(raven, "padded")
+    valid, seen = inputs["attention_mask"].bool(), []
+    model.transformer.prelude[-1].register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        states = torch.stack(model(**inputs, output_readouts=True).loop_states)
+    assert_close(seen[0][valid], raven.tensors["padded/prelude"][valid])
+    if "padded/loop_latent" in raven.tensors:  # the coda of converted models reads the state itself
+        assert_close(model.transformer.ln_f(states)[:, valid], raven.tensors["padded/loop_latent"][:, valid])
+    zero = golden_model(raven, state_init="zero")(raven.tensors["unpadded/input_ids"])
+    assert_close(zero.logits, raven.tensors["unpadded/zero_state/logits"])
+
+
+def test_huginn_core_adapter_matches_oracle(raven):
+    peft_model = golden_adapted(raven, modules=raven.meta["lora"]["modules_core_only"])
+    inputs = golden_inputs(raven, "oracle/left")
+    with use_gates(peft_model, raven.tensors["oracle_core_only/gates"]):
+        out = peft_model(**inputs)
+        out.loss.backward()
+    assert_close(example_nll(out.logits, inputs["labels"]), raven.tensors["oracle_core_only/example_nll"])
+    assert_gradients_match(raven, peft_model, "oracle_core_only/grad_token_mean")
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "want"),
+    [  # known answers of the Random123 library for Philox-4x32-10
+        ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_gives_known_answers(counter, key, want):
+    words = lambda text: tuple(torch.tensor(int(word, 16)) for word in text.split())
+    assert philox(words(counter), words(key)) == words(want)
+
+
+def record_states(model):
+    """Return a list that gets the [rows, S, E] state before each loop."""
+    seen = []
+    size = model.config.n_embd
+    model.transformer.adapter.register_forward_pre_hook(lambda _, args: seen.append(args[0][..., :size].detach()))
+    return seen
+
+
+def test_huginn_states_have_published_distribution():
+    numbers = truncated_normals(torch.tensor([7]), torch.arange(64), 512).flatten().double()
+    inside = math.erf(3 / 2**0.5)
+    quantiles = (torch.erf(numbers.sort().values / 2**0.5) / inside + 1) / 2
+    ideal = (torch.arange(len(numbers)) + 0.5) / len(numbers)
+    assert (quantiles - ideal).abs().max() < 1.63 / len(numbers) ** 0.5  # Kolmogorov-Smirnov, 1%
+    std = (1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / inside) ** 0.5
+    stored = {"std": 0.008703882797784892, "embed_scale": 1.0}  # of a converted model
+    for model, scale in (
+        (tiny_huginn(n_embd=512, n_heads=8), 0.4**0.5),
+        (tiny_llama_conversion(init_values=stored), stored["std"]),
+    ):
+        states = record_states(model)
+        model(torch.arange(2, 40)[None])
+        assert states[0].abs().max() <= 3.0001 * scale
+        assert states[0].std().item() == pytest.approx(scale * std, rel=0.1)
+
+
+def test_huginn_state_depends_on_seed_and_position():
+    model = tiny_huginn().eval()
+    first = model(IDS).logits
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    assert torch.equal(model(IDS).logits, first) and torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(model(IDS[1:]).logits, first[1:], atol=1e-5, rtol=1e-5)
+    assert torch.equal(model.generate(IDS, **GREEDY), model.generate(IDS, use_cache=False, **GREEDY))
+    assert not torch.allclose(tiny_huginn(state_seed=1).eval()(IDS).logits, first, atol=1e-3)
+
+
+def test_huginn_trains_with_a_state_per_example(train):
+    def first_tokens(size=4, accumulation=1, **fields):  # by row of the global batch
+        fields |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        model = tiny_huginn()
+        states = record_states(model)
+        train(model, max_steps=1, remove_padding=False, **fields)
+        return torch.cat([state[:, 0] for state in states[:: model.config.num_loops]])
+
+    states = first_tokens()
+    assert len(states.unique(dim=0)) == 4
+    assert torch.equal(states, first_tokens(2, 2))
+    assert not torch.equal(states, first_tokens(gate_seed=5))
+    model = tiny_huginn()
+    packed = record_states(model)
+    train(model, max_steps=1, padding_free=True, max_length=None)
+    assert len(packed[0][0].unique(dim=0)) == len(packed[0][0])  # although positions repeat
+
+
+@pytest.mark.parametrize("duplicate", [False, True])
+def test_huginn_loads_tied_heads_and_float32_rotations(golden, duplicate, tmp_path):
+    huginn = golden("huginn")
+    weights = {name[8:]: tensor for name, tensor in huginn.tensors.items() if name.startswith("weights/")}
+    if duplicate:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(huginn.meta["config"]))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model(IDS).logits.dtype == torch.float32
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved["transformer.wte.weight"].dtype == torch.bfloat16
+    assert_close(saved["freqs_cis"], huginn.tensors["weights/freqs_cis"], atol=2e-6)
+
+
+def test_huginn_saves_an_untied_head(tmp_path):
+    model = tiny_huginn().eval()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_rotate_pairs_is_exact_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    x, angles = (torch.randn(1, 5, *size, generator=generator, dtype=torch.float64) for size in ((2, 8), (4,)))
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)[:, :, None]
+    want = torch.view_as_real(turned).flatten(-2).transpose(1, 2)
+    got = rotate_pairs(x.transpose(1, 2), angles.cos(), angles.sin())
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+
+
+@torch.no_grad()
+def test_converted_llama_equals_llama():
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=30, rope_parameters=rope, **sizes)).eval()
+    model = load_script("recipes/make_small_base.py").looped(llama, SimpleNamespace(eos_token_id=1, pad_token_id=0))
+    half = torch.eye(24) / 2
+    assert torch.equal(model.transformer.adapter.weight, torch.cat([half, half], dim=1))
+    model.transformer.adapter.weight.copy_(torch.cat([0 * half, 2 * half], dim=1))  # only the prelude's output
+    model.config.num_loops = 1
+    torch.testing.assert_close(model(IDS).logits, llama(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_names_of_weights_tell_the_block_layout(raven, sharded, tmp_path):
+    save_published(raven, tmp_path)
+    if sharded:
+        (file,) = tmp_path.glob("*.safetensors")
+        file.rename(tmp_path / "part.safetensors")
+        index = {"weight_map": dict.fromkeys(load_file(tmp_path / "part.safetensors"), "part.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, **index}))
+    for auto_class in (AutoModelForCausalLM, AutoModel, HuginnForCausalLM):
+        layout = auto_class.from_pretrained(tmp_path).config.block_layout
+        assert layout == raven.meta["name"].removeprefix("raven_")
+    if layout == "olmo":
+        with pytest.raises(UserError, match="unexpected weights, such as `transformer.*k_norm.weight`"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, block_layout="llama")
+
+
+def test_converted_models_drop_special_tokens_of_huginn(tmp_path):
+    tokens = {"bos_token_id": 65504, "eos_token_id": 65505, "pad_token_id": 65509}
+    tiny_olmo_conversion().save_pretrained(tmp_path)
+    for file in ("config.json", "generation_config.json"):
+        fields = json.loads((tmp_path / file).read_text())
+        (tmp_path / file).write_text(json.dumps({**fields, **tokens}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+
+
+# LoopUS.
+
+
+@torch.no_grad()
+def test_loopus_parts_match_reference(loopus):
+    model, inputs, calls = golden_model(loopus), golden_inputs(loopus, "padded"), []
+    valid = inputs["attention_mask"].bool()
+    model.model.reasoning.gate.register_forward_pre_hook(lambda module, args: calls.append(args))
+    states = torch.stack(model(**inputs, output_readouts=True).loop_states)  # [K, B, S, H]
+    last = (inputs["attention_mask"] * torch.arange(states.shape[2])).argmax(-1)  # each row's last token
+    q = model.model.q_head(states[:, torch.arange(len(last)), last]).squeeze(-1).sigmoid()
+    outputs, inputs_of_gate = zip(*calls, strict=True)
+    assert_close(inputs_of_gate[0][valid], loopus.tensors["padded/encoder_state"][valid])
+    assert_close(torch.stack(outputs)[:, valid], loopus.tensors["padded/pre_gate_state"][:, valid])
+    assert_close(q, loopus.tensors["padded/q_values"])
+
+
+@pytest.mark.parametrize(("name", "module"), [("loopus", "q_head"), ("ouro", "early_exit_gate")])
+def test_exit_heads_are_not_used(golden, name, module):
+    family = golden(name)
+    model = golden_model(family)
+    for parameter in model.model.get_submodule(module).parameters():
+        parameter.data.fill_(float("nan"))
+    assert_close(model.train()(**golden_inputs(family, "padded")).loss, family.tensors["padded/loss"], atol=2e-5)
+
+
+def test_loopus_gate_stays_float32(tmp_path):
+    tiny_loopus().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    full = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
+    assert full == {name for name in model.state_dict() if name.startswith(("model.reasoning.gate.", "model.q_head."))}
+    seen = []
+    model.model.reasoning.gate.delta_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(IDS).logits.dtype == torch.bfloat16
+    assert set(seen) == {torch.float32}
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert {f"model.{name}" for name, tensor in saved.items() if tensor.dtype == torch.float32} == full
+    with torch.device("meta"):  # of the published 1.7B: hidden size 2048
+        large = LoopusForCausalLM(LoopusConfig(hidden_size=2048, num_hidden_layers=4)).model
+    assert sum(p.numel() for p in [*large.reasoning.gate.parameters(), *large.q_head.parameters()]) == 534_529
+
+
+@pytest.mark.parametrize(("new", "old"), [("reasoning.", "plateau."), (".layers.", ".module.layers.")])
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+def test_loopus_loads_old_names_of_weights(loopus, auto_class, new, old, tmp_path):
+    weights = {name[8:]: tensor for name, tensor in loopus.tensors.items() if name.startswith("weights/")}
+    old_weights = {name.replace(new, old): tensor for name, tensor in weights.items()}
+    save_file(old_weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(loopus.meta["config"]))
+    auto_class.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in saved.items()} == {n: t.tolist() for n, t in weights.items()}
+
+
+def test_loopus_reads_both_forms_of_rope_theta(loopus):
+    base = {name: value for name, value in loopus.meta["config"]["base_config_dict"].items() if name[:4] != "rope"}
+    config = LoopusConfig(**{**loopus.meta["config"], "base_config_dict": {**base, "rope_theta": 12345.0}})
+    assert config.rope_parameters["rope_theta"] == 12345.0
+    assert config.to_diff_dict()["base_config_dict"]["rope_theta"] == 12345.0
+
+
+def test_loopus_runs_without_encoder_and_decoder():
+    split = {"encoder_layer_indices": [], "reasoning_layer_indices": [0, 1, 2, 3], "decoder_layer_indices": []}
+    model = tiny_loopus(**split).eval()
+    assert torch.equal(model.generate(IDS, **GREEDY), model.generate(IDS, use_cache=False, **GREEDY))
+
+
+# Nanbeige.
+
+
+def test_nanbeige_depth_follows_loss_weights(tmp_path):
+    model = tiny_nanbeige(num_loops=1, loop_loss_weights=[0.1, 0.2])
+    assert model.config.num_loops == 3
+    for depth, weights in ((3, [0.1, 0.2]), (5, []), (3, [0.1, 0.2])):
+        model.config.num_loops = depth
+        model.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert (saved["num_loops"], saved["loop_loss_weights"]) == (depth, weights)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == depth
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=2).config.num_loops == 2
+
+
+@pytest.mark.parametrize("width", ["head_dim", "kv_channels"])
+def test_nanbeige_heads_have_any_width(tmp_path, width):
+    model = tiny_nanbeige(hidden_size=30, **{"head_dim": None, width: 12}).eval()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.model.layers[0].self_attn.q_proj.weight.shape == (48, 30)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+# Fields that MLX-LM 0.32.2, llama.cpp (llama-cpp-python 0.3.36) and SGLang 0.5.23 read from config.json. SGLang has other
+# defaults than the published model.
+READ_FIELDS = {
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling", "attention_bias",
+    "tie_word_embeddings", "num_loops", "loop_loss_weights", "skip_loop_final_norm", "hidden_act", "attention_dropout",
+    "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype",
+}  # fmt: skip
+PROJECTIONS = {"q": [48, 32], "k": [24, 32], "v": [24, 32], "o": [32, 48]}
+LAYER = {
+    *(f"self_attn.{name}_proj" for name in PROJECTIONS), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm"),
+}  # fmt: skip
+
+
+def test_nanbeige_saves_fields_of_other_programs(tmp_path):
+    tiny_nanbeige(rope_theta=70_000_000.0).to(torch.bfloat16).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved.keys() >= READ_FIELDS
+    want = {"rope_theta": 7e7, "rope_scaling": None, "torch_dtype": "bfloat16", "head_dim": 12, "num_loops": 4}
+    want |= {"architectures": ["NanbeigeForCausalLM"], "model_type": "nanbeige"}
+    assert {name: saved[name] for name in want} == want
+    tensors, outside = load_file(tmp_path / "model.safetensors"), ("model.embed_tokens", "model.norm", "lm_head")
+    layers = {f"model.layers.{layer}.{name}" for layer in range(2) for name in LAYER}
+    assert set(tensors) == {f"{name}.weight" for name in layers.union(outside)}
+    for name, size in PROJECTIONS.items():
+        assert list(tensors[f"model.layers.0.self_attn.{name}_proj.weight"].shape) == size
+
+
+# HRM-Text.
+
+
+def sharp_hrm(**config):
+    """A model whose attention is far from uniform."""
+    model = tiny_hrm(**config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name:
+                parameter.mul_(20)
+    return model
+
+
+def test_hrm_batches_mark_the_prompt(make_sft):
+    model = sharp_hrm()
+    reference = HrmTextForCausalLM(model.config).eval()
+    reference.load_state_dict(model.state_dict())
+    trainer = make_sft(model)
+    collated = trainer.data_collator([trainer.train_dataset[i] for i in (0, 5, 20)])
+    batch = model.complete_batch(collated)
+    for labels, kinds in zip(batch["labels"], batch["token_type_ids"], strict=True):
+        first = int((labels != -100).nonzero()[0])
+        assert first > 1 and kinds.tolist() == [1] * first + [0] * (len(labels) - first)
+    with torch.no_grad():
+        want = reference(**batch).loss
+        causal = reference(**{**batch, "token_type_ids": None}).loss
+        got = trainer.compute_loss(trainer.model.eval(), trainer._prepare_inputs(collated))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert abs(causal - want) > 1e-4
+    trainer.train()
+
+
+def test_hrm_preferences_are_scored_with_the_prefix_mask(config, tokenizer):
+    pairs = [{"prompt": f"{i}+{i % 7}=", "chosen": "a" * (i % 4 + 1), "rejected": "b" * (i % 3 + 2)} for i in range(8)]
+    data = {"train_dataset": Dataset.from_list(pairs), "processing_class": tokenizer}
+    trainer = LoopDropoutDPOTrainer(sharp_hrm(), args=config(LoopDropoutDPOConfig, max_steps=1), **data)
+    collated = trainer.data_collator([trainer.train_dataset[i] for i in (0, 3, 5)])
+    batch = trainer.looped.complete_batch(collated)
+    answer, mask = batch["completion_mask"].bool(), batch["attention_mask"].bool()
+    assert torch.equal(batch["token_type_ids"].bool(), mask & ~answer)  # answers end each row
+    with torch.no_grad():
+        inputs = {"attention_mask": mask.long(), "token_type_ids": batch["token_type_ids"]}
+        logits = sharp_hrm().eval()(batch["input_ids"], **inputs).logits
+        tokens = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+        trainer.compute_loss(trainer.model.eval(), trainer._prepare_inputs(collated))
+    want = (tokens * answer[:, 1:]).sum(dim=1)[:3].mean().item()
+    assert trainer._metrics["eval"]["logps/chosen"][-1] == pytest.approx(want, abs=1e-3)
+
+
+def test_hrm_rows_of_several_examples_raise(train):
+    batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 4]])}
+    assert tiny_hrm(prefix_lm=False).complete_batch(batch) is batch
+    with pytest.raises(UserError, match="`packing` and `padding_free` must be False"):
+        train(tiny_hrm(), padding_free=True, max_length=None)
+
+
+def test_hrm_generates_with_the_input_as_prompt(tokenizer):
+    model = find_looped_model(sharp_hrm().eval())
+    tokens = model.generate(IDS, **GREEDY)
+    assert torch.equal(tokens, model.generate(IDS, use_cache=False, **GREEDY))
+    rows = IDS  # by hand: columns of the prompt attend to each other, later columns to all before them
+    for _ in range(6):
+        kinds, mask = torch.zeros_like(rows), torch.ones_like(rows)
+        kinds[:, :5] = mask[:, :5] = IDS != 1
+        inputs = {"attention_mask": mask, "token_type_ids": kinds, "use_cache": False}
+        logits = HrmTextForCausalLM.forward(model, rows, **inputs).logits
+        rows = torch.cat([rows, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(tokens, rows)
+    assert not torch.equal(tokens, model.generate(IDS, token_type_ids=torch.zeros_like(IDS), **GREEDY))
+    prompts = ["1+1", "1+10", "2"]
+    one_by_one = [generate_greedy(model, tokenizer, [prompt], 5, progress=False)[0] for prompt in prompts]
+    assert generate_greedy(model, tokenizer, prompts, 5, progress=False) == one_by_one
+    peft_model = with_adapter(model, scale=0.1).eval()
+    adapted = peft_model.generate(input_ids=IDS, **GREEDY)
+    assert torch.equal(adapted, peft_model.merge_and_unload().generate(IDS, **GREEDY))
