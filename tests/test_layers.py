@@ -32,7 +32,9 @@ def operation(name, dtype, second):
 
 def leaves(inputs, num_trained):
     return [
-        x.detach().clone(memory_format=torch.preserve_format).requires_grad_(i < num_trained) if torch.is_tensor(x) else x
+        x.detach().clone(memory_format=torch.preserve_format).requires_grad_(i < num_trained)
+        if torch.is_tensor(x)
+        else x
         for i, x in enumerate(inputs)
     ]
 
