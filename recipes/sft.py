@@ -11,8 +11,10 @@ its results. The same command with `--resume_from_checkpoint true` continues an 
 from __future__ import annotations
 
 import math
+import runpy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -174,6 +176,8 @@ def main(argv: list[str] | None = None) -> None:
 
     if training_args.process_index == 0:
         print_results([args.output_dir for args, _ in runs])
+        if script_args.depths or script_args.single_loop_accuracy:
+            draw_results(training_args.output_dir)
     push(script_args, training_args)
 
 
@@ -502,6 +506,14 @@ def print_results(folders: list[str]) -> None:
     reductions = rows[rows["metric"] == "loss_reduction"].replace({"gates": {"unit": "all loops"}})
     print_table("Loss reduction with the adapter in one loop only, in %", reductions, "gates")
     print(f"\nEverything is in {', '.join(folders)}")
+
+
+def draw_results(folder: str) -> None:
+    """Draw a figure of the results in and below a folder, if plotnine is installed."""
+    if find_spec("plotnine"):
+        report = runpy.run_path(str(Path(__file__).with_name("report.py")))
+        plot = report["overview_figure"](report["load_results"](folder))
+        report["save_figure"](plot, Path(folder, "figure"))
 
 
 def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str = "{:.1f}") -> None:

@@ -1,21 +1,18 @@
-"""What users of transformers and PEFT expect of any model class, on every family: `pytest -m peer`.
-
-The checks of transformers' common model and generation suites and of PEFT's LoRA suite, which their packages do not ship,
-written anew. docs/models.md lists what is refused.
-"""
+"""Checks of transformers' model and generation suites and of PEFT's LoRA suite, on every family: `pytest -m peer`."""
 
 import copy
 
 import pytest
 import torch
-from conftest import with_adapter
+from conftest import tiny_ouro, with_adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import output_capturing
 
 from loopdropout_trainer import use_gates
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.lora import add_gates
-from loopdropout_trainer.models.keywords import CACHE
+from loopdropout_trainer.models.looped_modeling import CACHE
 
 
 pytestmark = pytest.mark.peer
@@ -28,10 +25,10 @@ def model(make_tiny):
     return make_tiny().eval()
 
 
-# transformers: generation
+# transformers: generation.
 
 
-def test_greedy_decoding_is_the_same_by_every_way(model):
+def test_greedy_tokens_are_equal_for_all_options(model):
     greedy = model.generate(IDS, **GREEDY)
     for options in (
         {"use_cache": False},
@@ -55,7 +52,7 @@ SAMPLES = {"do_sample": True, "top_k": 20, "temperature": 0.7, "num_return_seque
 
 
 @pytest.mark.parametrize("options", [*BEAMS, SAMPLES], ids=str)
-def test_beams_and_seeded_samples_are_the_same_with_and_without_a_cache(model, options):
+def test_beams_and_samples_equal_without_cache(model, options):
     results = []
     for use_cache in (True, True, False):
         torch.manual_seed(3)
@@ -63,7 +60,7 @@ def test_beams_and_seeded_samples_are_the_same_with_and_without_a_cache(model, o
     assert torch.equal(*results[:2]) and torch.equal(*results[1:])
 
 
-def test_assisted_and_prompt_lookup_decoding_give_the_greedy_tokens(model):
+def test_assisted_decoding_gives_greedy_tokens(model):
     row = IDS[:1]
     want = model.generate(row, **GREEDY)
     assistant = copy.deepcopy(model)
@@ -74,15 +71,15 @@ def test_assisted_and_prompt_lookup_decoding_give_the_greedy_tokens(model):
     assert torch.equal(model.generate(row, prompt_lookup_num_tokens=2, **GREEDY), want)
 
 
-def test_continuous_batching_is_refused(model):
-    with pytest.raises(ValueError, match="Continuous batching"):
+def test_continuous_batching_raises(model):
+    with pytest.raises(UserError, match="Continuous batching"):
         model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=3))
 
 
-# transformers: model
+# transformers: model.
 
 
-def test_the_attention_kernel_may_be_switched(model):
+def test_attention_can_be_switched(model):
     want = model(IDS).logits
     model.set_attn_implementation("eager")
     assert model.base_model.config._attn_implementation == "eager"
@@ -91,7 +88,7 @@ def test_the_attention_kernel_may_be_switched(model):
     torch.testing.assert_close(out.logits, want, atol=1e-5, rtol=1e-5)
 
 
-def test_hidden_states_are_those_of_every_run_of_a_layer_and_may_be_chosen(model):
+def test_hidden_states_of_each_run_of_a_layer(model):
     states = model(IDS, output_hidden_states=True).hidden_states
     assert len(states) == model.config.num_layer_runs + 1
     if not hasattr(output_capturing, "selected_hidden_states"):
@@ -104,7 +101,7 @@ def test_hidden_states_are_those_of_every_run_of_a_layer_and_may_be_chosen(model
 
 
 @pytest.mark.parametrize("size", [300, 200])
-def test_a_resized_vocabulary_saves_and_reloads(model, size, tmp_path):
+def test_resized_vocabulary_reloads(model, size, tmp_path):
     model.resize_token_embeddings(size)
     assert model.get_output_embeddings().weight.shape[0] == model.config.vocab_size == size
     ids = IDS.clamp(max=size - 1)
@@ -112,40 +109,43 @@ def test_a_resized_vocabulary_saves_and_reloads(model, size, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_state_dict_and_saved_files_give_the_same_model(model, make_tiny, tmp_path):
+def test_weights_load_from_state_dict_file_and_disk(model, make_tiny, tmp_path):
     other = make_tiny(**({"initializer_range": 0.1} if "initializer_range" in model.config.to_dict() else {})).eval()
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(IDS).logits, model(IDS).logits)
     model.save_pretrained(tmp_path)
-    for options in ({}, {"device_map": "cpu"}, {"dtype": torch.bfloat16}):
+    places = {name: "cpu" for name, _ in model.named_children() if name != model.base_model_prefix}
+    for name, part in model.base_model.named_children():  # a tied head must be stored with the embeddings
+        has_embeddings = model.get_input_embeddings() in part.modules()
+        places[f"{model.base_model_prefix}.{name}"] = "cpu" if has_embeddings else "disk"
+    offload = {"device_map": places, "offload_folder": str(tmp_path / "offload")}
+    for options in ({}, {"device_map": "cpu"}, offload):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-        assert loaded(IDS).logits.shape == (2, 7, 258)
+        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_tuples_losses_and_kept_logits(model):
+def test_tuples_and_kept_logits(model):
     out = model(IDS, labels=IDS)
     as_tuple = model(IDS, labels=IDS, return_dict=False)
     assert torch.equal(as_tuple[0], out.loss) and torch.equal(as_tuple[1], out.logits)
     assert torch.equal(model(IDS, logits_to_keep=2).logits, out.logits[:, -2:])
 
 
-def test_weights_may_lie_on_disk(model, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    places = {name: "cpu" for name, _ in model.named_children() if name != model.base_model_prefix}
-    for name, part in model.base_model.named_children():  # a tied head must lie where the embeddings do
-        holds_embeddings = model.get_input_embeddings() in part.modules()
-        places[f"{model.base_model_prefix}.{name}"] = "cpu" if holds_embeddings else "disk"
-    options = {"device_map": places, "offload_folder": str(tmp_path / "offload")}
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
-    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_a_forward_pass_can_be_exported(model):
+def test_forward_can_be_exported(model):
     program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False)
     torch.testing.assert_close(program.module()(IDS, use_cache=False).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-# PEFT's LoRA suite, on gated models. `test_families.py` has their gradients.
+def test_forward_and_backward_can_be_compiled():
+    models = tiny_ouro(), torch.compile(tiny_ouro(), backend="aot_eager")
+    losses = [model(IDS, labels=IDS, use_cache=False).loss for model in models]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*(model.model.norm.weight.grad for model in models))
+
+
+# PEFT: LoRA.
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def gated(model):
     return peft_model
 
 
-def test_an_adapter_merges_unmerges_and_switches_off(gated):
+def test_gated_adapter_merges_and_switches_off(gated):
     adapted = gated(IDS).logits
     with gated.disable_adapter():
         base = gated(IDS).logits
@@ -170,7 +170,7 @@ def test_an_adapter_merges_unmerges_and_switches_off(gated):
     torch.testing.assert_close(gated.merge_and_unload()(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
 
 
-def test_an_adapter_saves_reloads_and_generates_by_pefts_own_functions(gated, make_tiny, tmp_path):
+def test_gated_adapter_reloads_with_peft(gated, make_tiny, tmp_path):
     gated.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(make_tiny(), tmp_path).eval()
     assert torch.equal(again(IDS).logits, gated(IDS).logits)

@@ -120,4 +120,3 @@ def test_non_finite_gradient_stops_before_the_step(make_trainer, value):
         trainer.train()
     assert torch.equal(flat_weights(trainer), trainer.before)
     assert newest_checkpoint(trainer.args.output_dir).endswith("checkpoint-4")
-

@@ -112,6 +112,7 @@ def test_sft_prints_plan_and_tables(quickstart):
         assert line in text
     assert "Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod" in text
     assert "loop 1  loop 2  loop 3  loop 4  all loops" in text and f"Everything is in {folder}" in text
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_sft_never_saves_tokens(quickstart):
@@ -260,7 +261,7 @@ MISTAKES = [
     ("sft", {"rule": "lora", "p": 0.1}, "The rule 'lora' has no field 'p'"),
     ("sft", {"p": 1.5}, "`p` must be"),
     ("sft", {"p": [0.5, 0.5]}, "2 values"),
-    ("sft", {"rule_args": {"p": 0.5}}, "Set `p` as a field of its own, not in `rule_args`."),
+    ("sft", {"rule_args": {"p": 0.5}}, "Set the field `p`, not `rule_args.p`."),
     ("sft", {"rule_args": {"c": 1}}, "The rule 'loop_dropout' has no field 'c'"),
     ("sft", {"compare_with": ["lorra"]}, "'lorra'"),
     (
