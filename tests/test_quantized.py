@@ -1,0 +1,70 @@
+"""QLoRA: training over a 4-bit base equals training over the same weights, dequantized."""
+
+import pytest
+import torch
+from conftest import ROOT, tiny_ouro, trained_parameters
+from transformers import BitsAndBytesConfig
+
+from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.recipe import load_recipe
+
+
+pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture
+def saved_model(tmp_path, tokenizer):
+    tiny_ouro(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def dequantize(model):
+    """Return an ordinary model with the weights that the 4-bit model computes with."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    plain = tiny_ouro(hidden_size=64, intermediate_size=128)
+    modules = dict(model.named_modules())
+    for name, module in plain.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            layer = getattr(modules[name], "base_layer", modules[name])
+            state = getattr(layer.weight, "quant_state", None)
+            weight = layer.weight.data if state is None else dequantize_4bit(layer.weight.data, state)
+            module.weight.data = weight.float().clone()
+    return plain
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["nf4", "double"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_4_bit_base_trains_as_dequantized(saved_model, config, dataset, tokenizer, double, checkpointing, tmp_path):
+    fields = {"gradient_checkpointing": checkpointing, "adam_epsilon": 1e-4}
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options)
+    quantized = LoopDropoutSFTTrainer(saved_model, config(**fields), quantization_config=nf4, **data)
+    base = quantized.model.get_base_model()
+    assert base.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    plain = LoopDropoutSFTTrainer(dequantize(base), config(**fields), **data)
+    got, want = trained_parameters(quantized.model), trained_parameters(plain.model)
+    for name, parameter in want.items():
+        assert got[name].dtype == torch.float32
+        parameter.data.copy_(got[name].data)
+    start = {name: p.detach().clone() for name, p in want.items()}
+    quantized.train()
+    plain.train()
+    for one, other in zip(quantized.state.log_history, plain.state.log_history, strict=True):
+        for key in {"loss", "gate_mean", "train_loss"} & set(one):
+            assert one[key] == pytest.approx(other[key], rel=1e-4)
+    moved = max((p.detach() - start[name]).abs().max() for name, p in want.items())
+    torch.testing.assert_close(got, want, rtol=0, atol=float(moved) * 1e-3)
+    with pytest.raises(UserError, match="load the base model unquantized"):
+        merge_and_save(quantized.model, tmp_path / "merged")
+
+
+def test_recipe_loads_a_4_bit_base(saved_model, train):
+    quantization = load_recipe(ROOT / "recipes" / "nanbeige" / "qlora.yaml")["model_init_kwargs"]
+    trainer = train(saved_model, max_steps=1, model_init_kwargs={**quantization, "dtype": "float32"})
+    layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
+    assert layer.base_layer.weight.quant_type == "nf4" and layer.base_layer.weight.quant_state.nested
+    assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))
