@@ -43,6 +43,12 @@ def quickstart(tmp_path_factory):
     return folder, run(*WORDS, "--output_dir", folder)
 
 
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Only the short quickstart draws its figure."""
+    monkeypatch.setattr(SCRIPTS["sft"], "draw_results", lambda folder: None)
+
+
 @pytest.fixture
 def copy(quickstart, tmp_path):
     """A copy of that folder."""
