@@ -92,14 +92,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Write YAML that `_Loader` reads."""
-
-
-for _class in (_Loader, _Dumper):  # `1e-4` is a number, as in YAML 1.2
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789")
-    )
+_Loader.add_implicit_resolver(  # `1e-4` is a number, as in YAML 1.2
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def recipes_folder() -> Path:
@@ -238,8 +233,7 @@ def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     """Write settings as a recipe that repeats the run, without secrets."""
     public = json.loads(hide_secrets(json.dumps({**settings, "hub_token": None})))
     public.pop("hub_token")
-    text = yaml.dump(public, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...]]:

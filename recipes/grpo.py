@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
             continue
 
         # Training
-        model = load_model(model_args.model_name_or_path, **model_args.load_kwargs, **(args.model_init_kwargs or {}))
+        load_kwargs = {**model_args.load_kwargs, **(args.model_init_kwargs or {})}
+        model = load_model(model_args.model_name_or_path, **load_kwargs)
         trainer = LoopDropoutGRPOTrainer(
             model=model,
             reward_funcs=[REWARDS[name] for name in reward_args.rewards],

@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> None:
             continue
 
         # Training
-        model = load_model(model_args.model_name_or_path, **model_args.load_kwargs, **(args.model_init_kwargs or {}))
+        load_kwargs = {**model_args.load_kwargs, **(args.model_init_kwargs or {})}
+        model = load_model(model_args.model_name_or_path, **load_kwargs)
         trainer_class = LoRADropoutSFTTrainer if args.rule == "lora_dropout" else LoopDropoutSFTTrainer
         trainer = trainer_class(
             model=model,

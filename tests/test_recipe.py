@@ -118,7 +118,7 @@ def test_override_drops_the_revision_of_the_replaced_model():
 
 
 def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path):
-    settings = {"name": "1e-4", "rate": 1e-4, "items": [1], "mapping": {"a": "no", "b": None}, "hub_token": "secret"}
+    settings = {"name": "x: y", "rate": 1e-4, "items": [1], "mapping": {"a": "no", "b": None}, "hub_token": "secret"}
     dump_recipe({**settings, "run_name": "hf_averysecrettoken"}, tmp_path / "saved.yaml")
     text = (tmp_path / "saved.yaml").read_text()
     assert "secret" not in text
