@@ -407,9 +407,6 @@ CORE_FLOPS = 50e9
 MULTIPROCESSOR_FLOPS = {torch.float16: 3e12, torch.bfloat16: 3e12, torch.float32: 0.3e12, torch.float64: 0.15e12}
 """FLOP/s of one multiprocessor of a GPU in products of matrices, by dtype."""
 
-FLOPS_PER_COPY = 50
-"""FLOP in the time of copying one number."""
-
 
 def launch_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP that a device could do while one operation is launched."""
@@ -421,14 +418,12 @@ def launch_flops(device: torch.device, dtype: torch.dtype) -> float:
     return LAUNCH_SECONDS * rate
 
 
-def launches_pay(launches: float, flops: float, like: torch.Tensor, copied: int = 0) -> bool:
-    """Return whether fewer operations are worth more arithmetic and copies.
+def launches_pay(launches: float, flops: float, like: torch.Tensor) -> bool:
+    """Return whether fewer operations are worth more arithmetic.
 
     Args:
         launches: Number of operations that are saved, forward and backward together.
         flops: Further arithmetic in FLOP, forward and backward together.
         like: Tensor of the device and dtype.
-        copied: Number of further numbers to copy, such as weights that are joined in one matrix.
     """
-    # Copying is bound by memory. It counts as arithmetic that takes as long.
-    return launches * launch_flops(like.device, like.dtype) > flops + FLOPS_PER_COPY * copied
+    return launches * launch_flops(like.device, like.dtype) > flops
