@@ -19,13 +19,15 @@ from conftest import (
     trained_parameters,
     with_adapter,
 )
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from loopdropout_trainer import default_peft_config, merge_and_save, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
+from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.models.looped_modeling import CACHE
 
@@ -153,6 +155,24 @@ def test_default_adapter_has_modules_of_oracle(family):
     assert find_looped_model(model).recurrent_linears() == [submodule_name(family, name) for name in lora["modules"]]
     adapted = get_peft_model(model, default_peft_config(model, r=lora["r"]))
     assert sum(p.numel() for p in trained_parameters(adapted).values()) == lora["num_params"]
+
+
+@ALL_FAMILIES
+def test_adapters_stay_in_the_recurrent_block(make):
+    names = find_looped_model(make()).recurrent_linears()
+    for targets in (None, "all-linear", {name.rpartition(".")[2] for name in names}):
+        config = default_peft_config(make(), LoraConfig(target_modules=targets))
+        adapted = get_peft_model(make(), config).get_base_model()
+        assert [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)] == names
+    one = default_peft_config(make(), LoraConfig(target_modules=[names[0], "lm_head"])).target_modules
+    assert set(one) == {names[0], "lm_head"}  # which is an error when gates are added
+
+
+@pytest.mark.parametrize("name", ["ouro", "huginn", "loopus"])
+def test_all_linear_outside_the_block_raises(name):
+    peft_model = get_peft_model(TINY[name](), LoraConfig(target_modules="all-linear"))
+    with pytest.raises(UserError, match="or write `get_peft_model.model, default_peft_config.model, your_config"):
+        add_gates(peft_model)
 
 
 # Cache and keywords.

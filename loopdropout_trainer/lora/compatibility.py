@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
@@ -42,18 +43,34 @@ def default_peft_config(
     Args:
         model: Looped model. None lets PEFT find the linear projections when it adds the adapter.
         peft_config: Configuration to complete. If `target_modules` is None or "all-linear", it gets all linear projections of
-            the recurrent block.
+            the recurrent block. Names such as `q_proj` get those of the recurrent block.
         **fields: Other fields of `LoraConfig`.
     """
     if peft_config is None:
         peft_config = LoraConfig(**{"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", **fields})
     peft_config = copy.copy(peft_config)  # another model may use it
-    if isinstance(peft_config, LoraConfig) and peft_config.target_modules in (None, "all-linear"):
-        names = None if model is None else set(find_looped_model(model).recurrent_linears())
-        if names is not None and peft_config.layers_to_transform is not None:  # PEFT ignores it for full names
-            names = {name.rpartition(".")[2] for name in names}
-        peft_config.target_modules = names
+    targets = getattr(peft_config, "target_modules", "")
+    if not isinstance(peft_config, LoraConfig) or isinstance(targets, str) and targets != "all-linear":
+        return peft_config
+    if model is None:
+        peft_config.target_modules = None if targets == "all-linear" else targets
+        return peft_config
+    names = find_looped_model(model).recurrent_linears()
+    if targets in (None, "all-linear"):
+        peft_config.target_modules = set(names)
+        if peft_config.layers_to_transform is not None:  # PEFT ignores it for full names
+            peft_config.target_modules = {name.rpartition(".")[2] for name in names}
+    elif peft_config.layers_to_transform is None:
+        peft_config.target_modules = {name for target in targets for name in _in_block(target, names, model)}
     return peft_config
+
+
+def _in_block(target: str, names: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """Return the modules in the recurrent block that a target names, if it also names modules outside, else the target."""
+    matches = lambda name: name == target or name.endswith(f".{target}")
+    inside = [name for name in names if matches(name)]
+    everywhere = [name for name, module in model.named_modules() if matches(name) and hasattr(module, "in_features")]
+    return inside if inside and len(inside) < len(everywhere) else [target]
 
 
 def check_peft_config(config: PeftConfig) -> None:
@@ -98,7 +115,8 @@ def check_layers(model: nn.Module) -> None:
             continue
         if name not in recurrent:
             raise UserError(
-                f"`{name}` is not a linear projection of the recurrent block. Remove it from `target_modules`."
+                f"`{name}` is not a linear projection of the recurrent block. Remove it from `target_modules`, or write "
+                "`get_peft_model(model, default_peft_config(model, your_config))`, which leaves it out."
             )
         # PEFT's forward reads `lora_variant` if the update can be replaced.
         reads = inspect.unwrap(type(module).forward).__code__.co_names
