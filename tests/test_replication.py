@@ -28,42 +28,46 @@ def rows():
 
 @pytest.fixture(scope="module")
 def texts(rows):
-    return make.texts(*make.parts(rows))
+    return make.make_texts(*make.parts(rows))
 
 
 # The pages
 
 
 def test_pages_are_written_from_the_file(texts):
-    for document in make.DOCUMENTS:
-        written = document.read_text(encoding="utf-8")
-        assert make.filled(written, *texts) == written, document
+    tables, numbers, appendix = texts
+    assert make.APPENDIX.read_text(encoding="utf-8") == appendix
+    for page in make.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert make.fill(text, tables, numbers) == text, page
 
 
 def test_every_table_and_number_has_a_place(texts):
-    pages = "".join(document.read_text(encoding="utf-8") for document in make.DOCUMENTS)
-    tables, numbers = texts
+    pages = "".join(page.read_text(encoding="utf-8") for page in make.PAGES)
+    tables, numbers, _ = texts
     assert [name for name in tables if f"<!-- {name}: begin -->" not in pages] == []
     assert [name for name in numbers if f"<!--{name}-->" not in pages] == []
 
 
 def test_another_number_changes_the_page(rows):
-    worse = rows.copy()
-    chosen = (worse["study"] == "small") & (worse["method"] == "rslora") & (worse["metric"] == "development")
-    rate = worse.loc[worse.loc[chosen, "value"].idxmax(), "learning_rate"]
-    worse.loc[chosen & (worse["learning_rate"] == rate), "value"] = 0.0
-    tables, _ = make.texts(*make.parts(worse))
-    page = make.DOCUMENTS[0].read_text(encoding="utf-8")
-    assert make.filled(page, tables, {}) != page
+    is_rho = (rows["metric"] == "loss_reduction") & (rows["method"] == "lora") & (rows["loop"] == 1)
+    tables, _, _ = make.make_texts(*make.parts(rows.assign(value=rows["value"] + is_rho)))
+    page = make.PAGES[0].read_text(encoding="utf-8")
+    assert make.fill(page, tables, {}) != page
 
 
-def test_page_begins_with_corrected_verdicts(rows, texts):
-    studies, _, _ = make.parts(rows)
-    claims, _ = make.decide(studies)
-    changed = claims[claims["alone"] != claims["verdict"]]
-    assert {*changed["alone"]} == {"seen", "opposite"}
-    tables, _ = texts
-    assert [claim.words for claim in changed["claim"] if claim.words[1:] not in tables["summary"]] == []
+def test_comparisons_have_one_adjusted_p(rows):
+    table = pd.read_csv(make.CSV)
+    claims, same = make.decide(make.parts(rows)[0])
+    assert len(claims) == len(table) == 71 and len(same) == 4
+    assert table["adjusted_p"].tolist() == pytest.approx(claims["adjusted"].tolist())
+    assert ((table["adjusted_p"] < 0.05) == (table["verdict"] != "not significant")).all()
+    assert table["verdict"].value_counts().tolist() == [51, 18, 2]
+
+
+def test_page_tables_have_at_most_ten_rows(texts):
+    tables, _, _ = texts
+    assert {name: table.count("\n") - 1 for name, table in tables.items() if table.count("\n") > 11} == {}
 
 
 # runs.csv.gz
