@@ -306,8 +306,11 @@ def rehearse(folder: Path, size: str) -> dict[str, object]:
     common = ["--model_name_or_path", str(base)]
     settings = [str(write_recipe(folder)), *common]
     evaluation = [
-        *(str(recipes / "evaluation" / "metamath.yaml"), *common, "--benchmarks", "metamath_gsm8k"),
-        *("--benchmark_files", json.dumps({"metamath_gsm8k": [str(folder / "problems.jsonl")]})),
+        *(str(recipes / "evaluation" / "metamath.yaml"), *common, "--benchmarks", "problems"),
+        *(
+            "--own_benchmarks",
+            json.dumps({"problems": {"files": str(folder / "problems.jsonl"), "like": "metamath_gsm8k"}}),
+        ),
         *("--benchmark_batch_size", "2", "--max_new_tokens", "12", "--output_dir", str(folder / "evaluation")),
     ]
     diagnosis = [*settings, "--diagnostics", "single_loop", "--output_dir", str(folder / "diagnosis")]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from loopdropout_trainer import __version__
@@ -53,16 +53,23 @@ def run(argv: list[str]) -> None:
             print_recipes()
         case [name, *arguments] if name in scripts():
             script = scripts()[name]
-            sys.argv = [str(script), *arguments]
+            sys.argv = [f"loopdropout {name}", *arguments]
             sys.path.append(str(script.parent))  # scripts import one another
-            runpy.run_path(str(script), run_name="__main__")
+            spec = spec_from_file_location(f"loopdropout_{name}", script)
+            module = sys.modules[spec.name] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            run_script(module.main)
         case [name, *_]:
-            raise UserError(f"Unknown command {name!r}.{closest_match(name, [*scripts(), 'recipes'])} See --help.")
+            names = [*scripts(), "recipes"]
+            raise UserError(
+                f"Unknown command {name!r}.{closest_match(name, names)} The commands are {', '.join(names)}."
+            )
 
 
 def main() -> None:
     """Run the command line of this process."""
-    run_script(lambda: run(sys.argv[1:]))
+    arguments, sys.argv[0] = sys.argv[1:], "loopdropout"
+    run_script(lambda: run(arguments))
 
 
 if __name__ == "__main__":

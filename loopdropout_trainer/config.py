@@ -72,6 +72,7 @@ class GateConfig:
         default=None, metadata={"help": "LoRA+: learning rate of B as a multiple of A's. The paper uses 4."}
     )
 
+    help_title = "Method"
     trl_class: ClassVar[type[TrainingArguments]]
 
     def __post_init__(self):

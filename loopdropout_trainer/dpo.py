@@ -22,6 +22,7 @@ from trl import DPOConfig, DPOTrainer
 
 from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.recipe import model_path
 from loopdropout_trainer.trainer import GateSamplingMixin
 
 
@@ -62,7 +63,7 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
             )
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model,
+            model=model_path(model),
             ref_model=ref_model,
             args=args,
             data_collator=data_collator,

@@ -13,6 +13,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from trl import GRPOConfig, GRPOTrainer
 
 from loopdropout_trainer.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.recipe import model_path
 from loopdropout_trainer.trainer import GateSamplingMixin
 
 
@@ -53,7 +54,7 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
         args = LoopDropoutGRPOConfig.from_trl(args, model)
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model,
+            model=model_path(model),
             reward_funcs=reward_funcs,
             args=args,
             train_dataset=train_dataset,

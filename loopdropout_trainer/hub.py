@@ -45,7 +45,7 @@ from loopdropout_trainer.lora import (
     kind_of,
     merged_update,
 )
-from loopdropout_trainer.recipe import TINY_OURO_PATH, load_recipe
+from loopdropout_trainer.recipe import load_recipe, model_path
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_results
 from loopdropout_trainer.tokenizers import end_token_ids
 
@@ -90,7 +90,7 @@ def load_model(
     Raises:
         UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
     """
-    name = str(TINY_OURO_PATH if name_or_path == "tiny-ouro" else name_or_path)
+    name = str(model_path(name_or_path))
     try:
         if find_adapter_config_file(name):
             name, adapter = None, adapter or name

@@ -2,19 +2,23 @@
 
     python recipes/sft.py recipes/gsm8k.yaml --learning_rate 3e-4 --merge true
 
-`extends: other.yaml` names the recipe that a recipe builds on, relative to its own folder.
+`extends: other.yaml` names the recipe that a recipe builds on: a file relative to its own folder, or a recipe of the package.
+`field: null` resets an inherited field.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -27,7 +31,10 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parent
 
 TINY_OURO_PATH = PACKAGE / "tiny_ouro"
-"""A small pretrained Ouro with its tokenizer, for trials without a network. Its name in recipes is `tiny-ouro`."""
+"""A small pretrained Ouro with its tokenizer, for trials without a network. Its name is `tiny-ouro`."""
+
+IMPORTED: list[str] = []
+"""Absolute paths of the files of `--import`."""
 
 SAFE_VALUES = {
     "trust_remote_code": False,
@@ -45,14 +52,30 @@ REPLACED_TOGETHER = {
     "model_name_or_path": ["model_revision"],
     "dataset_name": ["dataset_config", "dataset_revision", "dataset_split", "train_files"],
     "train_files": ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"],
-    "benchmark_files": ["benchmark_revisions"],
 }
 """Fields that describe another field. They are not inherited where that other field changes."""
+
+HELP_GROUPS = ("Model", "Data", "Method", "Training")
+"""Titles of the first groups of fields in `--help`. The classes of the fields have their titles as `help_title`."""
+
+TRAINING_FIELDS = {
+    *("output_dir", "learning_rate", "num_train_epochs", "max_steps", "max_length", "packing", "assistant_only_loss"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "seed"),
+    *("bf16", "gradient_checkpointing", "use_cpu", "eval_strategy", "logging_steps", "save_steps", "report_to"),
+    *("resume_from_checkpoint", "push_to_hub", "hub_model_id", "beta", "num_generations", "max_completion_length"),
+}
+"""Fields of TRL and transformers that `--help` shows. `--help all` shows all fields."""
+
+_EPILOG = """`--import FILE ...` first runs Python files, which can register rules, models
+and rewards. `--field null` resets an inherited field. `--help all` shows the
+remaining fields of TRL and transformers."""
 
 
 @dataclass
 class ModelArguments:
     """The looped model, and the number of CPU threads, which it sets."""
+
+    help_title = "Model"
 
     model_name_or_path: str = field(metadata={"help": "Hub name or folder of a looped model, or `tiny-ouro`."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
@@ -67,8 +90,6 @@ class ModelArguments:
     num_threads: int | None = field(default=None, metadata={"help": "CPU threads per process. Default: torch's own."})
 
     def __post_init__(self):
-        if self.model_name_or_path == "tiny-ouro":
-            self.model_name_or_path = str(TINY_OURO_PATH)
         if self.num_threads is not None:
             import torch
 
@@ -97,6 +118,11 @@ _Loader.add_implicit_resolver(  # `1e-4` is a number, as in YAML 1.2
 )
 
 
+def model_path(name: Any) -> Any:
+    """Return the folder of the model `tiny-ouro`, and other names unchanged."""
+    return str(TINY_OURO_PATH) if name == "tiny-ouro" else name
+
+
 def recipes_folder() -> Path:
     """Return the folder of the scripts and recipes: inside an installed package, or next to it in a clone."""
     installed = PACKAGE / "recipes"
@@ -117,7 +143,7 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
         extended_by: recipes that led to this one.
 
     Raises:
-        UserError: if a file is not a flat YAML mapping, or sets a field that can run code.
+        UserError: if a file does not exist or is not a flat YAML mapping.
     """
     name = str(path).removeprefix("recipes/")
     path = recipes_folder() / name if not Path(path).exists() and name in recipe_names() else Path(path).resolve()
@@ -131,12 +157,37 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
         raise UserError(f"The recipe {path} is not readable: {error}") from error
     if not isinstance(recipe, dict):
         raise UserError(f"The recipe {path} must be a mapping `field: value`.")
-    for field_name, value in _nested(recipe):
-        is_kernel = field_name == "attn_implementation" and "/" in str(value)
-        if is_kernel or value not in (None, SAFE_VALUES.get(field_name, value)):
-            raise UserError(f"{path} sets `{field_name}`, which can run code. Set it on the command line instead.")
     base = recipe.pop("extends", None)
-    return override(load_recipe(path.parent / base, (*extended_by, path)), recipe) if base else recipe
+    if base is None:
+        return recipe
+    base = path.parent / base if (path.parent / base).exists() else base
+    return override(load_recipe(base, (*extended_by, path)), recipe)
+
+
+def check_safe(recipe: Mapping[str, Any], path: str) -> None:
+    """Raise `UserError` if a recipe sets a field that can run code."""
+    for name, value in _nested(recipe):
+        is_kernel = name == "attn_implementation" and "/" in str(value)
+        if is_kernel or value not in (None, SAFE_VALUES.get(name, value)):
+            raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
+
+
+def import_files(paths: Sequence[str]) -> None:
+    """Run Python files of the user, and allow task files of lm-eval (.yaml), which can run code.
+
+    A Python file registers rules, looped models, or rewards.
+    """
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise UserError(f"`--import` must be given Python files or task files, got {path}.")
+        absolute = str(path.resolve())
+        if absolute in IMPORTED:
+            continue
+        IMPORTED.append(absolute)
+        if path.suffix == ".py":
+            spec = spec_from_file_location(f"imported_{path.stem}", absolute)
+            module = sys.modules[spec.name] = module_from_spec(spec)
+            spec.loader.exec_module(module)
 
 
 def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -186,14 +237,20 @@ def parse(
         One instance of each dataclass. `recipe_dict` returns the settings that they were made from.
 
     Raises:
-        UserError: for an unknown field, a value of the wrong type, or a value that a dataclass rejects.
+        UserError: for an unknown field, a value of the wrong type, a value that a dataclass rejects, or a recipe that sets
+            a field that can run code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    recipe = load_recipe(argv.pop(0)) if argv and not argv[0].startswith("-") else {}
-    parser = _parser(dataclass_types, description)
+    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
     if {"-h", "--help"} & {*argv}:
-        parser.parse_args(["--help"])
+        _print_help(_parser(dataclass_types, description, hints), dataclass_types, show_all="all" in argv)
     changes = _options(argv)
+    import_files(_words(changes.pop("import", ())))
+    import_files([word for word in _words(changes.get("benchmarks")) if word.endswith(".yaml")])
+    recipe = load_recipe(path) if path else {}
+    check_safe(recipe, path)
+    parser = _parser(dataclass_types, description, hints)
     fields = [action.dest for action in parser._actions]
     unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields, *changes}
     words, settings = [], {}
@@ -202,13 +259,16 @@ def parse(
             continue
         if name not in fields:
             raise UserError(f"`{name}` is not a field of this script.{closest_match(name, fields)}")
+        if value is None and type(None) not in get_args(hints[name]):
+            continue  # the default
         if value in (None, []):
             settings[name] = value
         else:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            values = [item if isinstance(item, str) else json.dumps(item) for item in values]
+            values = [item if isinstance(item, str) else json.dumps(item) for item in _words(value)]
             words += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    return build(dataclass_types, {**settings, **vars(parser.parse_args(words))})
+    for name, value in vars(parser.parse_args(words)).items():
+        settings[name] = value[0] if _is_word_or_list(hints[name]) and len(value) == 1 else value
+    return build(dataclass_types, settings)
 
 
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -236,7 +296,17 @@ def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     Path(path).write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
+def _is_word_or_list(hint: Any) -> bool:
+    """Return whether a field takes a word or a list of words, as `report_to`. HfArgumentParser takes one word only."""
+    return {str, list[str]} <= {*get_args(hint)}
+
+
+def _words(value: Any) -> list[Any]:
+    """Return the items of a field's value."""
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...] | None]:
     """Return the word after each `--field` of a command line, or a tuple of no or several words."""
     options: dict[str, list[str]] = {}
     for word in argv:
@@ -247,26 +317,58 @@ def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
             values.append(word)
         else:
             raise UserError(f"Options must be given as `--field value`, got {word!r}.")
-    return {name: values[0] if len(values) == 1 else tuple(values) for name, values in options.items()}
+    options = {name: values[0] if len(values) == 1 else tuple(values) for name, values in options.items()}
+    return {name: None if value == "null" else value for name, value in options.items()}
 
 
-def _parser(dataclass_types: Sequence[type], description: str | None) -> HfArgumentParser:
-    """Return a parser with a group of options for each dataclass, which returns only the fields that are set."""
+def _parser(dataclass_types: Sequence[type], description: str | None, hints: Mapping[str, Any]) -> HfArgumentParser:
+    """Return a parser that returns only the fields that are set."""
     from transformers import HfArgumentParser
 
-    groups = [type(cls.__name__, (cls,), {"_argument_group_name": cls.__name__}) for cls in dataclass_types]
     usage = "%(prog)s [RECIPE.yaml] [--field value ...]"
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = HfArgumentParser(groups, description=description, usage=usage, formatter_class=formatter)
-    hints = {name: str(hint) for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
+    parser = HfArgumentParser(dataclass_types, description=description, usage=usage, formatter_class=formatter)
     for action in parser._actions[1:]:  # the first one is `--help`
-        if "dict" in hints[action.dest]:
+        if "dict" in str(hints[action.dest]):
             action.type = _mapping
-        if action.help and action.default is not None:
+        if _is_word_or_list(hints[action.dest]):
+            action.nargs = "+"
+        if action.choices:
+            action.help = f"{action.help or ''} One of {', '.join(map(str, action.choices))}."
+        if action.help and action.default not in (None, [], ""):
             action.help += f" (default: {str(action.default).replace('%', '%%')})"
         action.default = argparse.SUPPRESS
     parser.error = _raise_user_error
     return parser
+
+
+def _print_help(parser: HfArgumentParser, dataclass_types: Sequence[type], show_all: bool) -> None:
+    """Print the fields in groups, and exit."""
+    titles = {}
+    for cls in (base for given in dataclass_types for base in reversed(given.__mro__)):
+        library = cls.__module__.partition(".")[0]
+        for name in inspect.get_annotations(cls):
+            titles[name] = getattr(cls, "help_title", (cls.__doc__ or "").split(".")[0])
+            if library in ("trl", "transformers"):
+                titles[name] = "Training" if name in TRAINING_FIELDS else f"{cls.__name__} of {library}"
+    fields = [action for action in parser._actions[1:] if not action.option_strings[0].startswith("--no_")]
+    fields.sort(key=lambda action: action.dest not in ("rule", "p", "rule_args"))
+    for action in fields:
+        action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
+    found = list(dict.fromkeys(titles[action.dest] for action in fields))
+    parser._action_groups.clear()
+    for title in sorted(
+        found, key=lambda title: HELP_GROUPS.index(title) if title in HELP_GROUPS else len(HELP_GROUPS)
+    ):
+        if show_all or not title.endswith((" of trl", " of transformers")):
+            group = parser.add_argument_group(title)
+            group._group_actions += [action for action in fields if titles[action.dest] == title]
+    parser.description = "\n\n".join(
+        part if part.startswith(" ") else textwrap.fill(part, 80) for part in (parser.description or "").split("\n\n")
+    )
+    parser.epilog = _EPILOG
+    parser.print_help()
+    sys.exit(0)
 
 
 def _mapping(text: str) -> Any:

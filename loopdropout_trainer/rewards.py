@@ -14,12 +14,15 @@ from typing import Any
 
 Reward = Callable[..., list[float | None]]
 
+REWARDS: dict[str, Reward] = {}
+"""Rewards by name. They are also the scorers of own benchmarks."""
+
 _ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")
 _INTEGER = re.compile(r"-?\d[\d,]*")
 
 
-def _reward(is_right: Callable[[str, str], bool]) -> Reward:
-    """Return the reward function of a comparison of one completion with its reference."""
+def register_reward(is_right: Callable[[str, str], bool]) -> Reward:
+    """Add a comparison of one completion with its reference to `REWARDS`, and return the reward function."""
 
     @functools.wraps(is_right)
     def reward(
@@ -30,6 +33,7 @@ def _reward(is_right: Callable[[str, str], bool]) -> Reward:
         return [None if reference is None else float(is_right(text, reference)) for text, reference in pairs]
 
     del reward.__wrapped__  # it has other arguments
+    REWARDS[reward.__name__] = reward
     return reward
 
 
@@ -37,27 +41,33 @@ def _normalize(text: str) -> str:
     return re.sub(r"\.$", "", text.rpartition("#### ")[2].replace(",", "").replace("$", "")).lower()
 
 
-@_reward
+@register_reward
 def gsm8k_strict(completion: str, reference: str) -> bool:
     """Compare the number after the first `#### ` as text, as lm-eval's `gsm8k` does with the filter `strict-match`."""
     match = _ANSWER.search(completion)
     return match is not None and _normalize(match.group(1)) == _normalize(reference)
 
 
-@_reward
+@register_reward
 def gsm8k_format(completion: str, reference: str) -> bool:
     """Return whether a number follows a `#### `, right or wrong."""
     return _ANSWER.search(completion) is not None
 
 
-@_reward
+@register_reward
 def last_number(completion: str, reference: str) -> bool:
     """Compare the last integer with the last integer of the reference."""
     (got, wanted) = (_INTEGER.findall(text)[-1:] for text in (completion, reference))
     return bool(wanted) and [number.replace(",", "") for number in got] == [wanted[0].replace(",", "")]
 
 
-@_reward
+@register_reward
+def exact_match(completion: str, reference: str) -> bool:
+    """Compare the whole texts without the spaces around them."""
+    return completion.strip() == reference.strip()
+
+
+@register_reward
 def math_verify(completion: str, reference: str) -> bool:
     r"""Compare answers with the package math-verify, as LaTeX or as numbers.
 
@@ -67,8 +77,3 @@ def math_verify(completion: str, reference: str) -> bool:
 
     _, mark, number = reference.rpartition("#### ")
     return bool(verify(parse(number if mark else reference), parse(completion)))
-
-
-REWARDS: dict[str, Reward] = {
-    reward.__name__: reward for reward in (gsm8k_strict, gsm8k_format, last_number, math_verify)
-}

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.recipe import model_path
 
 
 logger = logging.get_logger(__name__)
@@ -69,7 +70,7 @@ def load_tokenizer(
     The end token is the padding token if the tokenizer names none.
 
     Args:
-        name_or_path: Hub name or folder of a model.
+        name_or_path: Hub name or folder of a model, or `tiny-ouro`.
         revision: Branch, tag or commit on the Hub.
         chat_template: Chat template in place of the tokenizer's own, as in `set_chat_template`.
         eos_token: Token that ends answers. Default: the chat template's, else the tokenizer's own.
@@ -77,6 +78,7 @@ def load_tokenizer(
     Raises:
         UserError: if the tokenizer or the template cannot be loaded, or if no token ends answers.
     """
+    name_or_path = model_path(name_or_path)
     try:
         cached_file(name_or_path, "tokenizer.json", revision=revision or "main")  # its error names the Hub
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")

@@ -33,6 +33,7 @@ from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatedBatch, example_starts
+from loopdropout_trainer.recipe import model_path
 
 
 class GateSamplingMixin(AdapterTrainingMixin):
@@ -189,7 +190,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         args = LoopDropoutConfig.from_trl(args, model)
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model,
+            model=model_path(model),
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,

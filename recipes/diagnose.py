@@ -31,7 +31,7 @@ from loopdropout_trainer.diagnostics import (
     single_loop,
 )
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.evaluation import DEVELOPMENT, load_task
+from loopdropout_trainer.evaluation import DEVELOPMENT, load_benchmarks
 from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
 from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
 from loopdropout_trainer.results import compare_recipes, write_results
@@ -58,8 +58,9 @@ class DiagnoseArguments:
         default=None,
         metadata={"help": "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth."},
     )
-    benchmark_files: dict[str, list[str]] | None = field(
-        default=None, metadata={"help": "Local files of tasks instead of the Hub, as a mapping (JSON)."}
+    own_benchmarks: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
     )
     benchmark_revisions: dict[str, str] | None = field(
         default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
@@ -120,8 +121,7 @@ def load_examples(
 ) -> list[dict[str, Any]]:
     """Return the held-out examples of the training, or the prompts of a task with their reference solutions."""
     if args.task != DEVELOPMENT:
-        files, revisions = args.benchmark_files or {}, args.benchmark_revisions or {}
-        task = load_task(args.task, files.get(args.task), revisions.get(args.task)).get(args.task)
+        (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
         return reference_examples(task, args.num_examples)
     datasets = load_datasets(data_args, tokenizer, max_length)
     if "eval" not in datasets:

@@ -23,7 +23,7 @@ from sft import AdapterArguments, ScriptArguments, saved_recipe
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks
+from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
 from loopdropout_trainer.recipe import ModelArguments, dump_recipe, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, write_results
@@ -38,7 +38,8 @@ class EvaluationArguments:
     """The adapters, the depths and gates, and the tasks."""
 
     benchmarks: list[str] = field(
-        default_factory=list, metadata={"help": "Tasks of the package such as `gsm8k`, or tasks of lm-eval."}
+        default_factory=list,
+        metadata={"help": "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."},
     )
     adapter: list[str] = field(
         default_factory=lambda: ["none"],
@@ -58,8 +59,9 @@ class EvaluationArguments:
     )
     benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
     benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
-    benchmark_files: dict[str, list[str]] | None = field(
-        default=None, metadata={"help": "Local files of tasks instead of the Hub, as a mapping (JSON)."}
+    own_benchmarks: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
     )
     benchmark_revisions: dict[str, str] | None = field(
         default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
@@ -105,7 +107,8 @@ def main(argv: list[str] | None = None) -> None:
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
     check_folder(args.output_dir, recipe_dict(model_args))
 
-    # Tokenizer and adapters
+    # Tasks, tokenizer and adapters
+    tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
     tokenizer = load_tokenizer(
         model_args.model_name_or_path, model_args.model_revision, chat_template=model_args.chat_template
     )
@@ -124,12 +127,10 @@ def main(argv: list[str] | None = None) -> None:
                 lm = LoopedLM(model, tokenizer, batch_size=args.benchmark_batch_size, **options)
                 results = evaluate_tasks(
                     lm,
-                    args.benchmarks,
+                    tasks,
                     limit=args.benchmark_limit,
                     cache_dir=Path(args.output_dir, "cache"),
                     output_dir=Path(args.output_dir, name),
-                    data_files=args.benchmark_files,
-                    revisions=args.benchmark_revisions,
                     allow_unsafe_code=args.allow_unsafe_code,
                     apply_chat_template=args.apply_chat_template,
                     system_instruction=args.system_instruction,

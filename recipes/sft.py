@@ -23,6 +23,7 @@ from typing import Any
 import pandas as pd
 import torch
 from datasets import Dataset, DatasetDict
+from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from peft import LoraConfig
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -33,7 +34,7 @@ from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview
 from loopdropout_trainer.diagnostics import readouts, single_loop
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, development_task, evaluate_tasks, load_task
+from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, development_task, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import (
     load_model,
     merge_and_save,
@@ -61,16 +62,19 @@ from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 class ScriptArguments:
     """Steps around the training."""
 
+    help_title = "Evaluation and output"
+
     compare_with: list[str] | None = field(
         default=None, metadata={"help": "Other rules to train from the same initial adapter, in subfolders."}
     )
     benchmarks: list[str] | None = field(
-        default=None, metadata={"help": "Tasks of the package such as `gsm8k`, or tasks of lm-eval."}
+        default=None, metadata={"help": "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."}
     )
     benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
     benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
-    benchmark_files: dict[str, list[str]] | None = field(
-        default=None, metadata={"help": "Local files of tasks instead of the Hub, as a mapping (JSON)."}
+    own_benchmarks: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
     )
     benchmark_revisions: dict[str, str] | None = field(
         default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
@@ -106,6 +110,8 @@ class ScriptArguments:
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
+
+    help_title = "Method"
 
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the update, (alpha / r) B A."})
@@ -383,8 +389,8 @@ def record(trainer: Trainer, recipe: Mapping[str, Any], rows: Iterable[Mapping[s
         write_results(trainer.args.output_dir, rows)
 
 
-def load_tasks(script_args: ScriptArguments, preparation: str | None, held_out: Dataset | None) -> list[str | Task]:
-    """Return the tasks to evaluate, and load them once to find mistakes before the training."""
+def load_tasks(script_args: ScriptArguments, preparation: str | None, held_out: Dataset | None) -> list[Task | Group]:
+    """Return the tasks to evaluate."""
     if script_args.single_loop_batches and held_out is None:
         raise UserError("`num_eval_examples` must be at least 1 if `single_loop_batches` is set.")
     tasks = []
@@ -392,16 +398,13 @@ def load_tasks(script_args: ScriptArguments, preparation: str | None, held_out: 
         if name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
         else:
-            files, revision = (
-                (sources or {}).get(name) for sources in (script_args.benchmark_files, script_args.benchmark_revisions)
-            )
-            load_task(name, files, revision, script_args.benchmark_limit)
-            tasks.append(name)
+            sources = script_args.own_benchmarks, script_args.benchmark_revisions
+            tasks += load_benchmarks([name], *sources, script_args.benchmark_limit)
     return tasks
 
 
 def evaluate_base(
-    trainer: Trainer, script_args: ScriptArguments, recipe: Mapping[str, Any], tasks: list[str | Task]
+    trainer: Trainer, script_args: ScriptArguments, recipe: Mapping[str, Any], tasks: list[Task | Group]
 ) -> None:
     """Evaluate the base model on the tasks."""
     with trainer.model.disable_adapter():
@@ -409,7 +412,7 @@ def evaluate_base(
 
 
 def evaluate(
-    trainer: Trainer, script_args: ScriptArguments, recipe: Mapping[str, Any], tasks: list[str | Task]
+    trainer: Trainer, script_args: ScriptArguments, recipe: Mapping[str, Any], tasks: list[Task | Group]
 ) -> None:
     """Evaluate the trained adapter on the tasks, and on the first task at other depths and in one loop only."""
     num_loops = trainer.num_loops
@@ -422,13 +425,13 @@ def evaluate(
 
 
 def evaluate_at(
-    trainer: Trainer, script_args: ScriptArguments, tasks: list[str | Task], **place: Any
+    trainer: Trainer, script_args: ScriptArguments, tasks: list[Task | Group], **place: Any
 ) -> list[dict[str, Any]]:
     """Return the results of tasks.
 
     Args:
         trainer: with the model and the tokenizer.
-        script_args: number of problems and their sources.
+        script_args: number of problems.
         tasks: from `load_tasks`.
         place: `num_loops` or `gates` [K] of the evaluation.
     """
@@ -442,8 +445,6 @@ def evaluate_at(
         limit=script_args.benchmark_limit,
         cache_dir=folder / "cache",
         output_dir=folder,
-        data_files=script_args.benchmark_files,
-        revisions=script_args.benchmark_revisions,
         allow_unsafe_code=script_args.allow_unsafe_code,
     )
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from report import accuracy_table, load_results
 
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import UNCOMPARED, compare_recipes, is_finished, read_results, read_run, write_run
 
 
@@ -42,7 +42,7 @@ FINAL_ONLY = {"depths", "single_loop_batches", "single_loop_accuracy", "merge", 
 """Settings that the runs that choose a learning rate leave out."""
 
 MEASURED = FINAL_ONLY | {
-    *("benchmarks", "benchmark_limit", "benchmark_files", "benchmark_revisions", "benchmark_batch_size"),
+    *("benchmarks", "benchmark_limit", "own_benchmarks", "benchmark_revisions", "benchmark_batch_size"),
     *("evaluate_base", "hub_model_id", "hub_private_repo"),
 }
 """Settings of the steps after the training, which `measure` may set. They may change after a run has finished."""
@@ -177,7 +177,8 @@ class Sweep:
         if run.selects:
             select_on = self.arguments.select_on
             recipe = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
-            measure = {"benchmarks": [] if select_on == "eval_loss" else [select_on]}
+            measure = {name: value for name, value in measure.items() if name == "own_benchmarks"}
+            measure["benchmarks"] = [] if select_on == "eval_loss" else [select_on]
         of_run = {
             "learning_rate": run.learning_rate,
             "seed": run.seed,
@@ -327,7 +328,8 @@ class Sweep:
         if is_finished(folder):  # it is measured again
             write_run(folder, **{**read_run(folder), "status": "trained"})
         launcher = shlex.split(self.arguments.launcher) or [sys.executable]
-        return [*launcher, str(self.script), str(folder / SETTINGS_FILE), "--output_dir", str(folder)]
+        imports = ["--import", *IMPORTED] if IMPORTED else []
+        return [*launcher, str(self.script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *imports]
 
     def _train(self, run: Run, gpu: dict[str, str], lock: int) -> None:
         path = self.output_dir / run.name / "log.txt"

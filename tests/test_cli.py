@@ -26,7 +26,7 @@ def test_help_lists_every_script(capsys):
 
 
 def test_unknown_command_suggests_the_nearest():
-    with pytest.raises(UserError, match="Unknown command 'stf'. Did you mean 'sft'?"):
+    with pytest.raises(UserError, match="Unknown command 'stf'. Did you mean 'sft'. The commands are .*sft, sweep"):
         cli.run(["stf", "x.yaml"])
 
 
@@ -42,7 +42,10 @@ def test_command_runs_its_script(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit, match="0"):
         cli.run(["merge", "--help"])
-    assert "merge.py [RECIPE.yaml]" in capsys.readouterr().out
+    assert "usage: loopdropout merge [RECIPE.yaml]" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["merge", "--adaptr", "x"])
+    assert capsys.readouterr().err.startswith("loopdropout merge: `adaptr` is not a field of this script.")
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "recipes", "stf"])

@@ -195,11 +195,11 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
 
 
 def test_diagnose_scores_references_of_a_task(saved, tmp_path):
-    files = json.dumps({"gsm8k": [str(SAMPLES / "gsm8k_test.jsonl")]})
-    task = ("--task", "gsm8k", "--num_examples", 3, "--benchmark_files", files, "--diagnostics", "readouts")
+    own = json.dumps({"own_gsm8k": {"files": str(SAMPLES / "gsm8k_test.jsonl"), "like": "gsm8k"}})
+    task = ("--task", "own_gsm8k", "--num_examples", 3, "--own_benchmarks", own, "--diagnostics", "readouts")
     rows = diagnose(saved, tmp_path, *task)
     assert {row["metric"] for row in rows} == {"readout_loss", "readout_token_accuracy"}
-    assert {row["task"] for row in rows} == {"gsm8k"}
+    assert {row["task"] for row in rows} == {"own_gsm8k"}
 
 
 MISTAKES = {

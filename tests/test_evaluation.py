@@ -1,5 +1,6 @@
 """Scorers against the references' verdicts, and evaluations from prompt to results, interrupted ones too."""
 
+import functools
 import gzip
 import json
 import random
@@ -7,6 +8,7 @@ import sqlite3
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -21,18 +23,22 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import (
     LoopedLM,
     development_task,
-    evaluate,
     evaluate_tasks,
+    load_benchmarks,
     load_task,
+    loading,
     looped_lm,
+    own_benchmark,
     scorers,
 )
+from loopdropout_trainer.evaluation.loading import task_of_rows
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
 
 
 EVALUATE = ROOT / "recipes" / "evaluate.py"
 GSM8K = str(SAMPLES / "gsm8k_test.jsonl")
+OWN_GSM8K = {"own_gsm8k": {"files": GSM8K, "like": "gsm8k"}}
 
 
 def read_golden(name, kind=None):
@@ -71,16 +77,16 @@ def steady(**config):
 
 @pytest.fixture
 def replay(monkeypatch, tokenizer, tmp_path):
-    """`replay(task, problems, responses)`: rows and samples of an evaluation with given responses."""
+    """`replay(task, problems, responses)`: results and samples of an evaluation with given responses."""
 
     def run(task, problems, responses, **options):
         answer = lambda self, requests, disable_tqdm=False: [responses[request.doc["number"]] for request in requests]
         monkeypatch.setattr(LoopedLM, "generate_until", answer)
         rows = [{**problem, "number": number} for number, problem in enumerate(problems)]
-        files = {task: write_lines(tmp_path / "problems.jsonl", rows)}
-        lm = LoopedLM(tiny_ouro(), tokenizer)
-        results = evaluate_tasks(lm, [task], data_files=files, output_dir=tmp_path, **options)
-        return results, read_lines(tmp_path / f"samples_{task}.jsonl")
+        if isinstance(task, str):
+            task = task_of_rows("replayed", task, Dataset.from_list(rows), {})
+        results = evaluate_tasks(LoopedLM(tiny_ouro(), tokenizer), [task], output_dir=tmp_path, **options)
+        return results, read_lines(tmp_path / results[0]["samples"])
 
     return run
 
@@ -163,19 +169,19 @@ def test_answer_decomposition_matches_golden():
 
 
 def test_tasks_have_the_prompts_of_the_paper():
-    (task,) = load_task("metamath_gsm8k", GSM8K).values()
+    task = own_benchmark("own", GSM8K, like="metamath_gsm8k")
     assert task.doc_to_text(task.eval_docs[1]) == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nA robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in total "
         "does it take?\n\n### Response: Let's think step by step."
     )
     assert [task.doc_to_target(problem) for problem in task.eval_docs][:3] == [18, 3, 70000]
-    (math,) = load_task("metamath_math500", str(SAMPLES / "math500_test.jsonl")).values()
+    math = own_benchmark("own", str(SAMPLES / "math500_test.jsonl"), like="metamath_math500")
     assert math.doc_to_text(math.eval_docs[0]).startswith("Below is") and math.config.num_fewshot == 0
     assert math.doc_to_target(math.eval_docs[0]) == "\\left( 3, \\frac{\\pi}{2} \\right)"
     for options, limit in ((task.config.generation_kwargs, 512), (math.config.generation_kwargs, 2048)):
         assert options["max_gen_toks"] == limit and len(options["until"]) == 10
-    (direct,) = load_task("gsm8k", GSM8K).values()
+    direct = own_benchmark("own", GSM8K, like="gsm8k")
     prompt = direct.doc_to_text(direct.eval_docs[1])
     assert prompt.startswith("Question: A robe takes") and prompt.endswith("it take?\nAnswer:")
 
@@ -208,8 +214,12 @@ def test_development_task_scores_held_out_examples(monkeypatch, tokenizer, prepa
     assert accuracy["value"] == pytest.approx(100 / 3)
 
 
-def test_group_is_the_mean_over_problems(tokenizer, tmp_path):
-    index = evaluate._find_manager("mmlu_stem").task_index
+def load_local_dataset(folder, path, name=None, load=datasets.load_dataset, **options):
+    return load(str(folder), name)
+
+
+def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
+    index = loading._find_manager("mmlu_stem").task_index
     subjects = [name.removeprefix("mmlu_") for name in index["mmlu_stem_tasks"].tags]
     configs, rng = [], random.Random(0)
     for subject in subjects:
@@ -222,7 +232,8 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path):
         configs.append(f"- config_name: {subject}\n  data_files:\n{files}")
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
     lm = LoopedLM(steady(), tokenizer, batch_size=64)
-    accuracy, *parts = evaluate_tasks(lm, ["mmlu_stem"], data_files={"mmlu_stem": str(tmp_path)}, output_dir=tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", functools.partial(load_local_dataset, tmp_path))
+    accuracy, *parts = evaluate_tasks(lm, ["mmlu_stem"], output_dir=tmp_path)
     samples = read_lines(tmp_path / "samples_mmlu_stem.jsonl")
     assert accuracy["value"] == pytest.approx(100 * np.mean([sample["correct"] for sample in samples]))
     assert 0 < accuracy["value"] < 100
@@ -232,32 +243,30 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path):
 
 
 BAD_TASKS = {
-    "gsm9k": (None, "`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"),
-    "gsm8k": ('{"quest', "The task `gsm8k` cannot be loaded"),
+    "gsm8k": ('{"quest', "rows.jsonl.* cannot be loaded"),
     "metamath_gsm8k": (
         '{"query": "?", "answer": "#### 1"}',
-        "`metamath_gsm8k` cannot be loaded: 'question' is undefined",
+        "The task `own` cannot be loaded: 'question' is undefined",
     ),
-    "truthfulqa_mc2": ('{"question": "?"}', "The task `truthfulqa_mc2` cannot be loaded"),
+    "truthfulqa_mc2": ('{"question": "?"}', "The task `own` cannot be loaded"),
+    "gsm_plus": ('{"question": "?", "solution": "#### 1"}', "`like` must be a task without examples of another split"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_TASKS)
-def test_load_task_rejects_bad_tasks(name, tmp_path, monkeypatch):
-    text, message = BAD_TASKS[name]
-    load_manager = evaluate._load_manager  # lm-eval's index takes 10 seconds
-    monkeypatch.setattr(evaluate, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text or "")
+@pytest.mark.parametrize("like", BAD_TASKS)
+def test_own_benchmark_needs_the_columns_of_its_task(like, tmp_path, monkeypatch):
+    monkeypatch.setitem(loading._FOLDERS, "gsm", "gsm_plus")
+    text, message = BAD_TASKS[like]
+    (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(UserError, match=message):
-        load_task(name, str(path))
+        own_benchmark("own", str(tmp_path / "rows.jsonl"), like=like)
 
 
-def test_few_shot_tasks_need_examples_of_their_split(monkeypatch, tmp_path):
-    monkeypatch.setitem(evaluate._FOLDERS, "gsm", "gsm_plus")
-    rows = write_lines(tmp_path / "rows.jsonl", [{"question": "?", "solution": "#### 1"}])
-    with pytest.raises(UserError, match="`data_files` of `gsm_plus` must be a folder"):
-        load_task("gsm_plus", rows)
+def test_load_task_suggests_the_nearest(monkeypatch):
+    load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
+    monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
+    with pytest.raises(UserError, match="`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
+        load_task("gsm9k")
 
 
 def test_ifeval_needs_punkt(monkeypatch, tmp_path):
@@ -266,7 +275,79 @@ def test_ifeval_needs_punkt(monkeypatch, tmp_path):
     problem = {"key": 1, "prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     monkeypatch.setattr(nltk.data, "path", [])
     with pytest.raises(UserError, match="python -m nltk.downloader punkt_tab"):
-        load_task("ifeval_strict", write_lines(tmp_path / "rows.jsonl", [problem]))
+        own_benchmark("own", write_lines(tmp_path / "rows.jsonl", [problem]), like="ifeval_strict")
+
+
+# Own benchmarks
+
+
+CAPITALS = [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capital": "Lima"}]
+OWN = {"prompt": "The capital of {country} is", "target": "{capital}", "scorer": "exact_match"}
+
+
+def test_own_benchmark_scores_answers(replay, tmp_path):
+    files = write_lines(tmp_path / "rows.jsonl", [{**row, "number": i} for i, row in enumerate(CAPITALS)])
+    task = own_benchmark("capitals", files, **OWN, max_new_tokens=8, stop=["."])
+    assert task.config.generation_kwargs == {"until": ["."], "do_sample": False, "max_gen_toks": 8}
+    (accuracy, *_), samples = replay(task, CAPITALS, [" Paris ", "Cuzco"])
+    assert (accuracy["task"], accuracy["metric"], accuracy["value"]) == ("capitals", "accuracy", 50)
+    assert [sample["prompt"] for sample in samples] == ["The capital of France is", "The capital of Peru is"]
+    assert [(sample["target"], sample["correct"]) for sample in samples] == [("Paris", 1), ("Lima", 0)]
+
+
+def test_own_benchmark_asks_in_a_chat(tokenizer, tmp_path):
+    task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN, chat=True)
+    with pytest.raises(UserError, match="`chat_template` must be set, because the prompts of `capitals`"):
+        evaluate_tasks(LoopedLM(steady(), tokenizer), [task])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target": None}, "`capitals` must have `files`, and `prompt`, `target` and `scorer` or `like`"),
+        ({"files": None}, "`capitals` must have `files`"),
+        ({"prompt": "{land}"}, "`capitals` must have land, got the columns country, capital"),
+        ({"scorer": "exact_mach"}, "`scorer` must be one of .* Did you mean 'exact_match'"),
+        ({"promt": "x"}, "The benchmark `capitals` has no field 'promt'. Did you mean 'prompt'"),
+    ],
+)
+def test_own_benchmark_explains_mistakes(tmp_path, fields, message):
+    own = {"files": write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN, **fields}
+    with pytest.raises(UserError, match=message):
+        load_benchmarks(["capitals"], {"capitals": own})
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu", "development"])
+def test_own_benchmark_has_its_own_name(tmp_path, name):
+    own = {"files": write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN}
+    with pytest.raises(UserError, match=f"must have other names .* got '{name}'"):
+        load_benchmarks([name], {name: own})
+
+
+TASK_FILE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {files}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{country}}}}:"
+doc_to_target: "{{{{capital}}}}"
+generation_kwargs: {{until: ["."], max_gen_toks: 8}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text(TASK_FILE.format(name="mine", files=write_lines(tmp_path / "rows.jsonl", CAPITALS)))
+    with pytest.raises(UserError, match=f"can run code.* Add `--import {path}` to the command line"):
+        load_benchmarks([str(path)])
+    monkeypatch.setattr(loading, "IMPORTED", [str(path)])
+    (task,) = load_benchmarks([str(path)])
+    assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
+    path.write_text(path.read_text().replace("task: mine", "task: gsm8k"))
+    with pytest.raises(UserError, match="the package has a task `gsm8k`"):
+        load_task(str(path))
 
 
 # Evaluations
@@ -354,9 +435,9 @@ def saved(tokenizer, tmp_path_factory):
 def words(saved, output_dir, *more, **fields):
     """The command line of an evaluation of eight problems."""
     fields = {"model_name_or_path": saved / "base", "dtype": "float32", "benchmark_limit": 8, **fields}
-    fields |= {"output_dir": output_dir, "use_cpu": "true", "benchmark_files": json.dumps({"gsm8k": [GSM8K]})}
+    fields |= {"output_dir": output_dir, "use_cpu": "true", "own_benchmarks": json.dumps(OWN_GSM8K)}
     options = [str(part) for name, value in fields.items() for part in (f"--{name}", value)]
-    return [*options, "--benchmarks", "gsm8k", "arithmetic_test", *map(str, more)]
+    return [*options, "--benchmarks", "own_gsm8k", "arithmetic_test", *map(str, more)]
 
 
 def num_answers(folder):
@@ -386,7 +467,7 @@ def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatc
     SCRIPT.main(command)
     assert len(prompts) == 16 - kept
     SCRIPT.main(words(saved, tmp_path / "whole", "--adapter", saved / "adapter"))
-    for task in ("gsm8k", "arithmetic_test"):
+    for task in ("own_gsm8k", "arithmetic_test"):
         paths = [tmp_path / name / "adapter" / f"samples_{task}.jsonl" for name in ("run", "whole")]
         assert paths[0].read_text() == paths[1].read_text()
     assert [strip(row) for row in read_results(tmp_path / "run")] == [
@@ -400,10 +481,10 @@ def strip(row):
 
 def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     command = words(saved, tmp_path, "--adapter", "none", f"own={saved / 'adapter'}", "--at_depths", 2, 4, "--gates")
-    averages = json.dumps({"Average": ["gsm8k", "arithmetic_test"]})
+    averages = json.dumps({"Average": ["own_gsm8k", "arithmetic_test"]})
     SCRIPT.main([*command, "1-1", "--averages", averages, "--max_new_tokens", "4", "--at_depths", "2"])
     SCRIPT.main([*command, "single_loop", "--max_new_tokens", "4"])
-    rows = [row for row in read_results(tmp_path) if (row["task"], row["metric"]) == ("gsm8k", "accuracy")]
+    rows = [row for row in read_results(tmp_path) if (row["task"], row["metric"]) == ("own_gsm8k", "accuracy")]
     places = [(row.get("adapter"), row["method"], row["num_loops"], row["gates"], row.get("loop")) for row in rows]
     adapter = (str(saved / "adapter"), "own")
     alone = [(*adapter, depth, f"loop {t}", t) for depth in (2, 4) for t in range(1, depth + 1)]
@@ -412,7 +493,7 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     assert all(len(read_lines(tmp_path / row["samples"])) == row["n"] == 8 for row in rows)
     assert len({row["samples"] for row in rows}) == len(rows)
     printed = capsys.readouterr().out
-    assert "own, K = 4, loop 3" in printed and "Average " in printed and "gsm8k, missing" in printed
+    assert "own, K = 4, loop 3" in printed and "Average " in printed and "own_gsm8k, missing" in printed
 
 
 def test_script_names_what_changed(saved, tmp_path):
@@ -449,6 +530,6 @@ def test_processes_share_the_problems(saved, tmp_path):
         command = words(saved, tmp_path / str(count), "--adapter", saved / "adapter", benchmark_limit=5)
         python(EVALUATE, *command, processes=count)
     assert num_answers(tmp_path / "3") == num_answers(tmp_path / "1") == 10
-    for task in ("gsm8k", "arithmetic_test"):
+    for task in ("own_gsm8k", "arithmetic_test"):
         one, *others = (tmp_path / str(n) / "adapter" / f"samples_{task}.jsonl" for n in (1, 2, 3))
         assert all(other.read_text() == one.read_text() for other in others)

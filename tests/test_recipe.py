@@ -40,6 +40,7 @@ class Arguments:
     rule_args: dict[str, Any] | None = None
     model_name_or_path: str = ""
     model_revision: str | None = None
+    words: None | str | list[str] = None
 
 
 @pytest.fixture
@@ -72,6 +73,8 @@ def read(*argv):
         ("mapping: {a: {b: 1e-3}}", '--mapping {"a":{"b":0.001}}', {"mapping": {"a": {"b": 1e-3}}}),
         ("p: 0.5", "--p 0.5", {"p": [0.5]}),
         ("name: --x", "--name=--x", {"name": "--x"}),
+        ("words: [a, b]", "--words a b", {"words": ["a", "b"]}),
+        ("words: a", "--words a", {"words": "a"}),
     ],
 )
 def test_parse_reads_yaml_like_options(write, yaml_text, words, value):
@@ -85,6 +88,19 @@ def test_parse_prefers_the_command_line(write):
     arguments = read(write("name: x\nseed: 1\nitems: [1]\nmapping: null\n"), "--seed", "2")
     assert (arguments.seed, arguments.items, arguments.mapping) == (2, [1], None)
     assert recipe_dict(arguments) == {"name": "x", "seed": 2, "items": [1], "mapping": None}
+
+
+@pytest.mark.parametrize("name", ["seed", "items", "p", "mapping", "words"])
+def test_null_resets_an_inherited_field(write, name):
+    base = write("name: x\nseed: 1\nitems: [1]\np: 0.5\nmapping: {a: 1}\nwords: [a]\n")
+    default = getattr(Arguments("x"), name)
+    changed = read(write(f"extends: recipe.yaml\n{name}: null\n", "own.yaml"))
+    assert changed == read(base, f"--{name}", "null") == dataclasses.replace(read(base), **{name: default})
+
+
+def test_null_of_a_required_field_raises(write):
+    with pytest.raises(UserError, match="required: --name"):
+        read(write("name: x\n"), "--name", "null")
 
 
 def test_load_recipe_extends_relative_paths(write):
@@ -126,13 +142,43 @@ def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path):
     assert load_recipe(tmp_path / "saved.yaml") == {**settings, "run_name": "***"}
 
 
-def test_help_groups_fields_by_dataclass(capsys):
-    other = dataclasses.make_dataclass("Other", [("depth", int, 0)])
-    with pytest.raises(SystemExit, match="0"):
-        parse((Arguments, other), ["--help"], "What the script does.")
-    text = capsys.readouterr().out
-    assert "What the script does." in text and "A rule. (default: loop_dropout)" in text
-    assert text.index("Arguments:") < text.index("--items") < text.index("Other:") < text.index("--depth")
+def test_help_puts_model_data_and_method_first(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = []
+    for words in (["--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit, match="0"):
+            parse(SFT_TYPES, words, sft.__doc__)
+        texts.append(capsys.readouterr().out)
+    short, long = texts
+    assert "Fine-tune a looped language model" in short and "Rank of the adapter. (default: 16)" in short
+    titles = re.findall(r"^(\w.*):$", short, re.MULTILINE)
+    assert titles == ["Model", "Data", "Method", "Training", "Evaluation and output"]
+    method = short[short.index("Method:") : short.index("Training:")]
+    assert re.findall(r"^  --(\w+)", method, re.MULTILINE)[:2] == ["rule", "p"]
+    assert "--learning_rate" in short and "--adam_beta1" not in short and "--adam_beta1" in long
+    assert max(map(len, short.splitlines())) <= 80
+
+
+# Files of --import
+
+
+def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
+    path = write(f"open({str(tmp_path / 'count')!r}, 'a').write('x')\n", "mine.py")
+    for _ in range(2):
+        assert read("--name", "x", "--import", path).name == "x"
+    assert (tmp_path / "count").read_text() == "x"
+    with pytest.raises(UserError, match="`--import` must be given Python files or task files, got nowhere.py"):
+        read("--name", "x", "--import", "nowhere.py")
+    with pytest.raises(UserError, match="`import` is not a field"):
+        read(write(f"name: x\nimport: {path}\n"))
+
+
+def test_saved_recipe_with_unsafe_fields_is_readable(write, tmp_path):
+    dump_recipe({"name": "x", "allow_unsafe_code": True}, tmp_path / "saved.yaml")
+    assert load_recipe(tmp_path / "saved.yaml")["allow_unsafe_code"]
+    with pytest.raises(UserError, match="sets `allow_unsafe_code`, which can run code"):
+        read(str(tmp_path / "saved.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +226,9 @@ def test_parse_explains_mistakes_in_options(words, message):
 def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_recipe("quickstart.yaml") == load_recipe("recipes/quickstart.yaml")
+    Path("own.yaml").write_text("extends: gsm8k.yaml\nmodel_name_or_path: tiny-ouro\n")
+    own = load_recipe("own.yaml")
+    assert own["preparation"] == "gsm8k" and "model_revision" not in own
     Path("quickstart.yaml").write_text("p: 0.1\n")
     assert load_recipe("quickstart.yaml") == {"p": 0.1}  # a file of the user comes first
 

@@ -7,8 +7,23 @@ from pathlib import Path
 # A script finds recipes/evaluate.py before the library `evaluate`, which some tasks of lm-eval import.
 sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
 
-from loopdropout_trainer.evaluation.evaluate import DEVELOPMENT, development_task, evaluate_tasks, load_task
+from loopdropout_trainer.evaluation.evaluate import evaluate_tasks
+from loopdropout_trainer.evaluation.loading import (
+    DEVELOPMENT,
+    development_task,
+    load_benchmarks,
+    load_task,
+    own_benchmark,
+)
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 
 
-__all__ = ["DEVELOPMENT", "LoopedLM", "development_task", "evaluate_tasks", "load_task"]
+__all__ = [
+    "DEVELOPMENT",
+    "LoopedLM",
+    "development_task",
+    "evaluate_tasks",
+    "load_benchmarks",
+    "load_task",
+    "own_benchmark",
+]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,22 +10,17 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import lm_eval.tasks
 import numpy as np
 import pandas as pd
-import torch
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
 from lm_eval.api.group import Group
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
-from lm_eval.tasks import TaskManager
 from peft import PeftModel
 
-from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.evaluation.loading import load_task, preserved_random_states
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.programs import load_problems
 from loopdropout_trainer.evaluation.sandbox import check_allowed
@@ -36,47 +29,17 @@ from loopdropout_trainer.evaluation.sandbox import check_allowed
 # lm-eval gives advice on custom data sets for each task that has one.
 logging.getLogger("lm_eval.api.task").addFilter(lambda record: "Custom kwargs" not in str(record.msg))
 
-DEVELOPMENT = "development"
-"""Name of the task that `development_task` makes of held-out training examples."""
-
-TASKS = Path(__file__).with_name("tasks")
-"""Folder of the package's own tasks."""
-
-_FOLDERS = {"mmlu": "mmlu/default", "bbh": "bbh/cot_fewshot", "truthfulqa": "truthfulqa"}
-_SCORED_LIKE = {
-    "arithmetic": "arithmetic_test",
-    "arithmetic_short": "arithmetic_test",
-    "gsm8k": "gsm8k",
-    "metamath_gsm": "metamath_gsm8k",
-}
 _GROUPS = ("subject", "level", "num_steps")
 
 
-@contextmanager
-def _preserved_random_states() -> Iterator[None]:
-    """Seed the random states as lm-eval does, and restore them after the block."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            random.seed(0)
-            np.random.seed(1234)
-            torch.manual_seed(1234)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@_preserved_random_states()
+@preserved_random_states()
 def evaluate_tasks(
     lm: LoopedLM,
-    tasks: Sequence[str | Task],
+    tasks: Sequence[str | Task | Group],
     *,
     limit: int | None = None,
     cache_dir: str | Path | None = None,
     output_dir: str | Path | None = None,
-    data_files: Mapping[str, str | Sequence[str]] | None = None,
-    revisions: Mapping[str, str] | None = None,
     allow_unsafe_code: bool = False,
     apply_chat_template: bool | None = None,
     system_instruction: str | None = None,
@@ -88,12 +51,10 @@ def evaluate_tasks(
 
     Args:
         lm: Model with its depth, gates and readout.
-        tasks: Tasks of the package (`TASKS`), tasks and groups of lm-eval, or `development_task(...)`.
+        tasks: Tasks of the package, tasks and groups of lm-eval, task files, or `own_benchmark(...)`.
         limit: Number of problems of each task.
         cache_dir: Folder that keeps each answer. An interrupted evaluation generates only the missing answers.
         output_dir: Folder for `samples_<task>.jsonl`, which has one line for each problem.
-        data_files: Local files or one folder for each task, instead of its dataset on the Hub.
-        revisions: Branch, tag or commit of the dataset on the Hub for each task.
         allow_unsafe_code: Whether to run generated programs outside of the sandbox.
         apply_chat_template: Whether prompts are turns of a chat. Default: as each task defines.
         system_instruction: System turn of the chat.
@@ -110,10 +71,9 @@ def evaluate_tasks(
     selected: dict[str, Task | Group] = {}
     for task in tasks:
         if isinstance(task, str):
-            files, revision = (data_files or {}).get(task), (revisions or {}).get(task)
-            selected |= load_task(task, files, revision, limit)
+            selected |= load_task(task, limit=limit)
         else:
-            selected[task.task_name] = task
+            selected[task.name if isinstance(task, Group) else task.task_name] = task
     chats = {}
     for name, task in selected.items():
         for leaf in _leaves(task):
@@ -127,7 +87,7 @@ def evaluate_tasks(
     rows = []
     for name, task in selected.items():
         lm.add_bos_token = False if chats[name] else None  # a chat template writes the special tokens itself
-        with _cached(lm, cache_dir) as model, _preserved_random_states():
+        with _cached(lm, cache_dir) as model, preserved_random_states():
             results = evaluate(
                 model,
                 {"tasks": {leaf.task_name: leaf for leaf in _leaves(task)}, "groups": {}},
@@ -141,108 +101,6 @@ def evaluate_tasks(
         own_rows = [None if results is None else _collect(lm, name, task, results, output_dir)]
         rows += broadcast_object_list(own_rows)[0]
     return rows
-
-
-@_preserved_random_states()
-def load_task(
-    name: str,
-    data_files: str | Sequence[str] | None = None,
-    revision: str | None = None,
-    limit: int | None = None,
-) -> dict[str, Task | Group]:
-    """Load a task, or a group of tasks, by name. A tag of lm-eval gives several tasks.
-
-    Args:
-        name: Task of the package or of lm-eval.
-        data_files: Local files with the published columns, or a folder that `load_dataset` reads.
-        revision: Branch, tag or commit of the dataset on the Hub.
-        limit: Number of generated problems.
-
-    Raises:
-        UserError: if there is no such task, or its data cannot be loaded.
-    """
-    manager = _find_manager(name)
-    overrides: dict[str, Any] = {"dataset_kwargs": {"revision": revision}} if revision else {}
-    files = [data_files] if isinstance(data_files, str | Path) else data_files
-    if name.startswith("arithmetic_") and limit:
-        overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
-    try:
-        if files and Path(files[0]).is_dir():
-            overrides["dataset_path"] = str(files[0])
-        elif files:
-            overrides |= {"custom_dataset": _read_files(files), "dataset_kwargs": None}
-        # lm-eval applies overrides only to the tasks of a new group.
-        specs = [{"task": member, **overrides} for member in _members(manager, name)]
-        tasks = manager.load([{"group": "selected", "task": specs}] if overrides else [name])["tasks"]
-    except (OSError, KeyError, jinja2.TemplateError, DatasetsError) as error:
-        reason = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else error.__cause__ or error
-        raise UserError(f"The task `{name}` cannot be loaded: {reason}") from error
-    for task in tasks.values():
-        own_examples = task.fewshot_cfg.samples is not None
-        if files and "custom_dataset" in overrides and task.get_config("num_fewshot") and not own_examples:
-            raise UserError(
-                f"`data_files` of `{name}` must be a folder, because its prompts show examples of another split."
-            )
-    if name not in manager.all_groups:
-        return tasks
-    group = Group(name)
-    for task in tasks.values():
-        group.add(task)
-    return {name: group}
-
-
-def _members(manager: TaskManager, name: str) -> list[str]:
-    """Return the names of all tasks of a task, a group or a tag."""
-    entry = manager.task_index[name]
-    parts = entry.cfg["task"] if name in manager.all_groups else sorted(entry.tags) if name in manager.all_tags else []
-    return [member for part in parts for member in _members(manager, part)] or [name]
-
-
-def development_task(preparation: str | None, examples: Dataset | None) -> Task:
-    """Return held-out training examples as a task, with the prompt and the scorer of the preparation's test set.
-
-    Args:
-        preparation: Preparation of the training data.
-        examples: Held-out examples with the columns `question` and `answer`.
-
-    Raises:
-        UserError: if the examples do not have questions with answers that can be scored.
-    """
-    if preparation not in _SCORED_LIKE or not examples:
-        raise UserError(
-            f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
-            f"{', '.join(_SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}."
-        )
-    name = _SCORED_LIKE[preparation]
-    overrides = {"custom_dataset": lambda **_: {"test": examples}, "dataset_kwargs": None}
-    loaded = _find_manager(name).load([{"group": DEVELOPMENT, "task": [{"task": name, **overrides}]}])
-    task = loaded["tasks"][name]
-    task.set_config("task", DEVELOPMENT)
-    return task
-
-
-def _find_manager(name: str) -> TaskManager:
-    """Return an index with the task. The index of all tasks of lm-eval takes 10 seconds."""
-    folder = _FOLDERS.get(name.partition("_")[0])
-    for arguments in ((folder, False), (None, True)):
-        manager = _load_manager(*arguments)
-        if name in manager.all_tasks:
-            return manager
-    names = ", ".join(_load_manager(None, False).all_tasks)
-    raise UserError(f"`{name}` must be a task of lm-eval or one of {names}.{closest_match(name, manager.all_tasks)}")
-
-
-@functools.cache
-def _load_manager(folder: str | None, include_defaults: bool) -> TaskManager:
-    paths = [str(TASKS), *([str(Path(lm_eval.tasks.__file__).parent / folder)] if folder else [])]
-    return TaskManager(include_path=paths, include_defaults=include_defaults)
-
-
-def _read_files(files: Sequence[str]) -> Any:
-    """Return a `custom_dataset` of lm-eval whose splits all have the rows of some files."""
-    builder = {".parquet": "parquet", ".csv": "csv"}.get(Path(str(files[0]).removesuffix(".gz")).suffix, "json")
-    rows = load_dataset(builder, data_files=list(map(str, files)), split="train")
-    return lambda **_: defaultdict(lambda: rows)
 
 
 def _prepare(task: Task, max_new_tokens: int | None) -> None:

@@ -1,0 +1,270 @@
+"""Tasks of the package and of lm-eval by name, task files, own benchmarks, and held-out examples as a task."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import lm_eval.tasks
+import numpy as np
+import torch
+from datasets import Dataset
+from datasets.exceptions import DatasetsError
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files, template_columns
+from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.recipe import IMPORTED
+from loopdropout_trainer.rewards import REWARDS
+
+
+DEVELOPMENT = "development"
+"""Name of the task that `development_task` makes of held-out training examples."""
+
+TASKS = Path(__file__).with_name("tasks")
+"""Folder of the package's own tasks."""
+
+_FOLDERS = {"mmlu": "mmlu/default", "bbh": "bbh/cot_fewshot", "truthfulqa": "truthfulqa"}
+_LM_EVAL = Path(lm_eval.tasks.__file__).parent
+_SCORED_LIKE = {
+    "arithmetic": "arithmetic_test",
+    "arithmetic_short": "arithmetic_test",
+    "gsm8k": "gsm8k",
+    "metamath_gsm": "metamath_gsm8k",
+}
+
+
+@contextmanager
+def preserved_random_states() -> Iterator[None]:
+    """Seed the random states as lm-eval does, and restore them after the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            random.seed(0)
+            np.random.seed(1234)
+            torch.manual_seed(1234)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def load_benchmarks(
+    names: Sequence[str],
+    own_benchmarks: Mapping[str, Mapping[str, Any]] | None = None,
+    revisions: Mapping[str, str] | None = None,
+    limit: int | None = None,
+) -> list[Task | Group]:
+    """Load the tasks that a recipe names.
+
+    Args:
+        names: Tasks of the package or of lm-eval, keys of `own_benchmarks`, or task files that `--import` allows.
+        own_benchmarks: Arguments of `own_benchmark` by name.
+        revisions: Branch, tag or commit of the dataset on the Hub by task.
+        limit: Number of generated problems.
+
+    Raises:
+        UserError: if there is no such task, or its data cannot be loaded.
+    """
+    tasks = []
+    for name in names:
+        if fields := (own_benchmarks or {}).get(name):
+            valid = inspect.signature(own_benchmark).parameters
+            for field in fields:
+                if field not in valid:
+                    raise UserError(f"The benchmark `{name}` has no field {field!r}.{closest_match(field, valid)}")
+            tasks.append(own_benchmark(name, **fields))
+        elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
+            raise UserError(
+                f"{name} can run code, as any task file of lm-eval. Add `--import {name}` to the command line."
+            )
+        else:
+            tasks += load_task(name, (revisions or {}).get(name), limit).values()
+    return tasks
+
+
+@preserved_random_states()
+def own_benchmark(
+    name: str,
+    files: str | Sequence[str] = (),
+    *,
+    prompt: str | None = None,
+    target: str | None = None,
+    scorer: str | None = None,
+    like: str | None = None,
+    max_new_tokens: int | None = None,
+    stop: Sequence[str] | None = None,
+    chat: bool | None = None,
+) -> Task:
+    """Make a task of your own problems.
+
+    Args:
+        name: Name of the task in results. It must not be the name of a task of the package or of lm-eval.
+        files: JSONL, JSON, CSV (also .gz) or Parquet files with the problems.
+        prompt: `alpaca`, `question`, or a text with {column} fields.
+        target: Reference answer, a text with {column} fields.
+        scorer: Comparison of an answer with the target, by its name in `REWARDS`.
+        like: Task with the prompt, the target, the scorer and the decoding, where the other arguments are not given.
+        max_new_tokens: Maximum number of tokens of an answer. Default: 256.
+        stop: Texts that end an answer. Default: the end token alone.
+        chat: Whether the prompt is a turn of a chat.
+
+    Raises:
+        UserError: if the files cannot be read, or the arguments do not describe a task.
+    """
+    if name in (DEVELOPMENT, *_load_manager(None, False).all_tasks) or (_LM_EVAL / name).exists():
+        raise UserError(
+            f"`own_benchmarks` must have other names than the tasks of lm-eval and the package, got {name!r}."
+        )
+    if not files or like is None and None in (prompt, target, scorer):
+        raise UserError(f"The benchmark `{name}` must have `files`, and `prompt`, `target` and `scorer` or `like`.")
+    if scorer not in (None, *REWARDS):
+        names = ", ".join(REWARDS)
+        raise UserError(f"`scorer` must be one of {names}, got {scorer!r}.{closest_match(scorer, REWARDS)}")
+    rows = read_files(files)
+    prompt = PROMPT_TEMPLATES.get(prompt, prompt)
+    missing = {*template_columns(prompt), *template_columns(target)} - {*rows.column_names}
+    if missing:
+        raise UserError(
+            f"The files of `{name}` must have {', '.join(sorted(missing))}, got the columns {', '.join(rows.column_names)}."
+        )
+    config = {}
+    if prompt is not None:
+        config["doc_to_text"] = lambda row: fill(prompt, row)
+    if target is not None:
+        config["doc_to_target"] = lambda row: fill(target, row)
+    if scorer is not None:
+        reward = REWARDS[scorer]
+        score = lambda row, answers: {"acc": reward(answers[:1], answer=[str(task.doc_to_target(row))])[0] == 1}
+        config |= {"process_results": score, "filter_list": None}
+        config["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    if chat is not None:
+        config["metadata"] = {"apply_chat_template": chat}
+    if like is None:
+        decoding = {"until": [], "do_sample": False, "max_gen_toks": 256}
+        config |= {
+            "output_type": "generate_until",
+            "num_fewshot": 0,
+            "test_split": "test",
+            "generation_kwargs": decoding,
+        }
+    task = task_of_rows(name, like, rows, config)
+    options = {"until": stop, "max_gen_toks": max_new_tokens}
+    options = {option: value for option, value in options.items() if value is not None}
+    task.set_config("generation_kwargs", options, update=True)
+    return task
+
+
+def task_of_rows(name: str, like: str | None, rows: Dataset, config: Mapping[str, Any]) -> Task:
+    """Return a task whose splits all have some rows, with the fields of the task `like` where `config` has none."""
+    config = {
+        "task": like or name,
+        **config,
+        "custom_dataset": lambda **_: defaultdict(lambda: rows),
+        "dataset_kwargs": None,
+    }
+    with _explained(name):
+        # lm-eval overrides the fields of a task only in a new group.
+        specs = [{"group": name, "task": [config]}] if like else [config]
+        (task,) = _find_manager(like).load(specs)["tasks"].values()
+    if task.get_config("num_fewshot") and task.fewshot_cfg.samples is None:
+        raise UserError(f"`like` must be a task without examples of another split in its prompt, got {like!r}.")
+    task.set_config("task", name)
+    return task
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, KeyError, jinja2.TemplateError, DatasetsError) as error:
+        reason = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else error.__cause__ or error
+        raise UserError(f"The task `{name}` cannot be loaded: {reason}") from error
+
+
+def development_task(preparation: str | None, examples: Dataset | None) -> Task:
+    """Return held-out training examples as a task, with the prompt and the scorer of the preparation's test set.
+
+    Args:
+        preparation: Preparation of the training data.
+        examples: Held-out examples with the columns `question` and `answer`.
+
+    Raises:
+        UserError: if the examples do not have questions with answers that can be scored.
+    """
+    if preparation not in _SCORED_LIKE or not examples:
+        raise UserError(
+            f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
+            f"{', '.join(_SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}."
+        )
+    return task_of_rows(DEVELOPMENT, _SCORED_LIKE[preparation], examples, {})
+
+
+@preserved_random_states()
+def load_task(name: str, revision: str | None = None, limit: int | None = None) -> dict[str, Task | Group]:
+    """Load a task, or a group of tasks, by name. A tag of lm-eval gives several tasks.
+
+    Args:
+        name: Task of the package or of lm-eval, or a task file of lm-eval (.yaml), which can run code.
+        revision: Branch, tag or commit of the dataset on the Hub.
+        limit: Number of generated problems.
+
+    Raises:
+        UserError: if there is no such task, or its data cannot be loaded.
+    """
+    if name.endswith(".yaml"):
+        with _explained(name):
+            loaded = _load_manager(None, False).load([name])
+        tasks = loaded.get("groups") or loaded["tasks"]
+        for own_name in {*tasks} & {*_load_manager(None, False).all_tasks}:
+            raise UserError(f"{name} must have a name of its own, but the package has a task `{own_name}`.")
+        return tasks
+    manager = _find_manager(name)
+    overrides: dict[str, Any] = {"dataset_kwargs": {"revision": revision}} if revision else {}
+    if name.startswith("arithmetic_") and limit:
+        overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
+    with _explained(name):
+        # lm-eval applies overrides only to the tasks of a new group.
+        specs = [{"task": member, **overrides} for member in _members(manager, name)]
+        tasks = manager.load([{"group": "selected", "task": specs}] if overrides else [name])["tasks"]
+    if name not in manager.all_groups:
+        return tasks
+    group = Group(name)
+    for task in tasks.values():
+        group.add(task)
+    return {name: group}
+
+
+def _members(manager: TaskManager, name: str) -> list[str]:
+    """Return the names of all tasks of a task, a group or a tag."""
+    entry = manager.task_index[name]
+    parts = entry.cfg["task"] if name in manager.all_groups else sorted(entry.tags) if name in manager.all_tags else []
+    return [member for part in parts for member in _members(manager, part)] or [name]
+
+
+def _find_manager(name: str | None) -> TaskManager:
+    """Return an index with the task. The index of all tasks of lm-eval takes 10 seconds."""
+    if name is None:
+        return _load_manager(None, False)
+    folder = _FOLDERS.get(name.partition("_")[0])
+    for arguments in ((folder, False), (None, True)):
+        manager = _load_manager(*arguments)
+        if name in manager.all_tasks:
+            return manager
+    names = ", ".join(_load_manager(None, False).all_tasks)
+    raise UserError(f"`{name}` must be a task of lm-eval or one of {names}.{closest_match(name, manager.all_tasks)}")
+
+
+@functools.cache
+def _load_manager(folder: str | None, include_defaults: bool) -> TaskManager:
+    paths = [str(TASKS), *([str(_LM_EVAL / folder)] if folder else [])]
+    return TaskManager(include_path=paths, include_defaults=include_defaults)
