@@ -15,8 +15,8 @@ from loopdropout_trainer.versions import warn_about_untested_versions
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
-    from loopdropout_trainer.described import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
+    from loopdropout_trainer.foreign import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
     from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
     from loopdropout_trainer.lora import default_peft_config, use_gates
@@ -26,20 +26,20 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
 _HOMES = {
     "GateSamplingMixin": "trainer",
     "LoRADropoutSFTTrainer": "lora_dropout",
-    "LoopDescription": "described",
+    "LoopDescription": "foreign",
     "LoopDropoutConfig": "config",
     "LoopDropoutDPOConfig": "config",
     "LoopDropoutDPOTrainer": "dpo",
     "LoopDropoutGRPOConfig": "config",
     "LoopDropoutGRPOTrainer": "grpo",
     "LoopDropoutSFTTrainer": "trainer",
-    "check_loops": "described",
+    "check_loops": "foreign",
     "default_peft_config": "lora",
     "load_adapter": "hub",
     "load_model": "hub",
     "merge_and_save": "hub",
     "push_merged_to_hub": "hub",
-    "register_looped": "described",
+    "register_looped": "foreign",
     "use_gates": "lora",
 }
 """The public names, each with its module. They are imported when they are asked for, since torch takes seconds."""

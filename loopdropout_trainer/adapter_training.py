@@ -15,6 +15,7 @@ from loopdropout_trainer.callbacks import StopCallback, UnitGatesCallback, make_
 from loopdropout_trainer.config import GateConfig
 from loopdropout_trainer.distributed import check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.foreign import foreign_skeleton, loading_fields
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.hub import save_adapter_metadata, write_model_card
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, GateState, LoopedModelMixin, find_looped_model
@@ -57,6 +58,11 @@ class AdapterTrainingMixin:
         self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
     ) -> PeftConfig | None:
         """Return the configuration of the adapter, by default the paper's."""
+        skeleton = None
+        if isinstance(model, str):
+            if args.model_init_kwargs:
+                args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
+            skeleton = foreign_skeleton(model, (args.model_init_kwargs or {}).get("revision"))
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.rule = args.make_rule()
         if self.rule.passes > 1 and not self.runs_passes:
@@ -66,7 +72,7 @@ class AdapterTrainingMixin:
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self._given_weights = {}
         if not isinstance(model, PeftModel):
-            return default_peft_config(None if isinstance(model, str) else model, peft_config)
+            return default_peft_config(skeleton if isinstance(model, str) else model, peft_config)
         self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         return None
 
@@ -117,7 +123,7 @@ class AdapterTrainingMixin:
 
     def _needs_one_depth(self) -> str | None:
         if self.looped.trains_at_one_depth:
-            return type(self.looped).__name__
+            return f"`model_type: {self.looped.config.model_type}`"
         is_bound = ADAPTER_KINDS[self.rule.adapter].one_depth or self.rule.wants_sensitivity
         return f"the rule {self.rule.name!r}" if is_bound else None
 
@@ -137,7 +143,7 @@ class AdapterTrainingMixin:
     @property
     def num_loops(self) -> int:
         """Recurrence depth K that the model runs at."""
-        return self.looped.config.num_loops
+        return self.looped.num_loops
 
     @property
     def gate_seed(self) -> int:

@@ -234,14 +234,14 @@ class DepthCallback(GatedStepCallback):
         trainer = self.trainer
         self.num_loops = trainer.num_loops
         depth = sample_depth(self.sampler, trainer.gate_seed, state.global_step, self.num_loops)
-        trainer.looped.config.num_loops = depth
+        trainer.looped.num_loops = depth
 
     def on_micro_batch_end(self) -> None:
         self.trainer._metrics["train"]["depth"].append(float(self.trainer.num_loops))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.on_micro_batch_end()
-        self.trainer.looped.config.num_loops = self.num_loops
+        self.trainer.looped.num_loops = self.num_loops
 
 
 class LiveDiagnosticsCallback(TrainerCallback):

@@ -96,7 +96,7 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
         The `loss` of the frozen model with gates "none", and `loss` and `loss_reduction` with gates "loop t" and "unit".
     """
     batches = list(batches)
-    num_loops = find_looped_model(model).config.num_loops
+    num_loops = find_looped_model(model).num_loops
     frozen = score(model, batches, torch.zeros(num_loops))
     results = [_result("loss", frozen.loss, "nats", frozen.n, num_loops, "none") | {"method": "base model"}]
     places = [(f"loop {t}", {"loop": t}, one_hot) for t, one_hot in enumerate(torch.eye(num_loops), start=1)]
@@ -118,7 +118,7 @@ def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
     Returns:
         `readout_loss` and `readout_token_accuracy` of each loop.
     """
-    num_loops = find_looped_model(model).config.num_loops
+    num_loops = find_looped_model(model).num_loops
     scores = enumerate(score_readouts(model, batches), start=1)
     return [row for t, each in scores for row in _loss_and_accuracy("readout", each, num_loops, model, loop=t)]
 
@@ -137,7 +137,7 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
     """
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
-        depths = [find_looped_model(model).config.num_loops]
+        depths = [find_looped_model(model).num_loops]
     with set_depth(model, max(depths)):
         scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
     return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]

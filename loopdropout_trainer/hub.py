@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from loopdropout_trainer.authors_format import (
     write_authors_format,
 )
 from loopdropout_trainer.errors import UserError, hide_secrets
+from loopdropout_trainer.foreign import loading_fields
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import NotLoopedError, find_looped_model
 from loopdropout_trainer.lora import (
     add_gates,
     attach_adapter,
@@ -45,6 +46,7 @@ from loopdropout_trainer.lora import (
     kind_of,
     merged_update,
 )
+from loopdropout_trainer.models.looped_modeling import check_weights
 from loopdropout_trainer.recipe import load_recipe, model_path
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_results
 from loopdropout_trainer.tokenizers import end_token_ids
@@ -101,16 +103,19 @@ def load_model(
                 config = read_adapter_config(adapter)
                 name, revision = config.base_model_name_or_path, revision or config.revision
         if num_loops is not None:
-            kwargs["num_loops"] = num_loops
-        model = AutoModelForCausalLM.from_pretrained(
+            kwargs = loading_fields(name, {**kwargs, "num_loops": num_loops, "revision": revision or "main"})
+        model, info = AutoModelForCausalLM.from_pretrained(
             name,
-            revision=revision or "main",
             dtype=dtype,
             attn_implementation=attn_implementation,
             use_safetensors=True,
             trust_remote_code=False,
-            **kwargs,
+            output_loading_info=True,
+            **{"revision": revision or "main", **kwargs},
         )
+        check_weights(model, name, info)
+        with suppress(NotLoopedError):
+            find_looped_model(model)  # attaches the description of a foreign class
     except (OSError, ValueError) as error:
         raise UserError(f"The model {name or adapter} cannot be loaded: {_first_line(error)}") from error
     if adapter is not None:
@@ -142,7 +147,7 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
     base, trained_on = model.config.name_or_path, config.base_model_name_or_path
     if base and trained_on and base != trained_on:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}, but the model is {base}.")
-    num_loops = looped.config.num_loops
+    num_loops = looped.num_loops
     low, high = metadata.get("depths") or [metadata.get("num_loops", num_loops)] * 2
     if not low <= num_loops <= high:
         depths = f"depth {low}" if low == high else f"depths {low} to {high}"
@@ -401,7 +406,7 @@ def write_model_card(
     """
     folder = Path(folder)
     adapter, looped = model.active_adapters[0], find_looped_model(model)
-    lora, num_loops = model.peft_config[adapter], looped.config.num_loops
+    lora, num_loops = model.peft_config[adapter], looped.num_loops
     metadata, base = getattr(looped, "trained_with", {}), _base_name(model)
     rule, depths = metadata.get("rule"), metadata.get("depths") or [num_loops]
     on_hub, license_fields = _is_hub_name(base), _license_of(base)

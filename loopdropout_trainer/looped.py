@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from loopdropout_trainer.errors import UserError, short_repr
 
@@ -60,6 +59,8 @@ class RunningLoop:
             [N, 1] or [N, M]. None: unit gates.
         frozen: Whether the tokens have no active gate up to this loop. They run without adapter and gradient.
         skips_updates: Whether no token has an active gate in this loop.
+        batch: Gates of the forward pass. Recomputation reads them here, because another pass may have replaced the gates in
+            force. None: unit gates.
     """
 
     index: int = 0
@@ -67,6 +68,7 @@ class RunningLoop:
     gate: Tensor | None = None
     frozen: bool = False
     skips_updates: bool = False
+    batch: GatedBatch | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +112,11 @@ class GatedBatch:
             object.__setattr__(self, "unused_modules", (~used.flatten(0, 1).any(dim=0)).tolist())
 
     @property
+    def is_set(self) -> bool:
+        """Whether gates were given, also if all are one."""
+        return self.sampled is not None
+
+    @property
     def per_module(self) -> bool:
         """Whether adapted modules have gates of their own."""
         return self.gates is not None and self.gates.dim() == 3
@@ -126,17 +133,17 @@ class GatedBatch:
             **attributes: Other attributes of `RunningLoop`.
         """
         if self.gates is None:
-            return RunningLoop(index, tokens, **attributes)
+            return RunningLoop(index, tokens, batch=self, **attributes)
         if index >= len(self.gates):
             raise UserError(
                 f"`gates` must have one row for each loop, got {len(self.gates)} rows, but the model runs loop {index + 1}. "
-                "Set the gates after `config.num_loops`."
+                "Set the gates after the depth."
             )
         gate = self.gates[index].to(device, non_blocking=True)
         gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
         if tokens is not None:
             gate = gate[tokens if len(gate) > 1 else torch.zeros_like(tokens)]  # [n, 1 or M]
-        return RunningLoop(index, tokens, gate, **attributes)
+        return RunningLoop(index, tokens, gate, batch=self, **attributes)
 
 
 UNIT_GATES = GatedBatch()
@@ -149,13 +156,16 @@ class GateState:
     Both are plain attributes and not thread-locals, because CUDA's backward pass recomputes in autograd's own thread.
 
     Attributes:
-        batch: Gates of the micro-batch. The trainer sets them for a training step, `use_gates` for its block.
-        running: Running loop. The recurrent layers set it inside their checkpointed `forward`, so that recomputation in the
-            backward pass sets the right loop again, although loops run backwards there.
+        batch: Gates of the next forward pass. The trainer sets them for a training step, `use_gates` for its block,
+            `loop_dropout` for one pass.
+        running: Running loop, with the gates of its pass. The recurrent layers set it inside their checkpointed `forward`, so
+            that recomputation in the backward pass sets the right loop again, although loops run backwards there.
+        dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
     """
 
     must_draw = False
+    dropout: Any = None
 
     def __init__(self) -> None:
         self.reset()
@@ -164,6 +174,11 @@ class GateState:
     def loop(self) -> int:
         """Index of the running loop, from 0."""
         return self.running.index
+
+    @property
+    def pass_gates(self) -> GatedBatch:
+        """The gates of the running forward pass."""
+        return self.running.batch or UNIT_GATES
 
     @property
     def gates(self) -> Tensor | None:
@@ -185,7 +200,7 @@ class GateState:
 
     def check_drawn(self, layer: nn.Module) -> None:
         """Raise RuntimeError if a layer trains in `train()` before gates are drawn."""
-        if self.must_draw and self.batch is UNIT_GATES and layer.training and torch.is_grad_enabled():
+        if self.must_draw and not self.pass_gates.is_set and layer.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "The model trains without drawn gates, which is plain LoRA. Call `super().compute_loss(...)` in your "
                 "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs."
@@ -222,7 +237,7 @@ class GateState:
 
     def _token_index(self, num_examples: int, hidden_states: Tensor) -> Tensor | None:
         """Return the [B, S] index of each token's example, or None if row b is example b or there is one for all."""
-        tokens = self.batch.segments if self.running.tokens is None else self.running.tokens.unsqueeze(0)
+        tokens = self.pass_gates.segments if self.running.tokens is None else self.running.tokens.unsqueeze(0)
         if tokens is not None and num_examples > 1:
             return tokens.to(hidden_states.device)
         if num_examples not in (1, len(hidden_states)):
@@ -234,7 +249,7 @@ class GateState:
 
     def is_unused(self, module: int) -> bool:
         """Return whether the update of an adapted module is zero for all running tokens and need not be computed."""
-        unused = self.batch.unused_modules
+        unused = self.pass_gates.unused_modules
         return self.running.skips_updates or (bool(unused) and unused[module])
 
 
@@ -294,7 +309,7 @@ class NotLoopedError(UserError):
 class LoopedModelMixin:
     """Interface of a looped model: its recurrent layers, its running loop, its depth and its readouts.
 
-    The model reads its depth from `config.num_loops` in every forward call. It sets each loop on `loop_state`, inside the
+    The model reads its depth from `num_loops` in every forward call. It sets each loop on `loop_state`, inside the
     checkpointed `forward` of the recurrent layers.
 
     Attributes:
@@ -305,10 +320,18 @@ class LoopedModelMixin:
     """
 
     loop_state: GateState
-    config: PreTrainedConfig
     can_pack = False
     trains_at_one_depth = False
     trained_with: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def num_loops(self) -> int:
+        """Recurrence depth K of the next forward passes."""
+        return self.config.num_loops
+
+    @num_loops.setter
+    def num_loops(self, num_loops: int) -> None:
+        self.config.num_loops = num_loops
 
     def recurrent_layers(self) -> Iterable[nn.Module]:
         """Return the modules that run in every loop."""
@@ -358,14 +381,19 @@ def _require_gradient(module: nn.Module, args: tuple, output: Tensor) -> None:
     output.requires_grad_(True)
 
 
+DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
+"""Descriptions of foreign model classes, by class."""
+
+
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside PEFT, DDP or other wrappers."""
-    looped = next((module for module in model.modules() if isinstance(module, LoopedModelMixin)), None)
-    if looped is None:
-        raise NotLoopedError(
-            f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}."
-        )
-    return looped
+    """Return the looped model inside PEFT, DDP or other wrappers, or the description of a foreign looped model."""
+    for module in model.modules():
+        if isinstance(module, LoopedModelMixin):
+            return module
+        for cls in type(module).__mro__:
+            if cls in DESCRIPTIONS:
+                return vars(module).get("loop_description") or DESCRIPTIONS[cls](module)
+    raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}.")
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
@@ -383,13 +411,13 @@ def set_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
         model: Looped model, with or without wrappers.
         num_loops: Recurrence depth. None: the model's own depth.
     """
-    config = find_looped_model(model).config
-    own_depth = config.num_loops
-    config.num_loops = own_depth if num_loops is None else num_loops
+    looped = find_looped_model(model)
+    own_depth = looped.num_loops
+    looped.num_loops = own_depth if num_loops is None else num_loops
     try:
         yield
     finally:
-        config.num_loops = own_depth
+        looped.num_loops = own_depth
 
 
 # Launches against arithmetic: the faster of two exact ways to compute something.

@@ -128,7 +128,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.gates.must_draw = False
             self.gates.reset()
             self.unit_gates.micro_batch = 0
-            self.looped.config.num_loops = num_loops
+            self.looped.num_loops = num_loops
 
 
 class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):

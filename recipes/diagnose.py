@@ -33,6 +33,7 @@ from loopdropout_trainer.diagnostics import (
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, load_benchmarks
 from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
 from loopdropout_trainer.results import compare_recipes, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
@@ -144,7 +145,7 @@ def measure(model: nn.Module, batches: list[Batch], args: DiagnoseArguments) -> 
     if "readouts" in args.diagnostics:
         yield from readouts(model, batches)
     if "depth_matrix" in args.diagnostics:
-        yield from depth_matrix(model, batches, args.depths or range(1, 2 * model.config.num_loops + 1))
+        yield from depth_matrix(model, batches, args.depths or range(1, 2 * find_looped_model(model).num_loops + 1))
 
 
 def print_results(rows: list[dict[str, Any]]) -> None:

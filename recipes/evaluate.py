@@ -25,6 +25,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import ModelArguments, dump_recipe, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
@@ -121,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(
             model_args.model_name_or_path, adapter=folder, device=state.device, **model_args.load_kwargs
         )
-        for num_loops in args.at_depths or [model.config.num_loops]:
+        for num_loops in args.at_depths or [find_looped_model(model).num_loops]:
             for gates in all_gates(args.gates, num_loops) if folder else [None]:
                 options = {"num_loops": num_loops, "gates": gates, "readout": args.readout}
                 lm = LoopedLM(model, tokenizer, batch_size=args.benchmark_batch_size, **options)

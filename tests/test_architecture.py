@@ -18,7 +18,7 @@ PACKAGE = Path(loopdropout_trainer.__file__).parent
 ALLOWED = {  # folders that meet in `looped.py` only
     "gates": {"errors", "gates"},
     "lora": {"errors", "looped", "lora"},
-    "models": {"errors", "looped", "described", "models", "versions"},
+    "models": {"errors", "looped", "foreign", "models", "versions"},
     "looped.py": {"errors"},
 }
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "lm_eval")

@@ -1,22 +1,18 @@
 """Foreign looped classes, by the example of docs/extending.md: HRM-Text of transformers."""
 
-import copy
 import re
-from unittest.mock import patch
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import ROOT, tiny_hrm, trained_parameters, with_adapter
-from peft import LoraConfig, get_peft_model
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from conftest import ROOT, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from torch import nn
 from transformers import AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from loopdropout_trainer import LoopDescription, check_loops, merge_and_save, register_looped, use_gates
-from loopdropout_trainer.described import DESCRIPTIONS
+from loopdropout_trainer import LoopDescription, check_loops, load_model, merge_and_save, register_looped, use_gates
 from loopdropout_trainer.diagnostics import readouts, single_loop
-from loopdropout_trainer.looped import NotLoopedError, find_looped_model
-from loopdropout_trainer.lora import adapted_layers
+from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, applied_gates, find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
 
 
@@ -31,23 +27,30 @@ def registered():
         yield
 
 
-def test_described_model_sets_every_loop(monkeypatch):
+def test_description_sets_every_loop():
     assert len(EXAMPLE.splitlines()) <= 40
-    monkeypatch.delitem(TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, "hrm_text", raising=False)
     model, ids = tiny_hrm().eval(), torch.tensor([[3, 4, 5]])
-    names = find_looped_model(model).recurrent_linears()
+    looped = find_looped_model(model)
+    names = looped.recurrent_linears()
     assert len(names) == 2 * 8 and all(name.startswith(("model.L_module.", "model.H_module.")) for name in names)
-    twin = copy.deepcopy(model)
-    twin.config.num_loops = 2
-    for looped in (model, twin, model):
-        check_loops(looped, input_ids=ids)
-    peft_model = get_peft_model(model, LoraConfig())
-    assert len(adapted_layers(peft_model)) == len(names)
-    assert find_looped_model(peft_model).recurrent_linears() == names
+    check_loops(model, input_ids=ids)
+    looped.num_loops = 2
+    peft_model = with_adapter(model)
+    check_loops(peft_model, input_ids=ids)
+    assert find_looped_model(peft_model) is looped and looped.recurrent_linears() == names
+
+
+def test_detached_description_leaves_no_hooks():
+    model = tiny_hrm()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    find_looped_model(model).detach()
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    assert not hooks and before.keys() == {name for name, _ in model.named_modules()}
+    assert vars(model).keys() == before[""].keys() and type(model) is HrmTextForCausalLM
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_described_gradients_equal_weights_by_hand(checkpointing):
+def test_foreign_gradients_equal_weights_by_hand(checkpointing):
     gates = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.5, 2.0]])
     ids = torch.randint(2, 258, (2, 9))
     peft_model = with_adapter(tiny_hrm(), scale=0.1).train()
@@ -76,25 +79,48 @@ def test_described_gradients_equal_weights_by_hand(checkpointing):
         torch.testing.assert_close(parameter.grad, weights[name].grad, atol=1e-5, rtol=1e-4)
 
 
-def test_described_depth_is_num_loops(tmp_path):
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm], ids=["ouro", "hrm_text"])
+def test_gates_travel_with_the_pass(make):
+    """Two forward passes come before their backward passes, which recompute each of them under its own gates."""
+    ids = torch.randint(2, 258, (2, 2, 9))
+    losses, gradients = [], []
+    for checkpointing in (False, True):
+        peft_model = with_adapter(make(), scale=0.1).train()
+        looped = find_looped_model(peft_model)
+        if checkpointing:
+            peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        generator = torch.Generator().manual_seed(0)
+        passes = []
+        for batch in ids:
+            gates = torch.randint(0, 3, (looped.num_loops, 2), generator=generator).float()
+            with applied_gates(looped.loop_state, gates):
+                passes.append(peft_model(batch, labels=batch).loss)
+            if not checkpointing:
+                passes[-1].backward()
+        if checkpointing:
+            sum(passes).backward()
+        losses.append(torch.stack(passes).detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in trained_parameters(peft_model).values()]))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+
+
+def test_foreign_depth_and_readouts(tmp_path):
     model, ids = tiny_hrm().eval(), torch.tensor([[1, 1, 5, 6], [2, 3, 4, 5]])
-    looped, slow = find_looped_model(model), model.model.H_module
-    by_loop = looped.loop_readouts(input_ids=ids)
-    before_norm = {"readout_module": lambda: slow.layers[-1], "readout": lambda output: slow.final_norm(output)}
-    with patch.multiple(looped, **before_norm):
-        assert all(map(torch.equal, looped.loop_readouts(input_ids=ids), by_loop))
-    for num_loops in (1, 2, 3):
-        model.config.num_loops = num_loops
-        assert torch.equal(model.model(ids, use_cache=False).last_hidden_state, by_loop[num_loops - 1])
+    looped, states = find_looped_model(model), []
+    hook = model.model.H_module.register_forward_hook(lambda module, args, output: states.append(output))
+    model.model(ids)
+    hook.remove()
+    assert all(map(torch.equal, looped.loop_readouts(input_ids=ids), states)) and len(states) == looped.num_loops == 3
     with pytest.raises(ValueError, match="num_loops"):
-        model.config.num_loops = 0
-    model.config.num_loops = 5
+        looped.num_loops = 0
+    looped.num_loops = 5
     model.save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_loops == 5
-    assert AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=2).config.num_loops == 2
+    assert find_looped_model(AutoModelForCausalLM.from_pretrained(tmp_path)).num_loops == 5
+    assert find_looped_model(load_model(tmp_path, num_loops=2)).num_loops == 2
 
 
-def test_described_model_trains_and_merges(train, tokenizer, tmp_path):
+def test_foreign_model_trains_and_merges(train, tokenizer, tmp_path):
     tiny_hrm().save_pretrained(tmp_path / "base")
     fields = {"gradient_checkpointing": True, "max_steps": 3, "model_init_kwargs": {"num_loops": 4}}
     trainer = train(str(tmp_path / "base"), **fields)
@@ -113,34 +139,33 @@ def test_described_model_trains_and_merges(train, tokenizer, tmp_path):
         torch.testing.assert_close(merged(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_wrong_descriptions_raise(train):
-    model = tiny_hrm()
-    model.config.num_loops = 4
-    with pytest.raises(ValueError, match="to train at another depth, load it with `num_loops`"):
-        train(model)
-    for cls, message in ((OuroForCausalLM, "looped by itself"), (type(model.model), "not a causal language model")):
+def test_wrong_descriptions_raise():
+    for cls, message in (
+        (OuroForCausalLM, "not be a `LoopedModelMixin`"),
+        (type(tiny_hrm().model), "causal language"),
+    ):
         with pytest.raises(ValueError, match=message):
             register_looped(cls, LoopDescription)
 
 
-def test_check_loops_finds_a_wrong_loop():
+def test_check_loops_finds_a_wrong_loop(monkeypatch):
     class OneLoop(LoopDescription):
-        get_num_loops = staticmethod(lambda config: 2)
-        recurrent_layers = lambda self: self.model.layers
-        running_loop = lambda self, layer, *args, **kwargs: 0
-        readout_module = lambda self: self.model.norm
+        num_loops = 2
+        recurrent_layers = lambda self: self.base_model.layers
+        running_loop = lambda self, **kwargs: 0
 
     sizes = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config, ids = LlamaConfig(**sizes, num_attention_heads=2), torch.tensor([[3]])
-    built_before = LlamaForCausalLM(config)
-    register_looped(LlamaForCausalLM, OneLoop)
-    try:
-        with pytest.raises(NotLoopedError):
-            check_loops(built_before, input_ids=ids)
-        model = LlamaForCausalLM(config)
-        with pytest.raises(NotLoopedError, match=r"`model.layers.0.* each of the 2 loops.* \[0\]"):
-            check_loops(model, input_ids=ids)
-        with pytest.raises(ValueError, match="it ran 1 times"):
-            find_looped_model(model).loop_readouts(input_ids=ids)
-    finally:
-        del DESCRIPTIONS[LlamaForCausalLM], LlamaConfig.num_loops
+    model, ids = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), torch.tensor([[3]])
+    with pytest.raises(NotLoopedError):
+        check_loops(model, input_ids=ids)
+    monkeypatch.setitem(DESCRIPTIONS, LlamaForCausalLM, OneLoop)
+    with pytest.raises(NotLoopedError, match=r"`model.layers.0.* each of the 2 loops.* \[0\]"):
+        check_loops(model, input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    "module", ["loopdropout_trainer", "loopdropout_trainer.foreign", "loopdropout_trainer.looped"]
+)
+def test_interface_is_imported_before_transformers(module):
+    name = "LoopDescription" if module != "loopdropout_trainer.looped" else "LoopedModelMixin"
+    subprocess.run([sys.executable, "-c", f"from {module} import {name}"], check=True)

@@ -366,7 +366,7 @@ def test_hrm_batches_mark_the_prompt(make_sft):
     reference.load_state_dict(model.state_dict())
     trainer = make_sft(model)
     collated = trainer.data_collator([trainer.train_dataset[i] for i in (0, 5, 20)])
-    batch = model.complete_batch(collated)
+    batch = find_looped_model(model).complete_batch(collated)
     for labels, kinds in zip(batch["labels"], batch["token_type_ids"], strict=True):
         first = int((labels != -100).nonzero()[0])
         assert first > 1 and kinds.tolist() == [1] * first + [0] * (len(labels) - first)
@@ -398,13 +398,14 @@ def test_hrm_preferences_are_scored_with_the_prefix_mask(config, tokenizer):
 
 def test_hrm_rows_of_several_examples_raise(train):
     batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 4]])}
-    assert tiny_hrm(prefix_lm=False).complete_batch(batch) is batch
+    assert find_looped_model(tiny_hrm(prefix_lm=False)).complete_batch(batch) is batch
     with pytest.raises(UserError, match="`packing` and `padding_free` must be False"):
         train(tiny_hrm(), padding_free=True, max_length=None)
 
 
 def test_hrm_generates_with_the_input_as_prompt(tokenizer):
-    model = find_looped_model(sharp_hrm().eval())
+    model = sharp_hrm().eval()
+    find_looped_model(model)  # attaches the description
     tokens = model.generate(IDS, **GREEDY)
     assert torch.equal(tokens, model.generate(IDS, use_cache=False, **GREEDY))
     rows = IDS  # by hand: columns of the prompt attend to each other, later columns to all before them

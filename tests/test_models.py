@@ -24,7 +24,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
-from loopdropout_trainer import default_peft_config, merge_and_save, use_gates
+from loopdropout_trainer import default_peft_config, load_model, merge_and_save, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import add_gates
@@ -187,7 +187,7 @@ def test_cached_steps_equal_one_pass(make, name):
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, :1] = 0
     for num_loops in (3, 5):
-        model.config.num_loops = num_loops
+        find_looped_model(model).num_loops = num_loops
         cache = DynamicCache(config=model.config)
         want = model(ids, mask, use_cache=False).logits
         first = model(ids[:, :5], mask[:, :5], **{name: cache})
@@ -322,19 +322,20 @@ def test_cast_model_equals_loaded_model(make_tiny, tmp_path):
 @ALL_FAMILIES
 def test_incomplete_checkpoints_raise(make, tmp_path):
     model = make()
+    load = load_model if make is tiny_hrm else AutoModelForCausalLM.from_pretrained
     model.save_pretrained(tmp_path)
     name = max(load_file(tmp_path / "model.safetensors"), key=lambda name: "mlp" in name)
     change_weights(tmp_path, **{name: None})
     with pytest.raises(UserError, match=f"got 1 missing weights, such as `.*{name}`"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        load(tmp_path)
     model.save_pretrained(tmp_path)
     other = name.replace(".weight", ".other")
     change_weights(tmp_path, **{other: torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
     with pytest.raises(UserError, match=f"got 1 unexpected weights, such as `.*{other}`"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        load(tmp_path)
     change_weights(tmp_path, **{other: None, name: torch.zeros(2, 2)})
     with pytest.raises(RuntimeError, match="`ignore_mismatched_sizes`"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        load(tmp_path)
 
 
 def test_backbone_loads_from_model_checkpoint(make_tiny, tmp_path):

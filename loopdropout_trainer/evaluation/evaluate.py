@@ -194,7 +194,7 @@ def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
 def _suffix(lm: LoopedLM) -> str:
     """Return the part of a file name that tells a setting from the model's own depth, at unit gates."""
     gates = lm.columns["gates"]
-    parts = [f"K{lm.num_loops}"] if lm.num_loops != lm.looped.config.num_loops else []
+    parts = [f"K{lm.num_loops}"] if lm.num_loops != lm.looped.num_loops else []
     parts += (
         [gates.replace("none", "base").replace(" ", "_")]
         if isinstance(lm.model, PeftModel) and gates != "unit"

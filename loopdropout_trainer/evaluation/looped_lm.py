@@ -95,7 +95,7 @@ class LoopedLM(HFLM):
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **options)
         self._rank, self._world_size = state.process_index, state.num_processes
         self.looped = find_looped_model(pretrained)
-        self.num_loops = num_loops or self.looped.config.num_loops
+        self.num_loops = num_loops or self.looped.num_loops
         self.gates = parse_gates(gates, self.num_loops)
         self.readout = readout
         self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)

@@ -235,7 +235,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     looped = find_looped_model(model)
     trained = None if rule is None else check_adapter(model)
     _check_gates_reach(model)
-    num_loops = looped.config.num_loops
+    num_loops = looped.num_loops
     state = looped.loop_state
     rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
@@ -352,7 +352,7 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
         UserError: If the adapter cannot be gated or is merged, or if the gates have a wrong shape.
     """
     looped = find_looped_model(model)
-    gates = as_gate_matrix(gates, looped.config.num_loops)
+    gates = as_gate_matrix(gates, looped.num_loops)
     num_modules = len(adapted_layers(model))
     if gates.dim() == 3 and gates.shape[2] != num_modules:
         raise UserError(

@@ -38,7 +38,7 @@ def attach_adapter(
         if not torch.isfinite(weight).all():
             raise UserError(f"The adapter in {folder} is damaged: `{name}` holds numbers that are NaN or infinite.")
     kinds = [kind for kind in ADAPTER_KINDS.values() if kind.saved_num_loops(weights) is not None]
-    num_loops = find_looped_model(model).config.num_loops
+    num_loops = find_looped_model(model).num_loops
     for kind in kinds:
         if (trained_for := kind.saved_num_loops(weights)) != num_loops:
             raise UserError(

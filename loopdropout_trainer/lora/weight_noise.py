@@ -26,7 +26,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        batch = self.loop_state.batch
+        batch = self.loop_state.pass_gates
         loop = self.loop_state.loop
         noise_rank = self.rule.noise_rank
         if batch.seeds is None:

@@ -92,7 +92,7 @@ class BatchPass:
 
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         """Return inputs [B, S, ...] in the form that the layers of this pass take, with their mask."""
-        self.backbone.loop_state.set_loop(RunningLoop())
+        self.backbone.loop_state.set_loop(RunningLoop(batch=self.backbone.loop_state.batch))
         if isinstance(attention_mask, dict):  # generation with a static cache creates the masks, by layer type
             mask = attention_mask["full_attention"]
         else:

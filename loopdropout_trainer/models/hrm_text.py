@@ -14,45 +14,43 @@ import torch
 from torch import nn
 from transformers import HrmTextForCausalLM, PreTrainedConfig
 
-from loopdropout_trainer.described import LoopDescription, register_looped
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.looped_modeling import check_keywords, load_strictly
+from loopdropout_trainer.foreign import LoopDescription, register_looped
 
 
 class HrmTextLoops(LoopDescription):
     """Loops of HRM-Text."""
 
+    depth_field = "H_cycles"
     trains_at_one_depth = True
 
-    @staticmethod
-    def get_num_loops(config: PreTrainedConfig) -> int:
-        return config.H_cycles
+    def __init__(self, model: HrmTextForCausalLM) -> None:
+        super().__init__(model)
+        # Instances of `partial` can be copied and pickled with the model.
+        model.generate = functools.partial(_generate, model)
+        model._update_model_kwargs_for_generation = functools.partial(_update_model_kwargs, model)
 
-    @staticmethod
-    def set_num_loops(config: PreTrainedConfig, num_loops: int) -> None:
-        config.H_cycles = num_loops
-        config.num_hidden_layers = num_loops * (config.L_cycles + 1) * config.num_layers_per_stack  # sizes the cache
+    def detach(self) -> None:
+        super().detach()
+        del self.model.generate, self.model._update_model_kwargs_for_generation
+
+    @classmethod
+    def depth_fields(cls, config: PreTrainedConfig, num_loops: int) -> dict[str, int]:
+        num_layers = num_loops * (config.L_cycles + 1) * config.num_layers_per_stack
+        return {"H_cycles": num_loops, "num_hidden_layers": num_layers}  # the second one sizes the cache
 
     def recurrent_layers(self) -> list[nn.Module]:
-        return [*self.model.L_module.layers, *self.model.H_module.layers]
+        return [*self.base_model.L_module.layers, *self.base_model.H_module.layers]
 
-    def running_loop(self, layer: nn.Module, *args: Any, cycle_offset: int, **kwargs: Any) -> int:
+    def running_loop(self, cycle_offset: int, **kwargs: Any) -> int:
         config = self.config
-        backbone = self.model
-        if layer.training and len(backbone.L_bp_cycles_padded) != max(config.H_cycles, len(config.L_bp_cycles)):
+        backbone = self.base_model
+        if backbone.training and len(backbone.L_bp_cycles_padded) != max(config.H_cycles, len(config.L_bp_cycles)):
             raise UserError(
                 "HRM-Text trains only at the depth that it was loaded with. To train at another depth, load it with "
                 "`num_loops`."
             )
         return cycle_offset // ((config.L_cycles + 1) * config.num_layers_per_stack)
-
-    def readout_module(self) -> nn.Module:
-        return self.model.H_module
-
-    @check_keywords()
-    @functools.wraps(HrmTextForCausalLM.forward)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
 
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Mark the tokens before the first token with a loss as the prompt."""
@@ -70,20 +68,24 @@ class HrmTextLoops(LoopDescription):
             prompt = prompt & (batch["attention_mask"] != 0)
         return {**batch, "token_type_ids": prompt.long()}
 
-    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate from a prompt. Arguments are those of transformers. `token_type_ids` default to 1 on the input."""
-        ids = kwargs.get("input_ids") if inputs is None else inputs
-        if self.config.prefix_lm and ids is not None and kwargs.get("token_type_ids") is None:
-            mask = kwargs.get("attention_mask")
-            kwargs["token_type_ids"] = torch.ones_like(ids) if mask is None else (mask != 0).long()
-        return super().generate(inputs, *args, **kwargs)
 
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        before = model_kwargs.get("token_type_ids")
-        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        if before is not None:  # generated tokens are not part of the prompt, but transformers repeats the last column
-            model_kwargs["token_type_ids"][:, before.shape[1] :] = 0
-        return model_kwargs
+def _generate(model: HrmTextForCausalLM, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Generate from a prompt. Arguments are those of transformers. `token_type_ids` default to 1 on the input."""
+    ids = kwargs.get("input_ids") if inputs is None else inputs
+    if model.config.prefix_lm and ids is not None and kwargs.get("token_type_ids") is None:
+        mask = kwargs.get("attention_mask")
+        kwargs["token_type_ids"] = torch.ones_like(ids) if mask is None else (mask != 0).long()
+    return type(model).generate(model, inputs, *args, **kwargs)
 
 
-register_looped(load_strictly(HrmTextForCausalLM), HrmTextLoops)
+def _update_model_kwargs(
+    model: HrmTextForCausalLM, outputs: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+) -> dict:
+    before = model_kwargs.get("token_type_ids")
+    model_kwargs = type(model)._update_model_kwargs_for_generation(model, outputs, model_kwargs, *args, **kwargs)
+    if before is not None:  # generated tokens are not part of the prompt, but transformers repeats the last column
+        model_kwargs["token_type_ids"][:, before.shape[1] :] = 0
+    return model_kwargs
+
+
+register_looped(HrmTextForCausalLM, HrmTextLoops)

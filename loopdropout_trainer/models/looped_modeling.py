@@ -163,16 +163,21 @@ def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     @functools.wraps(load)
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         model, info = load(cls, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        for kind in ("missing", "unexpected"):
-            if names := sorted(info[f"{kind}_keys"]):
-                raise UserError(
-                    f"The weights of {pretrained_model_name_or_path} must be those of the {type(model).__name__} that its "
-                    f"configuration describes, got {len(names)} {kind} weights, such as `{names[0]}`."
-                )
+        check_weights(model, pretrained_model_name_or_path, info)
         return (model, info) if output_loading_info else model
 
     model_class.from_pretrained = classmethod(from_pretrained)
     return model_class
+
+
+def check_weights(model: PreTrainedModel, name: str, info: dict[str, Any]) -> None:
+    """Raise UserError unless the checkpoint `name` held exactly the weights of `model`, by the `info` of its loading."""
+    for kind in ("missing", "unexpected"):
+        if names := sorted(info[f"{kind}_keys"]):
+            raise UserError(
+                f"The weights of {name} must be those of the {type(model).__name__} that its configuration describes, got "
+                f"{len(names)} {kind} weights, such as `{names[0]}`."
+            )
 
 
 _STATES = OutputRecorder(RecurrentLayer)

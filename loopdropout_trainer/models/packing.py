@@ -214,10 +214,10 @@ class PackedPass(BatchPass):
 
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         shape = inputs.state.shape[:2]
-        segments = self.backbone.loop_state.batch.segments
-        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, segments)
+        batch = self.backbone.loop_state.batch
+        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, batch.segments)
         self.pack, self.unpack = packing.pack, packing.unpack
-        self.backbone.loop_state.set_loop(RunningLoop(tokens=packing.tokens))  # for random initial states
+        self.backbone.loop_state.set_loop(RunningLoop(tokens=packing.tokens, batch=batch))  # for random initial states
         return replace(
             inputs,
             state=packing.pack(inputs.state),

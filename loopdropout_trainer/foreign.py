@@ -1,0 +1,209 @@
+"""Looped models of foreign classes: a description tells which modules recur and how the running loop is known.
+
+A description is attached to a model when `find_looped_model` meets it. Neither the class nor its layers change. A pre-hook on
+the backbone passes the gates of the pass on as a keyword, which gradient checkpointing stores with the layer's arguments. A
+pre-hook inside each recurrent layer takes it out again and sets the running loop, also when the layer is recomputed. A hook on
+the layer itself would run outside of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.looped import (
+    DESCRIPTIONS,
+    UNIT_GATES,
+    GateState,
+    LoopedModelMixin,
+    NotLoopedError,
+    check_num_loops,
+    find_looped_model,
+    set_depth,
+)
+
+
+if TYPE_CHECKING:  # importing transformers imports the families, which import this module
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+PASS_GATES = "loop_gates"
+"""Keyword of the gates between the backbone and its recurrent layers."""
+
+
+class LoopDescription(LoopedModelMixin):
+    """The loops of the models of one class. Subclass it, and register the subclass with `register_looped`.
+
+    Attributes that a description does not have are those of the model.
+
+    Class attributes:
+        depth_field: Field of the configuration with the recurrence depth K.
+        loop_module: Name of the submodule of a recurrent layer that runs first and gets the keywords of the layer.
+
+    Attributes:
+        model: Causal language model. The class of its `base_model` must pass unknown keywords on to its layers.
+    """
+
+    depth_field: str
+    loop_module = "self_attn"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.loop_state = GateState()
+        self.hooks = [self.base_model.register_forward_pre_hook(_AddGates(self.loop_state), with_kwargs=True)]
+        recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
+        for module in self.base_model.modules():
+            if module in recurrent:
+                self.hooks.append(module.register_forward_pre_hook(_SetLoop(self), with_kwargs=True))
+            elif isinstance(module, tuple(map(type, recurrent))):
+                self.hooks.append(module.register_forward_pre_hook(_drop_gates, with_kwargs=True))
+        model.loop_description = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "model" not in vars(self):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def detach(self) -> None:
+        """Remove the description and its hooks from the model."""
+        for hook in self.hooks:
+            hook.remove()
+        del self.model.loop_description
+
+    # A subclass defines the first two methods, and the third one if the depth takes several fields.
+
+    def recurrent_layers(self) -> list[nn.Module]:
+        """Return the layers that recur. Gradient checkpointing recomputes each of them as one piece."""
+        raise NotImplementedError
+
+    def running_loop(self, **kwargs: Any) -> int:
+        """Return the loop of a call, counted from 0, from the keywords of a recurrent layer.
+
+        The keywords must tell, not a count of calls: gradient checkpointing recomputes the loops in reverse order.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def depth_fields(cls, config: PreTrainedConfig, num_loops: int) -> dict[str, int]:
+        """Return the fields of a configuration that make a model run `num_loops` loops, loaded or not."""
+        return {cls.depth_field: num_loops}
+
+    @property
+    def num_loops(self) -> int:
+        return getattr(self.model.config, self.depth_field)
+
+    @num_loops.setter
+    def num_loops(self, num_loops: int) -> None:
+        for name, value in self.depth_fields(self.model.config, check_num_loops(num_loops)).items():
+            setattr(self.model.config, name, value)
+
+    def loop_readouts(self, **inputs: Any) -> tuple[Tensor, ...]:
+        """Return the outputs of runs with 1 to K loops."""
+        readouts = []
+        for depth in range(1, self.num_loops + 1):
+            with set_depth(self.model, depth):
+                readouts.append(self.base_model(**inputs, use_cache=False).last_hidden_state)
+        return tuple(readouts)
+
+
+@dataclass(eq=False)
+class _AddGates:
+    """Pre-hook of a backbone that passes the gates in force on to its layers."""
+
+    loop_state: GateState
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        batch = self.loop_state.batch
+        return args, {**kwargs, PASS_GATES: batch} if batch.is_set else kwargs
+
+
+@dataclass(eq=False)
+class _SetLoop:
+    """Pre-hook inside of a recurrent layer that sets the running loop with the gates of its pass."""
+
+    description: LoopDescription
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        batch = kwargs.get(PASS_GATES, UNIT_GATES)
+        args, kwargs = _drop_gates(module, args, kwargs)
+        device = next(x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x))
+        self.description.loop_state.set_loop(batch.loop(self.description.running_loop(**kwargs), device))
+        return args, kwargs
+
+
+def _drop_gates(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args, {name: value for name, value in kwargs.items() if name != PASS_GATES}
+
+
+def register_looped(model_class: type[PreTrainedModel], description: type[LoopDescription]) -> None:
+    """Let the package treat models of a foreign class as looped models. The class stays unchanged.
+
+    Args:
+        model_class: Class of causal language models whose `base_model` returns a head-ready `last_hidden_state`.
+        description: Description of its loops.
+    """
+    if issubclass(model_class, LoopedModelMixin):
+        raise UserError(f"`model_class` must not be a `LoopedModelMixin`, got {model_class.__name__}.")
+    if not model_class.base_model_prefix or not model_class.can_generate():
+        raise UserError(f"`model_class` must be a causal language model, got {model_class.__name__}.")
+    DESCRIPTIONS[model_class] = description
+
+
+def loading_fields(name_or_path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained` with `num_loops` under the names that a foreign configuration has."""
+    if fields.get("num_loops") is None or (looped := foreign_skeleton(name_or_path, fields.get("revision"))) is None:
+        return dict(fields)
+    depth = looped.depth_fields(looped.config, check_num_loops(fields["num_loops"]))
+    return {name: value for name, value in fields.items() if name != "num_loops"} | depth
+
+
+def foreign_skeleton(name_or_path: str, revision: str | None = None) -> LoopDescription | None:
+    """Return the description of a foreign model without weights, or None for a model of another class."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision)
+    for model_class, description in DESCRIPTIONS.items():
+        if isinstance(config, model_class.config_class):
+            with torch.device("meta"):
+                return description(model_class(config))
+    return None
+
+
+@torch.no_grad()
+def check_loops(model: nn.Module, **inputs: Any) -> None:
+    """Run a forward pass and check that each projection of the recurrent block runs in every loop, in order.
+
+    Args:
+        model: Looped model.
+        **inputs: Inputs of the model, without labels.
+
+    Raises:
+        NotLoopedError: If a projection did not run in every loop. The message has the loops that were set.
+    """
+    looped = find_looped_model(model)
+    loops: dict[str, list[int]] = {name: [] for name in looped.recurrent_linears()}
+    names = {looped.get_submodule(name): name for name in loops}
+
+    def note(module: nn.Module, args: tuple) -> None:
+        if module in names:
+            loops[names[module]].append(looped.loop_state.loop)
+
+    hook = register_module_forward_pre_hook(note)  # of all modules
+    try:
+        model(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    for name, found in loops.items():
+        if sorted(set(found)) != list(range(looped.num_loops)) or found != sorted(found):
+            raise NotLoopedError(
+                f"`{name}` must run in each of the {looped.num_loops} loops, in order, got loops {found}."
+            )
