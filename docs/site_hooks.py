@@ -1,16 +1,23 @@
-"""Hooks of mkdocs: the pages are written for GitHub, where links can leave `docs/`."""
+"""Hooks of mkdocs: pages written for GitHub, and docstrings in the style of Hugging Face."""
 
+import html
 import re
 
 
 def on_page_markdown(markdown: str, page, **kwargs) -> str:
-    """Show the paths of files outside of `docs/` instead of links, and link the README to the overview."""
+    """Show the paths of files outside of `docs/` instead of links."""
     markdown = re.sub(r"\]\((?:\.\./)+README\.md(#\w*)?\)", "](README.md)", markdown)
-    up = page.file.src_uri.count("/") + 1
-    outside = rf"!?\[([^\]]*)\]\((?:\.\./){{{up}}}([^)]*)\)"
+    outside = rf"!?\[([^\]]*)\]\((?:\.\./){{{page.file.src_uri.count('/') + 1}}}([^)]*)\)"
     return re.sub(outside, lambda match: f"{match[1]} (`{match[2]}`)", markdown)
 
 
-def on_page_content(html: str, **kwargs) -> str:
-    """Show Hugging Face's [`~trl.SFTConfig`] as code."""
-    return re.sub(r"\[<code>~?([\w.]+)</code>\]", r"<code>\1</code>", html)
+def on_page_content(content: str, **kwargs) -> str:
+    """Show the types of arguments without Markdown."""
+    content = re.sub(r"<code>([^<]*\*optional\*[^<]*|[^<]*`[^<]*)</code>", _plain_type, content)
+    return re.sub(r"\[<code>~?([\w.]+)</code>\]", r"<code>\1</code>", content)
+
+
+def _plain_type(match: re.Match) -> str:
+    text = re.sub(r", \*optional\*(, defaults to .*)?$", ", optional", html.unescape(match[1]))
+    text = re.sub(r"\[`~?([\w.]+)`\]", r"\1", text).replace("`", "")
+    return f"<code>{html.escape(text, quote=False)}</code>"
