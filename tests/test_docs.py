@@ -1,0 +1,105 @@
+"""Test the links, snippets and commands of the README and the documentation, the notebook and the site."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from processes import ENVIRONMENT, ROOT, Program, python
+
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "recipes/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SHORT = "--max_steps 2 --num_train_examples 16 --num_eval_examples 4 --logging_steps 1"
+CHEAP = {
+    "sft": f"{SHORT} --benchmark_limit 2 --save_steps 2 --depths 4",
+    "dpo": SHORT,
+    "grpo": f"{SHORT} --max_completion_length 8",
+    "evaluate": "--benchmark_limit 2",
+    "diagnose": "--num_examples 4",
+    "sweep": "--dry_run true",
+}
+"""Options that make commands cheap."""
+COMMAND = re.compile(r"(?:recipes/(\w+)\.py|loopdropout(?:_trainer)?) +(.*)")
+NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline", re.IGNORECASE)
+
+
+def code(page, language):
+    return [text for name, text in CODE.findall(page.read_text(encoding="utf-8")) if name == language]
+
+
+def anchors(page):
+    """The anchors of the titles of a page, as on GitHub."""
+    titles = re.findall(r"^#+ +(.*)", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_exist(name):
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert "://" in target or file.exists() and (not anchor or anchor in anchors(file)), target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_starts_with_a_comment(name):
+    """Such a line ends its paragraph."""
+    assert not re.findall(r"^ *<!--\w.*", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder with the scripts and a short quickstart."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("recipes", "docs", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    python("recipes/sft.py", "recipes/quickstart.yaml", *CHEAP["sft"].split(), cwd=folder)
+    return folder
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "python")])
+def test_snippets_run(clone, name):
+    for snippet in code(ROOT / name, "python"):
+        python("-c", snippet.replace("ByteDance/Ouro-1.4B", str(ROOT / "loopdropout_trainer/tiny_ouro")), cwd=clone)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "bash")])
+def test_commands_run(clone, name):
+    """Commands that need the Hub run until they ask for it."""
+    for line in "".join(code(ROOT / name, "bash")).replace("\\\n", " ").splitlines():
+        match = COMMAND.search(line)
+        if match and not line.startswith(("pip", "for")):
+            words = shlex.split(match[2], comments=True)
+            script, words = (match[1], words) if match[1] else (words[0], words[1:])
+            program = Program(f"recipes/{script}.py", *words, *CHEAP.get(script, "").split(), cwd=clone)
+            is_local = re.search("quickstart|arithmetic", line)
+            assert program.wait() == 0 or not is_local and NEEDS_HUB.search(program.stderr), (
+                line + program.stderr[-3000:]
+            )
+
+
+@pytest.mark.build
+def test_notebook_runs(tmp_path):
+    cells = json.loads((ROOT / "recipes/quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    python("-c", "\n".join(["import matplotlib", "matplotlib.use('agg')", *parts]), cwd=tmp_path)
+
+
+@pytest.mark.build
+def test_site_builds(tmp_path):
+    pytest.importorskip("mkdocs")
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path], cwd=ROOT, env=ENVIRONMENT, check=True
+    )
