@@ -73,7 +73,7 @@ REPEATED_SECONDS = 3
 
 
 class NonFiniteGradientError(UserError):
-    """A gradient is NaN or infinite. The weights are those of the step before."""
+    """A gradient is NaN or infinite. The weights are unchanged since the step before."""
 
 
 class TrainingInterrupted(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Greedy decoding with a cache over all loops and with continuous batching. The texts are those of transformers' `generate`.
+"""Greedy decoding with a cache over all loops and with continuous batching. It writes the texts of transformers' `generate`.
 
 A fixed number of slots holds the running completions. Rows that end are evicted, and waiting prompts are admitted. Every row
 counts its own columns: the keys and values of its token at position p are in column p of its slot. So a row attends to the

@@ -59,7 +59,7 @@ class LoopDropout(MaskedRule):
     Gate: b_t / q_t, b_t ~ Bernoulli(q_t)
     Mean: 1
     Covariance: (p/q) I
-    Paper: Eq. 2 and 4, Algorithm 1; Table "Structured, scheduled and adaptive masks" for profiles
+    Paper: Eq. 2 and 4, Algorithm 1, Table "Structured, scheduled and adaptive masks" for profiles
     """
 
     name = "loop_dropout"
@@ -74,7 +74,7 @@ class Unscaled(MaskedRule):
     Gate: b_t, b_t ~ Bernoulli(q_t)
     Mean: q
     Covariance: p q I
-    Paper: Section "Training controls"; Appendix "Update Scaling and a Local Curvature View"
+    Paper: Section "Training controls", Appendix "Update Scaling and a Local Curvature View"
     """
 
     name = "unscaled"
@@ -91,7 +91,7 @@ class DoseControl(MaskedRule):
     Gate: (1/K) sum_s b_s / q_s
     Mean: 1
     Covariance: (p/q) P_par, P_par = 11'/K
-    Paper: Section "Training controls"; Appendix "What the Controls Match"
+    Paper: Section "Training controls", Appendix "What the Controls Match"
     """
 
     name = "dose_control"
@@ -108,7 +108,7 @@ class ModuleWise(MaskedRule):
     Gate: b_tm / q_t, b_tm ~ Bernoulli(q_t) for each module m
     Mean: 1
     Covariance: (p/q) I over loops, and over modules
-    Paper: Section "Training controls"; Appendix "Sharing, scale and granularity controls"
+    Paper: Section "Training controls", Appendix "Sharing, scale and granularity controls"
     """
 
     name = "module_wise"
@@ -149,7 +149,7 @@ class Independent(MaskedRule):
     Gate: b_t / q_t on the update of loop t, b_t ~ Bernoulli(q_t)
     Mean: 1
     Covariance: (p/q) I
-    Paper: Table "Sharing x masking on Ouro-1.4B"; Appendix "Sharing and masking"
+    Paper: Table "Sharing x masking on Ouro-1.4B", Appendix "Sharing and masking"
     """
 
     name = "independent"

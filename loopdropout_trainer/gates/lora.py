@@ -20,7 +20,7 @@ class LoRA(GateRule):
     Gate: 1
     Mean: 1
     Covariance: 0
-    Paper: Section "Training controls"; Appendix "Sharing, scale and granularity controls"
+    Paper: Section "Training controls", Appendix "Sharing, scale and granularity controls"
     """
 
     name = "lora"
@@ -44,7 +44,7 @@ class LoRADropout(LoRA):
 
     Gate: 1, on sparse factors
     Mean: 1
-    Covariance: 0; E[masked Delta] = Delta
+    Covariance: 0, E[masked Delta] = Delta
     Paper: Appendix "Baseline Configurations and Per-Seed Results" (LoRA Dropout)
     """
 

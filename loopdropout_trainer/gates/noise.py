@@ -25,7 +25,7 @@ class ParallelNoise(MaskedRule):
     Gate: 1 + a_t c xi_t / sqrt(q_t), a_t ~ Bernoulli(p_t), xi_t ~ N(0, 1)
     Mean: 1
     Covariance: c^2 (p/q) I
-    Paper: Section "Training controls"; Appendix "Matched noise controls"
+    Paper: Section "Training controls", Appendix "Matched noise controls"
     """
 
     name = "parallel_noise"
@@ -52,8 +52,8 @@ class WeightNoise(MaskedRule):
 
     Gate: 1, plus weight noise where a_t = 1, a_t ~ Bernoulli(p_t)
     Mean: 1
-    Covariance: 0; noise energy c^2 (p/q) |Delta|_F^2
-    Paper: Section "Training controls"; Appendix "Matched noise controls"
+    Covariance: 0, noise energy c^2 (p/q) |Delta|_F^2
+    Paper: Section "Training controls", Appendix "Matched noise controls"
     """
 
     name = "weight_noise"

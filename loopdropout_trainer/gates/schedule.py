@@ -93,7 +93,7 @@ class Adaptive(GateRule):
     Gate: b_t / q_t, b_t ~ Bernoulli(q_t), p_t = clip(lambda s_t^(+1 or -1), p_min, p_max), mean p_t = p
     Mean: 1
     Covariance: diag(p_t / q_t)
-    Paper: Table "Structured, scheduled and adaptive masks"; Appendix "Other masks and random-number streams"
+    Paper: Table "Structured, scheduled and adaptive masks", Appendix "Other masks and random-number streams"
     """
 
     name = "adaptive"

@@ -19,7 +19,7 @@ class ExactlyM(GateRule):
     Gate: (K/m) 1[t in S], S a random set of m loops
     Mean: 1
     Covariance: (p/q) K/(K-1) P_perp, q = m/K, P_perp = I - 11'/K
-    Paper: Table "Structured, scheduled and adaptive masks"; Appendix "What the Controls Match"
+    Paper: Table "Structured, scheduled and adaptive masks", Appendix "What the Controls Match"
     """
 
     name = "exactly_m"

@@ -43,7 +43,7 @@ def default_peft_config(
     Args:
         model: Looped model. None lets PEFT find the linear projections when it adds the adapter.
         peft_config: Configuration to complete. If `target_modules` is None or "all-linear", it gets all linear projections of
-            the recurrent block. Names such as `q_proj` get those of the recurrent block.
+            the recurrent block. A name such as `q_proj` means the projections of the recurrent block.
         **fields: Other fields of `LoraConfig`.
     """
     if peft_config is None:

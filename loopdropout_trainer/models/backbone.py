@@ -1,6 +1,6 @@
 """The looped model without its head: one forward pass over K loops, with a cache of keys and values.
 
-    h_0 = run_prelude(embeddings);  h_t = recurrent_step(h_{t-1}), t = 1..K;  r_t = readout(h_t);  logits = head(r_K)
+    h_0 = run_prelude(embeddings),  h_t = recurrent_step(h_{t-1}), t = 1..K,  r_t = readout(h_t),  logits = head(r_K)
 
 A family defines `run_prelude`, `recurrent_step` and `readout`. The cache has one layer for each (loop, layer), because each
 loop attends to its own keys.
@@ -39,7 +39,7 @@ class LoopInputs:
         attention_mask: Mask in the form of the attention kernel, or a `PackedAttention`.
         position_ids: [B or 1, S].
         position_embeddings: Cosines and sines, each [B or 1, S, ...].
-        cache: Cache of keys and values. Its layers are those of the running loop.
+        cache: Cache of keys and values. It has the layers of the running loop.
         injected: [B, S, H] input that every loop adds again, or None.
         attention_kwargs: Further arguments of the attention kernel.
         tokens: [T] index of each packed token's example. None: row b is example b.

@@ -1,14 +1,14 @@
 """Huginn: prelude, a recurrent block that mixes the prelude's output into its state in each loop, and coda.
 
-    e = prelude(sqrt(E) wte[ids]);   s_0 random;   for t = 1..K:  s_t = core(adapter([s_{t-1}, e]))
-    readout of loop t = ln_f(coda(ln_f(s_t)));   logits = readout wte^T
+    e = prelude(sqrt(E) wte[ids]),   s_0 random,   for t = 1..K:  s_t = core(adapter([s_{t-1}, e]))
+    readout of loop t = ln_f(coda(ln_f(s_t))),   logits = readout wte^T
 
 Converted models (McLeish et al. 2025, arXiv 2511.07384) have this frame around the blocks of a Llama or an OLMo-2, and the
 readout ln_f(coda(s_t)). By `block_layout`, a block is
 
-    huginn    x = N2(x + Attn(N1 x));   x = N4(x + MLP(N3 x))      norms before each sublayer, and after the residual sum
-    llama     x = x + Attn(N1 x);       x = x + MLP(N2 x)          norms before
-    olmo      x = x + N1(Attn x);       x = x + N2(MLP x)          norms after, inside the residual; also of q and k
+    huginn    x = N2(x + Attn(N1 x)),   x = N4(x + MLP(N3 x))      norms before each sublayer, and after the residual sum
+    llama     x = x + Attn(N1 x),       x = x + MLP(N2 x)          norms before
+    olmo      x = x + N1(Attn x),       x = x + N2(MLP x)          norms after, inside the residual, and also of q and k
 
 The checkpoint's `transformer.adapter` is the projection that mixes state and e. It is part of the pretrained model.
 """
@@ -335,7 +335,7 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """Load a model, and find the layout of a converted model's blocks. Arguments are those of transformers."""
+        """Load a model, and find the layout of a converted model's blocks. It takes the arguments of transformers."""
         name = pretrained_model_name_or_path
         fields = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
         download = {key: kwargs[key] for key in fields if key in kwargs}
@@ -429,7 +429,7 @@ class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """Change the size of the vocabulary. Arguments are those of transformers."""
+        """Change the size of the vocabulary. It takes the arguments of transformers."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         self.config.padded_vocab_size = len(embeddings.weight)
         return embeddings

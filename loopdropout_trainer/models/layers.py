@@ -1,8 +1,8 @@
 """Layers of looped models, and pointwise operations that keep little for the backward pass.
 
-    RMS norm  y = w x r,  r = (mean x^2 + eps)^(-1/2):   dx = w dy r - x r^3 mean(w dy x);   keeps x and r [..., 1]
-    SwiGLU    y = silu(a) b:                             da = dy b silu'(a),  db = dy silu(a);   keeps a and b
-    Rotation  by the angle of each pair of channels:     the rotation by its negative;   keeps cosines and sines
+    RMS norm  y = w x r,  r = (mean x^2 + eps)^(-1/2):   dx = w dy r - x r^3 mean(w dy x),   keeps x and r [..., 1]
+    SwiGLU    y = silu(a) b:                             da = dy b silu'(a),  db = dy silu(a),   keeps a and b
+    Rotation  by the angle of each pair of channels:     the rotation by its negative,   keeps cosines and sines
 
 The operations are exact and round where transformers' modules round.
 """
@@ -179,7 +179,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
 
 
 class DecoderLayer(RecurrentLayer):
-    """Llama's layer: x = x + Attn(N1 x);  x = x + MLP(N2 x).
+    """Llama's layer: x = x + Attn(N1 x),  x = x + MLP(N2 x).
 
     Args:
         config: Configuration with the fields of Llama.

@@ -239,7 +239,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         return weights
 
     def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs) -> None:
-        """Save the model under the names of the published checkpoint. Arguments are those of transformers."""
+        """Save the model under the names of the published checkpoint. It takes the arguments of transformers."""
         weights = self.published_weights(self.state_dict() if state_dict is None else state_dict)
         super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
 
@@ -266,7 +266,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> LoopedCausalLMOutput:
-        """Run all loops, and apply the head to the final readout. Other arguments are those of the backbone's `forward`.
+        """Run all loops, and apply the head to the final readout. Other arguments go to the backbone's `forward`.
 
         Args:
             labels: [B, S] token ids, -100 for tokens without a loss. The model shifts them.

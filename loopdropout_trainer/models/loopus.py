@@ -1,7 +1,7 @@
 """LoopUS: a Qwen3 decoder cut into encoder, reasoning stack and decoder. The reasoning stack is looped.
 
-    x_0 = encoder(embed[ids]);   for t = 1..K:  y = reasoning(x_{t-1}),  x_t = a * y + (1 - a) * x_{t-1}
-    readout of loop t = norm(decoder(x_t));   logits = lm_head(readout)
+    x_0 = encoder(embed[ids]),   for t = 1..K:  y = reasoning(x_{t-1}),  x_t = a * y + (1 - a) * x_{t-1}
+    readout of loop t = norm(decoder(x_t)),   logits = lm_head(readout)
 
 The selective gate mixes the output of the reasoning stack with its input, elementwise: a = exp(-delta * exp(A_log)),
 delta = softplus(W_2 W_1 (y - x_{t-1}) + b).
@@ -32,7 +32,7 @@ _QWEN3_FIELDS = [field.name for field in fields(Qwen3Config) if field.init and f
 
 @strict
 class LoopusConfig(LoopedConfigMixin, Qwen3Config):
-    """Configuration of a LoopUS model. Its fields are those of Qwen3 and the following.
+    """Configuration of a LoopUS model. It has Qwen3's fields and the following.
 
     The published fields of early stopping, such as `q_threshold`, are stored and not used: every forward pass runs K loops.
 
@@ -152,7 +152,7 @@ class LoopusPreTrainedModel(LoopedPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a model. Arguments are those of transformers."""
+        """Load a model. It takes the arguments of transformers."""
         # Old checkpoints have `plateau` for `reasoning`, and `.module` of a wrapper.
         old_names = {r"^(model\.)?plateau\.": "reasoning.", r"\.module\.": "."}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **{"key_mapping": old_names, **kwargs})

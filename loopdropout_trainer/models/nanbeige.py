@@ -1,6 +1,6 @@
 """Nanbeige: all decoder layers form the recurrent block, and the final norm ends each loop.
 
-    x = embed(ids);   for t = 1..K:  x = norm(layers(x));   readout of loop t = x_t;   logits = lm_head(x_K)
+    x = embed(ids),   for t = 1..K:  x = norm(layers(x)),   readout of loop t = x_t,   logits = lm_head(x_K)
 
 A layer is Llama's, with fewer key and value heads, and with heads that together are wider than the hidden state. With
 `skip_loop_final_norm` the norm is part of the readout alone: x = layers(x), readout of loop t = norm(x_t).
@@ -29,7 +29,7 @@ _SWITCHES = {
 
 @strict
 class NanbeigeConfig(DecoderConfigMixin, LlamaConfig):
-    """Configuration of a Nanbeige model. Its fields are those of Llama, with the published defaults, and the following.
+    """Configuration of a Nanbeige model. It has Llama's fields, with the published defaults, and the following.
 
     Args:
         num_loops: Recurrence depth K. You can set it on a loaded model.

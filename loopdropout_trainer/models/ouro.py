@@ -1,10 +1,10 @@
 """Ouro: all decoder layers form the recurrent block. The next loop starts from the normalized state.
 
-    x = embed(ids);   for t = 1..K:  x = norm(layers(x));   readout of loop t = x_t;   logits = lm_head(x_K)
+    x = embed(ids),   for t = 1..K:  x = norm(layers(x)),   readout of loop t = x_t,   logits = lm_head(x_K)
 
 A layer normalizes before and after each sublayer, inside the residual branch:
 
-    x = x + N2(Attn(N1 x));   x = x + N4(MLP(N3 x))
+    x = x + N2(Attn(N1 x)),   x = x + N4(MLP(N3 x))
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loopdropout_trainer.models.looped_modeling import DecoderConfigMixin, Decod
 
 @strict
 class OuroConfig(DecoderConfigMixin, Qwen2Config):
-    """Configuration of an Ouro model. Its fields are those of Qwen2 and the following; the defaults are Ouro-1.4B's.
+    """Configuration of an Ouro model. It has Qwen2's fields and the following. The defaults are Ouro-1.4B's.
 
     Args:
         total_ut_steps: Recurrence depth K, also named `num_loops`. You can set it on a loaded model.

@@ -4,9 +4,9 @@ Before its first active gate an example is frozen: h_t = recurrent_step(h_{t-1})
 examples run apart from the others. That costs kernel launches, and pays only for enough tokens. Fewer tokens run with the
 other examples before their first active gate. For gates [K, N] of 3 long examples:
 
-    loop 1   0 2 0    examples 0 and 2 frozen;   example 1
-    loop 2   0 0 2    example 0 frozen;          examples 1 and 2
-    loop 3   0 2 2    example 0 frozen;          examples 1 and 2
+    loop 1   0 2 0    examples 0 and 2 frozen,   example 1
+    loop 2   0 0 2    example 0 frozen,          examples 1 and 2
+    loop 3   0 2 2    example 0 frozen,          examples 1 and 2
 
 Nothing is approximated: a gate of zero removes the update, and states that no trained weight has touched have no gradient.
 With independent gates of drop probability p, sum_{t=1..K} p^t of an example's K loops are frozen: 0.94 of 4 at p = 0.5.
