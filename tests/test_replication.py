@@ -105,7 +105,7 @@ def test_runs_of_a_study_have_one_base(rows):
     of_another = (rows["study"] == "huginn") & (rows["metric"] == "frozen_loss") & (rows["method"] == "lora")
     assert of_another.any()
     mixed = rows.assign(value=rows["value"].where(~of_another, 0.7))
-    with pytest.raises(ValueError, match="The runs of huginn at 8 loops have other bases"):
+    with pytest.raises(ValueError, match="The runs of huginn at 8 loops must have one base model"):
         runs.check_bases(mixed)
 
 

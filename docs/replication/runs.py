@@ -1,14 +1,14 @@
-"""The numbers of finished studies: from their results to runs.csv.gz, and from there by study and method.
+"""Collect the numbers of finished studies in runs.csv.gz, and select them by study and method.
 
 runs.csv.gz has one row for each number that a run measured:
 
-    study, method, learning_rate, seed     which run
-    examples, steps, difficulty            what a map varies
-    metric                                 development, accuracy, loss_reduction, frozen_loss, readout_loss, and of an earlier
-                                           diagnostic same_token and overlap of a readout and the last one
-    depth, loop                            loops K at inference; the one loop that has the adapter, or whose readout it is
-    value                                  in percent; losses in nats per token
-    verdicts                               of an accuracy: one bit for each test problem, as hexadecimal digits
+    study, method, learning_rate, seed     the run
+    examples, steps, difficulty            the settings that a map varies
+    metric                                 development, accuracy, loss_reduction, frozen_loss, readout_loss, and from an
+                                           earlier diagnostic same_token and overlap of a readout and the last one
+    depth, loop                            number of loops K at inference, and the only active loop or the readout's loop
+    value                                  percent, or nats per token for losses
+    verdicts                               one bit for each test problem of an accuracy, as hexadecimal digits
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RUNS = Path(__file__).with_name("runs.csv.gz")
 TEST = "arithmetic_easy_test"
 METHODS = {"lora": "LoRA", "loop_dropout": "Loop Dropout"}
 FRESH = range(10, 20)
-"""Seeds that were trained for one comparison, which other seeds had suggested."""
+"""Seeds that were trained for one comparison that other seeds had suggested."""
 
 _KEY = ["study", "method", "learning_rate", "seed", "examples", "steps", "metric", "depth", "loop"]
 
 
-# From runs to rows.
+# From runs to rows
 
 
 def collect(folders: Iterable[str]) -> pd.DataFrame:
@@ -74,7 +74,7 @@ def rows_of(results: list[dict]) -> Iterator[dict]:
 
 
 def _place(study: str, method: str, seed: int) -> tuple[str, str]:
-    """Return the study that a run belongs to, and its method there. METHOD@PART is of a part with settings of its own."""
+    """Return the study that a run belongs to, and its method there. METHOD@PART belongs to a part with its own settings."""
     if study == "map":
         return study, method
     method, _, part = method.partition("@")
@@ -115,13 +115,13 @@ def _counted(samples: Path) -> dict:
 
 
 def check_bases(rows: pd.DataFrame) -> None:
-    """Raise ValueError if the runs of a study do not begin with one base: its loss before training is theirs, too."""
+    """Raise ValueError if the runs of a study have different base models, and so different losses before training."""
     frozen = rows[rows["metric"] == "frozen_loss"]
     for (study, num_loops), losses in frozen.groupby(["study", "num_loops"])["value"]:
         if losses.max() - losses.min() > 1e-6:
             raise ValueError(
-                f"The runs of {study} at {num_loops:.0f} loops have other bases: their losses before training lie between "
-                f"{losses.min():.6f} and {losses.max():.6f}."
+                f"The runs of {study} at {num_loops:.0f} loops must have one base model, got losses before training from "
+                f"{losses.min():.6f} to {losses.max():.6f}."
             )
 
 
@@ -129,13 +129,13 @@ def _keys(rows: pd.DataFrame) -> pd.MultiIndex:
     return pd.MultiIndex.from_frame(rows[_KEY].fillna(0))
 
 
-# From rows to numbers.
+# From rows to numbers
 
 
 class Study:
-    """The rows of one study, each method at the learning rate that its development accuracy on the first seed chooses.
+    """The rows of one study, with each method at the learning rate that has the best development accuracy on its first seed.
 
-    `grids` holds that accuracy by method and rate. A method without any was trained at one rate.
+    `grids` holds this accuracy by method and learning rate. A method without it was trained at one learning rate.
     """
 
     def __init__(self, rows: pd.DataFrame) -> None:
@@ -145,13 +145,15 @@ class Study:
         self.grids = {
             method: part.groupby("learning_rate")["value"].first() for method, part in first.groupby("method")
         }
-        self.rates = {method: grid.idxmax() for method, grid in self.grids.items()}  # the smaller rate of equals
+        self.rates = {
+            method: grid.idxmax() for method, grid in self.grids.items()
+        }  # the smaller one of equal learning rates
         for method, part in rows.groupby("method"):
             if method not in self.rates and part["learning_rate"].nunique() == 1:
                 self.rates[method] = part["learning_rate"].iloc[0]
 
     def edge(self, method: str) -> str | None:
-        """Return `lowest` or `highest` if the chosen rate is so in its grid; None if it lies inside, or was not chosen."""
+        """Return `lowest` or `highest` if the chosen learning rate is at an edge of its grid, else None."""
         rates = list(self.grids.get(method, pd.Series(dtype=float)).index)
         if len(rates) < 2 or self.rates[method] not in (rates[0], rates[-1]):
             return None
@@ -160,7 +162,7 @@ class Study:
     def select(
         self, method: str, metric: str, depth: int | None = None, loop: int | None = None, rate: float | None = None
     ) -> pd.DataFrame:
-        """Return the rows of one method and metric by seed, by default at the method's own depth and chosen rate."""
+        """Return the rows of one method and metric by seed, by default at the method's own depth and learning rate."""
         rate = self.rates.get(method) if rate is None else rate
         rows = self.rows[(self.rows["method"] == method) & (self.rows["metric"] == metric)]
         rows = rows[np.isclose(rows["learning_rate"], -1.0 if rate is None else rate)]
@@ -174,7 +176,7 @@ class Study:
         return mean_sd(self.select(method, metric, **place))
 
     def gains(self, ours: str, other: str, metric: str = "accuracy", **place) -> np.ndarray:
-        """Return ours - other of the common seeds: [seeds, problems] of accuracies, [seeds, 1] of other metrics."""
+        """Return ours - other on the common seeds: [seeds, problems] for accuracies, [seeds, 1] for other metrics."""
         return differences(self.select(ours, metric, **place), self.select(other, metric, **place))
 
 
@@ -185,7 +187,7 @@ def verdicts(row: pd.Series) -> np.ndarray:
 
 
 def differences(ours: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Return the differences of two rows by seed, [seeds, problems] of accuracies, else [seeds, 1]."""
+    """Return the differences of two rows by seed, [seeds, problems] for accuracies, else [seeds, 1]."""
     pairs = [(ours.loc[seed], others.loc[seed]) for seed in ours.index.intersection(others.index)]
     if not pairs:
         return np.empty((0, 1))
@@ -197,6 +199,6 @@ def differences(ours: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
 
 
 def mean_sd(rows: pd.DataFrame) -> str:
-    """Return `mean ± SD` of a metric over seeds; `-` if there is none."""
+    """Return `mean ± SD` of a metric over seeds, or `-` without a seed."""
     spread = f" ± {rows['value'].std():.1f}" if len(rows) > 1 else ""
     return f"{rows['value'].mean():.1f}{spread}" if len(rows) else "-"
