@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
     from loopdropout_trainer.foreign import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
+    from loopdropout_trainer.handle import loop_dropout
     from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
     from loopdropout_trainer.lora import default_peft_config, use_gates
     from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
@@ -37,6 +38,7 @@ _HOMES = {
     "default_peft_config": "lora",
     "load_adapter": "hub",
     "load_model": "hub",
+    "loop_dropout": "handle",
     "merge_and_save": "hub",
     "push_merged_to_hub": "hub",
     "register_looped": "foreign",

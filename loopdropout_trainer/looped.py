@@ -365,6 +365,9 @@ class LoopedModelMixin:
         """Return a collated batch with further inputs that the model needs. By default there are none."""
         return batch
 
+    def detach(self) -> None:
+        """Remove a description and its hooks from its model. A class of this interface has none."""
+
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient, by a hook that `torch.save` can keep."""
         self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]

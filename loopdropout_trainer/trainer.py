@@ -27,12 +27,12 @@ from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer.adapter_training import AdapterTrainingMixin
-from loopdropout_trainer.batches import collate_with_example_ids, remove_padding, score_targets_only
+from loopdropout_trainer.batches import collate_with_example_ids, find_examples, remove_padding, score_targets_only
 from loopdropout_trainer.callbacks import LiveDiagnosticsCallback, newest_checkpoint
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.looped import GatedBatch, example_starts
+from loopdropout_trainer.looped import GatedBatch
 from loopdropout_trainer.recipe import model_path
 
 
@@ -91,18 +91,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
         return GatedBatch(gates, segments, self.rule.seeds(draw), start_states, self.batch_options)
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
-        """Return (row, part of the row) of each example of a micro-batch, and the [B, S] index of each token's example.
-
-        Examples with the same id share their gates. The index is None if each row is one example.
-        """
-        if "position_ids" not in inputs or "attention_mask" in inputs:
-            return [(row, 0) for row in range(len(inputs["input_ids"]))], None
-        starts = example_starts(inputs["position_ids"])  # [B, S] of packed rows
-        segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
-        if "example_ids" not in inputs:
-            return [(0, part) for part in range(int(starts.sum()))], segments
-        ids = inputs["example_ids"].tolist()
-        return ids, segments.clamp(max=len(ids) - 1)  # padding counts as a part of the last example
+        """Return the ids of the examples of a micro-batch and the index of each token's example, as `find_examples` does."""
+        return find_examples(inputs)
 
     def train(
         self,

@@ -60,6 +60,7 @@ class GateRule:
     name: ClassVar[str]
     title: ClassVar[str]  # name of the method in tables, by default the capitalized name
     adapter: ClassVar[str] = "gated"
+    uses_steps: ClassVar[bool] = False  # gates depend on the optimizer step
     wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
     mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
 

@@ -27,6 +27,7 @@ class Schedule(GateRule):
     """
 
     name = "schedule"
+    uses_steps = True
     p_start: float = 0.75
     p_end: float = 0.0
 
@@ -60,6 +61,7 @@ class CoTo(GateRule):
 
     name = "coto"
     title = "CoTo"
+    uses_steps = True
     keep_start: float = 0.1
     ramp: float = 0.75
 

@@ -237,6 +237,8 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     _check_gates_reach(model)
     num_loops = looped.num_loops
     state = looped.loop_state
+    if rule is not None and state.dropout is not None:
+        raise UserError("`loop_dropout` draws gates on this model already. Call `remove()` of its handle first.")
     rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
     if trained is not None and kinds[trained].one_depth and len(kinds) > 1:

@@ -1,0 +1,131 @@
+"""Loop Dropout in any training loop: a forward pass of the model draws its gates, as in `nn.Dropout`.
+
+This module imports torch, transformers and PEFT only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from loopdropout_trainer.batches import find_examples
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import Draw, GateRule, make_rule
+from loopdropout_trainer.looped import GatedBatch, find_looped_model
+from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
+
+
+def loop_dropout(
+    model: PeftModel,
+    p: float | Sequence[float] = 0.5,
+    rule: str | GateRule = "loop_dropout",
+    seed: int | None = None,
+) -> LoopDropoutHandle:
+    """Draw gates in each training pass of a PEFT model over a looped model, in any training loop.
+
+    It works like `nn.Dropout`. In training mode with gradients, each forward pass draws new gates for its examples. In
+    evaluation mode and under `torch.no_grad` all gates are one. Gradient checkpointing recomputes a pass under its own gates.
+    An example is a row of the batch. In a row without attention mask, each restart of `position_ids` begins an example.
+
+    A draw depends on the seed, the number of earlier draws and the process. Only `LoopDropoutSFTTrainer` gives the same draws
+    for any number of processes and after a resume. Only it has rules with a schedule and passes without padding.
+
+    Args:
+        model: PEFT model over a looped model. Call this after PEFT has added the adapter.
+        p: Drop probability, one number or one for each loop.
+        rule: Rule with the field `p`, or an instance such as `make_rule("exactly_m", m=2)`, which ignores `p`.
+        seed: Seed of the draws. Default: `torch.initial_seed()`, which `torch.manual_seed` sets.
+
+    Returns:
+        A handle, whose `remove()` restores the model.
+
+    Raises:
+        UserError: If the model has gates already, or the adapter or the rule is not supported.
+    """
+    return LoopDropoutHandle(model, make_rule(rule, p=p) if isinstance(rule, str) else rule, seed)
+
+
+class LoopDropoutHandle:
+    """Gates of a model's training passes. Override `sample` to use other gates.
+
+    Attributes:
+        rule: Rule that draws the gates.
+        seed: Seed of the draws.
+        num_draws: Number of passes that drew gates.
+        drawn: Gates of the last of them, or None.
+    """
+
+    drawn: GatedBatch | None = None
+    num_draws = 0
+
+    def __init__(self, model: PeftModel, rule: GateRule, seed: int | None) -> None:
+        if rule.adapter != "gated" or rule.uses_steps or rule.wants_sensitivity:
+            raise UserError(
+                f"`rule` must only draw gates, got {rule.name!r}, which needs `LoopDropoutSFTTrainer` and its training steps."
+            )
+        self.rule = rule
+        self.seed = torch.initial_seed() if seed is None else seed
+        is_described = any("loop_description" in vars(module) for module in model.modules())
+        self.looped = find_looped_model(model)
+        rule.check(self.looped.num_loops)
+        layers = adapted_layers(model)
+        before = [(layer, layer.lora_variant, layer.cast_input_dtype_enabled) for layer in layers]
+        casts_inputs = all(layer.cast_input_dtype_enabled for layer in layers)  # PEFT's arithmetic
+        self.loop_state = add_gates(model, in_activation_dtype=not casts_inputs, rule=rule)
+        self.loop_state.dropout = self
+        self.physical_layers = physical_layers(model)
+        backbone = self.looped.base_model
+        self._hooks = [
+            backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),
+            backbone.register_forward_hook(self._reset_gates, always_call=True),
+        ]
+        self._before = before, is_described
+
+    def sample(self, example_ids: Sequence[tuple[int, int]]) -> Tensor:
+        """Return gates [K, N] for the N examples of a pass, each of them a (row, part of the row)."""
+        first_row = _process_index() << 32  # processes draw different gates
+        draw = Draw(
+            seed=self.seed,
+            step=self.num_draws,
+            example_ids=[(first_row + row, part) for row, part in example_ids],
+            num_loops=self.looped.num_loops,
+            num_modules=len(self.physical_layers),
+            layers=self.physical_layers,
+        )
+        return self.rule.sample(draw)
+
+    def remove(self) -> None:
+        """Restore the model: PEFT's LoRA layers without gates."""
+        layers, is_described = self._before
+        for hook in self._hooks:
+            hook.remove()
+        for layer, variants, casts_inputs in layers:
+            layer.lora_variant, layer.cast_input_dtype_enabled = variants, casts_inputs
+        self.loop_state.dropout = None
+        if not is_described:
+            self.looped.detach()
+
+    @torch.compiler.disable
+    def _draw_gates(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not backbone.training or not torch.is_grad_enabled() or self.loop_state.batch.is_set:
+            return  # set gates are those of `use_gates`
+        inputs = inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments
+        ids, segments = find_examples({name: x for name, x in inputs.items() if x is not None})
+        self.drawn = GatedBatch(self.sample(ids), segments)
+        self.num_draws += 1
+        self.loop_state.set(self.drawn)
+
+    @torch.compiler.disable
+    def _reset_gates(self, backbone: nn.Module, args: tuple, output: Any) -> None:
+        if self.loop_state.batch is self.drawn:
+            self.loop_state.reset()
+
+
+def _process_index() -> int:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_distributed else 0
