@@ -1,0 +1,188 @@
+"""Loop Dropout in other training loops, and the examples of docs/training_loops.md."""
+
+import re
+from types import SimpleNamespace
+
+import accelerate
+import pytest
+import torch
+import transformers
+import trl
+from conftest import ROOT, Recorder, Recording, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from peft import get_peft_model
+from trl import SFTConfig, SFTTrainer
+
+from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.lora import gated_layers
+
+
+IDS = torch.arange(2, 20).view(2, 9)
+FAMILIES = pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm], ids=["ouro", "hrm_text"])
+PAGE = (ROOT / "docs" / "training_loops.md").read_text()
+EXAMPLES = dict(re.findall(r"## ([^\n]*)\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+
+
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in trained_parameters(model).values()])
+
+
+@pytest.mark.parametrize("make", [tiny_ouro, lambda: tiny_hrm(prefix_lm=False)], ids=["ouro", "hrm_text"])
+def test_all_trainers_have_the_same_gradients(make, train, make_sft, config):
+    fields = {"max_steps": 1, "gradient_checkpointing": True, "seed": 7}
+    (ours,) = train(with_adapter(make(), scale=0.1), cls=Recorder, p=0.3, **fields).seen
+    want = torch.cat([gradient.flatten() for gradient in ours.gradients.values()])
+
+    peft_model = with_adapter(make(), scale=0.1).train()
+    dropout = loop_dropout(peft_model, p=0.3, seed=7)
+    batch = {name: x for name, x in ours.batch.items() if name != "example_ids"}
+    loss = peft_model(**batch).loss
+    loss.backward()
+    assert torch.equal(dropout.drawn.sampled, ours.gated.sampled)
+    torch.testing.assert_close(loss, ours.loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradients(peft_model), want, atol=1e-6, rtol=1e-4)
+
+    class Plain(Recording, SFTTrainer):
+        gates, num_loops = SimpleNamespace(batch=None, gates=None), 0
+
+    arguments = {
+        name: value for name, value in config().to_dict().items() if name in ("output_dir", "bf16", "report_to")
+    }
+    arguments |= {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "dataloader_pin_memory": False, **fields}
+    data = {name: getattr(make_sft(peft_config=None), name) for name in ("train_dataset", "processing_class")}
+    trainer = Plain(with_adapter(make(), scale=0.1), SFTConfig(**arguments), **data)
+    dropout = loop_dropout(trainer.model, p=0.3, seed=7)
+    trainer.train()
+    (theirs,) = trainer.seen
+    assert torch.equal(theirs.batch["input_ids"], batch["input_ids"])
+    assert torch.equal(dropout.drawn.sampled, ours.gated.sampled)
+    got = torch.cat([gradient.flatten() for gradient in theirs.gradients.values()])
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+@FAMILIES
+def test_recomputation_keeps_the_gates_of_its_pass(make):
+    """Two forward passes come before the backward pass, which recomputes each of them."""
+    losses, found = [], []
+    for checkpointing in (False, True):
+        peft_model = with_adapter(make(), scale=0.1).train()
+        dropout = loop_dropout(peft_model, seed=1)
+        if checkpointing:
+            peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        passes = [peft_model(ids, labels=ids).loss for ids in (IDS, IDS + 20)]
+        sum(passes).backward()
+        assert dropout.num_draws == 2
+        losses.append(torch.stack(passes))
+        found.append(gradients(peft_model))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+@FAMILIES
+def test_gates_are_one_outside_of_training_passes(make):
+    peft_model = with_adapter(make(), scale=0.1).eval()
+    unit = peft_model(IDS).logits
+    dropout = loop_dropout(peft_model)
+    assert torch.equal(peft_model(IDS).logits, unit)
+    peft_model.train()
+    with torch.no_grad():
+        assert torch.equal(peft_model(IDS).logits, unit)
+    with use_gates(peft_model, torch.ones(find_looped_model(peft_model).num_loops)):
+        assert torch.equal(peft_model(IDS).logits, unit)
+    assert dropout.num_draws == 0
+    assert not torch.equal(peft_model(IDS).logits, peft_model(IDS).logits)
+    assert torch.equal(peft_model.eval()(IDS).logits, unit)
+
+
+def test_given_gates_replace_the_drawn_ones():
+    peft_model = with_adapter(scale=0.1).train()
+    gates = torch.rand(4, 2)
+    with use_gates(peft_model, gates):
+        want = peft_model(IDS).logits
+    dropout = loop_dropout(peft_model)
+    dropout.sample = lambda example_ids: gates
+    assert torch.equal(peft_model(inputs_embeds=peft_model.get_input_embeddings()(IDS)).logits, want)
+
+
+@FAMILIES
+def test_packed_examples_have_their_own_gates(make):
+    peft_model = with_adapter(make(prefix_lm=False) if make is tiny_hrm else make(), scale=0.1).train()
+    dropout = loop_dropout(peft_model)
+    gates = torch.rand(find_looped_model(peft_model).num_loops, 2)
+    dropout.sample = lambda example_ids: gates[:, : len(example_ids)]
+    rows = peft_model(IDS).logits
+    positions = torch.arange(9).repeat(1, 2)
+    packed = peft_model(IDS.view(1, -1), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed.view_as(rows), rows, atol=1e-5, rtol=1e-5)
+
+
+def test_draws_depend_on_seed_pass_and_process(monkeypatch):
+    ids = [(row, 0) for row in range(64)]
+    dropout = loop_dropout(with_adapter(), seed=5)
+    first = dropout.sample(ids)
+    dropout.num_draws = 1
+    assert not torch.equal(dropout.sample(ids), first)
+    peft_model = with_adapter()
+    torch.manual_seed(5)
+    again = loop_dropout(peft_model)
+    assert torch.equal(again.sample(ids), first)
+    monkeypatch.setattr(handle, "_process_index", lambda: 1)
+    assert not torch.equal(again.sample(ids), first)
+
+
+@FAMILIES
+def test_remove_restores_the_model(make):
+    peft_model = with_adapter(make())
+    modules = [module for name, module in peft_model.named_modules() if name != "base_model"]
+    look = lambda: [(*m._forward_pre_hooks, *m._forward_hooks, *vars(m)) for m in modules]
+    before = look()
+    dropout = loop_dropout(peft_model)
+    assert look() != before and gated_layers(peft_model)
+    dropout.remove()
+    assert look() == before and not gated_layers(peft_model)
+    loop_dropout(peft_model)
+    with pytest.raises(ValueError, match="Call `remove"):
+        loop_dropout(peft_model)
+
+
+def test_trainers_do_not_take_a_model_with_a_handle(make_sft):
+    peft_model = with_adapter()
+    dropout = loop_dropout(peft_model)
+    with pytest.raises(ValueError, match="Call `remove"):
+        make_sft(peft_model)
+    dropout.remove()
+    make_sft(peft_model)
+
+
+@pytest.mark.parametrize("name", ["schedule", "coto", "adaptive", "lora_dropout", "independent"])
+def test_rules_of_trainers_raise(name):
+    with pytest.raises(ValueError, match="`rule` must only draw gates"):
+        loop_dropout(with_adapter(), rule=make_rule(name))
+
+
+def test_models_without_adapter_raise():
+    with pytest.raises(ValueError, match="Wrap it with"):
+        loop_dropout(tiny_ouro())
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_examples_of_the_page_draw_gates(title, dataset, tokenizer, tmp_path, monkeypatch):
+    assert len(EXAMPLES) == 4 and len(EXAMPLES[title].splitlines()) <= 10
+    monkeypatch.chdir(tmp_path)
+    limits = {"max_steps": 2, "bf16": False, "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    handles = []
+    names = {
+        "model": tiny_ouro(), "tokenizer": tokenizer, "torch": torch, "get_peft_model": get_peft_model,
+        "default_peft_config": default_peft_config, "Accelerator": lambda: accelerate.Accelerator(cpu=True),
+        "loop_dropout": lambda *args, **kwargs: handles.append(loop_dropout(*args, **kwargs)) or handles[-1],
+        "Trainer": transformers.Trainer, "TrainingArguments": lambda out: transformers.TrainingArguments(out, **limits),
+        "SFTTrainer": SFTTrainer, "SFTConfig": lambda out: trl.SFTConfig(out, **limits),
+        "loader": torch.utils.data.DataLoader(rows, batch_size=2), "collator": transformers.default_data_collator,
+        "dataset": dataset if "SFT" in EXAMPLES[title] else rows,
+    }  # fmt: skip
+    exec(EXAMPLES[title], names)
+    assert handles[0].num_draws > 0
+    trained = [p for name, p in names["model"].named_parameters() if "lora_B" in name]
+    assert trained and any(p.abs().max() > 0 for p in trained)
