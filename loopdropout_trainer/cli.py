@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from loopdropout_trainer import __version__
@@ -53,12 +53,9 @@ def run(argv: list[str]) -> None:
             print_recipes()
         case [name, *arguments] if name in scripts():
             script = scripts()[name]
-            sys.argv = [f"loopdropout {name}", *arguments]
+            sys.argv = [str(script), *arguments]
             sys.path.append(str(script.parent))  # scripts import one another
-            spec = spec_from_file_location(f"loopdropout_{name}", script)
-            module = sys.modules[spec.name] = module_from_spec(spec)
-            spec.loader.exec_module(module)
-            run_script(module.main)
+            runpy.run_path(str(script), run_name="__main__")
         case [name, *_]:
             names = [*scripts(), "recipes"]
             raise UserError(

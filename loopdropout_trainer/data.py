@@ -6,8 +6,7 @@ import hashlib
 import json
 import os.path
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -62,11 +61,6 @@ def fill(template: str, row: Row) -> str:
     return _FIELD.sub(lambda match: str(row[match[1]]), template)
 
 
-def template_columns(template: str | None) -> list[str]:
-    """Return the columns that `fill` takes from a row."""
-    return _FIELD.findall(template or "")
-
-
 def remove_calculations(solution: str) -> str:
     """Remove GSM8K's calculator annotations `<<48/2=24>>` from a solution."""
     return re.sub(r"<<[^<>]*>>", "", solution)
@@ -119,7 +113,7 @@ def find_columns(args: DataArguments, names: Sequence[str] | Row) -> tuple[str, 
     if columns := PREPARATIONS[args.preparation].columns:
         return columns
     if args.template is not None:
-        return (*template_columns(args.template), "completion")
+        return (*_FIELD.findall(args.template), "completion")
     return next((columns for columns in _FORMATS if {*columns} <= {*names}), ())
 
 
@@ -347,37 +341,26 @@ def load_datasets(
     return datasets
 
 
-def read_files(files: str | Sequence[str]) -> Dataset:
-    """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files.
-
-    Raises:
-        UserError: if a file cannot be read.
-    """
-    files = [files] if isinstance(files, str) else files
-    suffix = Path(files[0].removesuffix(".gz")).suffix
-    with _explained(files):
-        if suffix == ".csv":  # all cells are text, also numbers and the word "None"
-            tables = [pd.read_csv(path, dtype=str, keep_default_na=False) for path in files]
-            return Dataset.from_pandas(pd.concat(tables), preserve_index=False)
-        return load_dataset("parquet" if suffix == ".parquet" else "json", data_files=files, split="train")
-
-
-@contextmanager
-def _explained(source: Any) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"{source} cannot be loaded: {error.__cause__ or error}") from error
-
-
 def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
-    if files:
-        return read_files(files)
-    if not args.dataset_name:
+    if not files and not args.dataset_name:
         raise UserError("`dataset_name` or `train_files` must be set, because there is no data to train on.")
-    with _explained(args.dataset_name):
+    try:
+        if files:
+            return read_files(files)
         options = {"revision": args.dataset_revision, "split": args.dataset_split}
         return load_dataset(args.dataset_name, args.dataset_config, **options)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(f"{files or args.dataset_name} cannot be loaded: {error.__cause__ or error}") from error
+
+
+def read_files(files: str | Sequence[str]) -> Dataset:
+    """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files."""
+    files = [files] if isinstance(files, str) else files
+    suffix = Path(files[0].removesuffix(".gz")).suffix
+    if suffix == ".csv":  # all cells are text, also numbers and the word "None"
+        tables = [pd.read_csv(path, dtype=str, keep_default_na=False) for path in files]
+        return Dataset.from_pandas(pd.concat(tables), preserve_index=False)
+    return load_dataset("parquet" if suffix == ".parquet" else "json", data_files=files, split="train")
 
 
 def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:

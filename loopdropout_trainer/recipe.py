@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
@@ -55,7 +53,7 @@ REPLACED_TOGETHER = {
 }
 """Fields that describe another field. They are not inherited where that other field changes."""
 
-HELP_GROUPS = ("Model", "Data", "Method", "Training")
+HELP_GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
 """Titles of the first groups of fields in `--help`. The classes of the fields have their titles as `help_title`."""
 
 TRAINING_FIELDS = {
@@ -64,11 +62,11 @@ TRAINING_FIELDS = {
     *("bf16", "gradient_checkpointing", "use_cpu", "eval_strategy", "logging_steps", "save_steps", "report_to"),
     *("resume_from_checkpoint", "push_to_hub", "hub_model_id", "beta", "num_generations", "max_completion_length"),
 }
-"""Fields of TRL and transformers that `--help` shows. `--help all` shows all fields."""
+"""Fields of TRL and transformers that `--help` shows."""
 
-_EPILOG = """`--import FILE ...` first runs Python files, which can register rules, models
-and rewards. `--field null` resets an inherited field. `--help all` shows the
-remaining fields of TRL and transformers."""
+_EPILOG = """Trainings take all fields of TRL's configuration, too. `--field null` resets an
+inherited field. `--import FILE ...` first runs Python files, which can register
+rules, models and rewards, and allows task files of lm-eval."""
 
 
 @dataclass
@@ -244,7 +242,7 @@ def parse(
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
     hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
     if {"-h", "--help"} & {*argv}:
-        _print_help(_parser(dataclass_types, description, hints), dataclass_types, show_all="all" in argv)
+        _print_help(_parser(dataclass_types, description, hints), dataclass_types)
     changes = _options(argv)
     import_files(_words(changes.pop("import", ())))
     import_files([word for word in _words(changes.get("benchmarks")) if word.endswith(".yaml")])
@@ -266,9 +264,7 @@ def parse(
         else:
             values = [item if isinstance(item, str) else json.dumps(item) for item in _words(value)]
             words += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    for name, value in vars(parser.parse_args(words)).items():
-        settings[name] = value[0] if _is_word_or_list(hints[name]) and len(value) == 1 else value
-    return build(dataclass_types, settings)
+    return build(dataclass_types, {**settings, **vars(parser.parse_args(words))})
 
 
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -296,11 +292,6 @@ def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     Path(path).write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _is_word_or_list(hint: Any) -> bool:
-    """Return whether a field takes a word or a list of words, as `report_to`. HfArgumentParser takes one word only."""
-    return {str, list[str]} <= {*get_args(hint)}
-
-
 def _words(value: Any) -> list[Any]:
     """Return the items of a field's value."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
@@ -325,13 +316,13 @@ def _parser(dataclass_types: Sequence[type], description: str | None, hints: Map
     """Return a parser that returns only the fields that are set."""
     from transformers import HfArgumentParser
 
-    usage = "%(prog)s [RECIPE.yaml] [--field value ...]"
+    usage = f"loopdropout {Path(sys.argv[0]).stem} [RECIPE.yaml] [--field value ...]"
     formatter = argparse.RawDescriptionHelpFormatter
     parser = HfArgumentParser(dataclass_types, description=description, usage=usage, formatter_class=formatter)
     for action in parser._actions[1:]:  # the first one is `--help`
         if "dict" in str(hints[action.dest]):
             action.type = _mapping
-        if _is_word_or_list(hints[action.dest]):
+        if action.dest == "report_to":  # HfArgumentParser takes one word of `str | list[str]`
             action.nargs = "+"
         if action.choices:
             action.help = f"{action.help or ''} One of {', '.join(map(str, action.choices))}."
@@ -342,30 +333,21 @@ def _parser(dataclass_types: Sequence[type], description: str | None, hints: Map
     return parser
 
 
-def _print_help(parser: HfArgumentParser, dataclass_types: Sequence[type], show_all: bool) -> None:
+def _print_help(parser: HfArgumentParser, dataclass_types: Sequence[type]) -> None:
     """Print the fields in groups, and exit."""
     titles = {}
-    for cls in (base for given in dataclass_types for base in reversed(given.__mro__)):
-        library = cls.__module__.partition(".")[0]
-        for name in inspect.get_annotations(cls):
-            titles[name] = getattr(cls, "help_title", (cls.__doc__ or "").split(".")[0])
-            if library in ("trl", "transformers"):
-                titles[name] = "Training" if name in TRAINING_FIELDS else f"{cls.__name__} of {library}"
-    fields = [action for action in parser._actions[1:] if not action.option_strings[0].startswith("--no_")]
-    fields.sort(key=lambda action: action.dest not in ("rule", "p", "rule_args"))
-    for action in fields:
-        action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
-    found = list(dict.fromkeys(titles[action.dest] for action in fields))
+    for cls in dataclass_types:
+        from_trl = getattr(getattr(cls, "trl_class", None), "__dataclass_fields__", ())
+        own_title = getattr(cls, "help_title", cls.__doc__.split(".")[0])
+        for name in cls.__dataclass_fields__:
+            if name not in from_trl or name in TRAINING_FIELDS:
+                titles[name] = "Training" if name in from_trl else own_title
     parser._action_groups.clear()
-    for title in sorted(
-        found, key=lambda title: HELP_GROUPS.index(title) if title in HELP_GROUPS else len(HELP_GROUPS)
-    ):
-        if show_all or not title.endswith((" of trl", " of transformers")):
-            group = parser.add_argument_group(title)
-            group._group_actions += [action for action in fields if titles[action.dest] == title]
-    parser.description = "\n\n".join(
-        part if part.startswith(" ") else textwrap.fill(part, 80) for part in (parser.description or "").split("\n\n")
-    )
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys((*HELP_GROUPS, *titles.values()))}
+    for action in parser._actions:
+        if action.dest in titles and not action.option_strings[0].startswith("--no_"):
+            action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
+            groups[titles[action.dest]]._group_actions.append(action)
     parser.epilog = _EPILOG
     parser.print_help()
     sys.exit(0)

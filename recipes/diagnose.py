@@ -1,10 +1,12 @@
-"""Measure a base model and adapters loop by loop: single-loop losses, readouts, and losses at other depths.
+"""Measure the effect of adapters loop by loop, at other depths and by readouts.
 
-    python recipes/diagnose.py recipes/quickstart.yaml --adapters outputs/quickstart outputs/quickstart/lora
-    accelerate launch recipes/diagnose.py recipes/gsm8k.yaml --adapters outputs/gsm8k --task gsm8k --diagnostics single_loop
+    loopdropout diagnose quickstart.yaml --adapters outputs/quickstart
+    loopdropout diagnose gsm8k.yaml --adapters outputs/gsm8k --task gsm8k \\
+        --diagnostics single_loop
 
-The recipe is the recipe of the training. Losses are measured on its held-out examples, or on the reference solutions of a
-task. The results are added to `results.jsonl` in `output_dir`.
+The recipe is the recipe of the training. Losses are measured on its held-out
+examples, or on the reference solutions of a task. The results are added to
+`results.jsonl` in `output_dir`.
 """
 
 from __future__ import annotations

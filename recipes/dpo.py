@@ -1,10 +1,10 @@
 """Train a looped language model on preferences (DPO) with Loop Dropout or another rule.
 
-    accelerate launch recipes/dpo.py recipes/dpo/arithmetic.yaml
-    python recipes/dpo.py recipes/dpo/ultrafeedback.yaml --beta 0.05 --seed 102
+    loopdropout dpo dpo/arithmetic.yaml
+    loopdropout dpo dpo/ultrafeedback.yaml --beta 0.05 --seed 102
 
-Each example has a `chosen` and a `rejected` completion, and usually their `prompt`. A recipe sets the fields below, and
-`--field value` overrides it.
+Each example has a `chosen` and a `rejected` completion, and usually their
+`prompt`. A recipe sets the fields below, and `--field value` overrides it.
 """
 
 from __future__ import annotations

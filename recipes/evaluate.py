@@ -1,12 +1,13 @@
 """Evaluate a base model, a merged model or adapters on tasks, and print one table.
 
-    accelerate launch recipes/evaluate.py recipes/evaluation/metamath.yaml --adapter outputs/metamath_gsm
-    accelerate launch recipes/evaluate.py recipes/evaluation/tulu2.yaml --adapter none lora=outputs/tulu2_lora outputs/tulu2
-    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --at_depths 2 4 8
-    python recipes/evaluate.py recipes/quickstart.yaml --adapter outputs/quickstart --gates 1-1-1-1 single_loop
+    loopdropout evaluate evaluation/metamath.yaml --adapter outputs/metamath_gsm
+    loopdropout evaluate evaluation/tulu2.yaml --adapter none lora=outputs/a
+    loopdropout evaluate quickstart.yaml --adapter outputs/quickstart \\
+        --at_depths 2 4 8 --gates 1-1-1-1 single_loop
 
-Recipes of sft.py are accepted too, and their training fields are ignored. The results are added to `results.jsonl` in
-`output_dir`. The same command continues an interrupted evaluation.
+Recipes of trainings are accepted too, and their training fields are ignored. The
+results are added to `results.jsonl` in `output_dir`. The same command continues
+an interrupted evaluation.
 """
 
 from __future__ import annotations

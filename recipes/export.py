@@ -1,8 +1,8 @@
 """Write a saved adapter in the format of the paper authors' program.
 
-    python recipes/export.py --adapter outputs/metamath_gsm --output_dir outputs/for_the_authors
+    loopdropout export --adapter outputs/metamath_gsm --output_dir for_the_authors
 
-Adapters in that format need no conversion: every script reads them.
+Adapters in that format need no conversion: every command reads them.
 """
 
 from __future__ import annotations

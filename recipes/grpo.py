@@ -1,10 +1,11 @@
 """Train a looped language model by reward (GRPO) with Loop Dropout or another rule.
 
-    accelerate launch recipes/grpo.py recipes/grpo/arithmetic.yaml
-    python recipes/grpo.py recipes/grpo/gsm8k.yaml --learning_rate 1e-5 --seed 102
+    loopdropout grpo grpo/arithmetic.yaml
+    loopdropout grpo grpo/gsm8k.yaml --learning_rate 1e-5 --seed 102
 
-Completions are sampled at unit gates and rewarded if their answer equals the reference, which is the `completion` of the
-example. A recipe sets the fields below, and `--field value` overrides it.
+Completions are sampled at unit gates and rewarded if their answer equals the
+reference, which is the `completion` of the example. A recipe sets the fields
+below, and `--field value` overrides it.
 """
 
 from __future__ import annotations

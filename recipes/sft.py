@@ -1,11 +1,13 @@
 """Fine-tune a looped language model with Loop Dropout or another rule.
 
-    accelerate launch recipes/sft.py recipes/quickstart.yaml
-    python recipes/sft.py recipes/gsm8k.yaml --learning_rate 2e-4 --seed 102
-    python recipes/sft.py recipes/gsm8k.yaml --dry_run true
+    loopdropout sft quickstart.yaml
+    loopdropout sft gsm8k.yaml --learning_rate 2e-4 --seed 102
+    loopdropout sft gsm8k.yaml --dry_run true
+    accelerate launch recipes/sft.py recipes/gsm8k.yaml
 
-A recipe sets the fields below, and `--field value` overrides it. The script trains, evaluates and saves an adapter, and prints
-its results. The same command with `--resume_from_checkpoint true` continues an interrupted run.
+A recipe sets the fields below, and `--field value` overrides it. The command
+trains, evaluates and saves an adapter, and prints its results. The same command
+with `--resume_from_checkpoint true` continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class ScriptArguments:
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
 
-    help_title = "Method"
+    help_title = "Adapter"
 
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the update, (alpha / r) B A."})

@@ -1,15 +1,18 @@
 """Compare methods over learning rates and seeds.
 
-    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --dry_run true
-    python recipes/sweep.py recipes/sweeps/metamath_gsm.yaml --workers 8
-    python recipes/sweep.py --recipe recipes/gsm8k.yaml --learning_rates 1e-4 3e-4 --methods lora loop_dropout \\
-        --seeds 101 102 --measure '{"benchmarks": ["gsm8k"]}'
+    loopdropout sweep sweeps/metamath_gsm.yaml --dry_run true
+    loopdropout sweep sweeps/metamath_gsm.yaml --workers 8
+    loopdropout sweep --recipe gsm8k.yaml --learning_rates 1e-4 3e-4 \\
+        --methods lora loop_dropout --seeds 101 102 \\
+        --measure '{"benchmarks": ["gsm8k"]}'
 
-A run is one subprocess of a training script in `output_dir/METHOD/lr_X/seed_S`. The learning rate of each method is chosen on
-held-out examples with the first seed. All seeds are then trained with it and evaluated as `measure` says.
+A run is one subprocess of a training script in `output_dir/METHOD/lr_X/seed_S`.
+The learning rate of each method is chosen on held-out examples with the first
+seed. All seeds are then trained with it and evaluated as `measure` says.
 
-The folder holds the whole state. The same command continues an interrupted sweep, and any number of processes and machines
-that share the folder divide the runs.
+The folder holds the whole state. The same command continues an interrupted
+sweep, and any number of processes and machines that share the folder divide the
+runs.
 """
 
 from __future__ import annotations

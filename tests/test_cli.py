@@ -43,9 +43,6 @@ def test_command_runs_its_script(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.run(["merge", "--help"])
     assert "usage: loopdropout merge [RECIPE.yaml]" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        cli.run(["merge", "--adaptr", "x"])
-    assert capsys.readouterr().err.startswith("loopdropout merge: `adaptr` is not a field of this script.")
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "recipes", "stf"])

@@ -84,7 +84,7 @@ def replay(monkeypatch, tokenizer, tmp_path):
         monkeypatch.setattr(LoopedLM, "generate_until", answer)
         rows = [{**problem, "number": number} for number, problem in enumerate(problems)]
         if isinstance(task, str):
-            task = task_of_rows("replayed", task, Dataset.from_list(rows), {})
+            task = task_of_rows("replayed", task, Dataset.from_list(rows))
         results = evaluate_tasks(LoopedLM(tiny_ouro(), tokenizer), [task], output_dir=tmp_path, **options)
         return results, read_lines(tmp_path / results[0]["samples"])
 
@@ -169,19 +169,19 @@ def test_answer_decomposition_matches_golden():
 
 
 def test_tasks_have_the_prompts_of_the_paper():
-    task = own_benchmark("own", GSM8K, like="metamath_gsm8k")
+    task = own_benchmark("mine", GSM8K, like="metamath_gsm8k")
     assert task.doc_to_text(task.eval_docs[1]) == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nA robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in total "
         "does it take?\n\n### Response: Let's think step by step."
     )
     assert [task.doc_to_target(problem) for problem in task.eval_docs][:3] == [18, 3, 70000]
-    math = own_benchmark("own", str(SAMPLES / "math500_test.jsonl"), like="metamath_math500")
+    math = own_benchmark("mine", str(SAMPLES / "math500_test.jsonl"), like="metamath_math500")
     assert math.doc_to_text(math.eval_docs[0]).startswith("Below is") and math.config.num_fewshot == 0
     assert math.doc_to_target(math.eval_docs[0]) == "\\left( 3, \\frac{\\pi}{2} \\right)"
     for options, limit in ((task.config.generation_kwargs, 512), (math.config.generation_kwargs, 2048)):
         assert options["max_gen_toks"] == limit and len(options["until"]) == 10
-    direct = own_benchmark("own", GSM8K, like="gsm8k")
+    direct = own_benchmark("mine", GSM8K, like="gsm8k")
     prompt = direct.doc_to_text(direct.eval_docs[1])
     assert prompt.startswith("Question: A robe takes") and prompt.endswith("it take?\nAnswer:")
 
@@ -243,12 +243,12 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
 
 
 BAD_TASKS = {
-    "gsm8k": ('{"quest', "rows.jsonl.* cannot be loaded"),
+    "gsm8k": ('{"quest', "The task `mine` cannot be loaded"),
     "metamath_gsm8k": (
         '{"query": "?", "answer": "#### 1"}',
-        "The task `own` cannot be loaded: 'question' is undefined",
+        "The task `mine` cannot be loaded: 'question' is undefined",
     ),
-    "truthfulqa_mc2": ('{"question": "?"}', "The task `own` cannot be loaded"),
+    "truthfulqa_mc2": ('{"question": "?"}', "The task `mine` cannot be loaded"),
     "gsm_plus": ('{"question": "?", "solution": "#### 1"}', "`like` must be a task without examples of another split"),
 }
 
@@ -259,7 +259,7 @@ def test_own_benchmark_needs_the_columns_of_its_task(like, tmp_path, monkeypatch
     text, message = BAD_TASKS[like]
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(UserError, match=message):
-        own_benchmark("own", str(tmp_path / "rows.jsonl"), like=like)
+        own_benchmark("mine", str(tmp_path / "rows.jsonl"), like=like)
 
 
 def test_load_task_suggests_the_nearest(monkeypatch):
@@ -275,7 +275,7 @@ def test_ifeval_needs_punkt(monkeypatch, tmp_path):
     problem = {"key": 1, "prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     monkeypatch.setattr(nltk.data, "path", [])
     with pytest.raises(UserError, match="python -m nltk.downloader punkt_tab"):
-        own_benchmark("own", write_lines(tmp_path / "rows.jsonl", [problem]), like="ifeval_strict")
+        own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", [problem]), like="ifeval_strict")
 
 
 # Own benchmarks
@@ -304,9 +304,9 @@ def test_own_benchmark_asks_in_a_chat(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"target": None}, "`capitals` must have `files`, and `prompt`, `target` and `scorer` or `like`"),
+        ({"target": None}, "`capitals` must have `files`, and either `prompt`, `target` and `scorer` or `like`"),
         ({"files": None}, "`capitals` must have `files`"),
-        ({"prompt": "{land}"}, "`capitals` must have land, got the columns country, capital"),
+        ({"prompt": "{land}"}, "The task `capitals` cannot be loaded: `land` is missing"),
         ({"scorer": "exact_mach"}, "`scorer` must be one of .* Did you mean 'exact_match'"),
         ({"promt": "x"}, "The benchmark `capitals` has no field 'promt'. Did you mean 'prompt'"),
     ],
@@ -320,7 +320,7 @@ def test_own_benchmark_explains_mistakes(tmp_path, fields, message):
 @pytest.mark.parametrize("name", ["gsm8k", "mmlu", "development"])
 def test_own_benchmark_has_its_own_name(tmp_path, name):
     own = {"files": write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN}
-    with pytest.raises(UserError, match=f"must have other names .* got '{name}'"):
+    with pytest.raises(UserError, match=f"must not have the name of a task .* got '{name}'"):
         load_benchmarks([name], {name: own})
 
 
@@ -346,7 +346,7 @@ def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
     (task,) = load_benchmarks([str(path)])
     assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
     path.write_text(path.read_text().replace("task: mine", "task: gsm8k"))
-    with pytest.raises(UserError, match="the package has a task `gsm8k`"):
+    with pytest.raises(UserError, match="must not have the name of a task .* got 'gsm8k'"):
         load_task(str(path))
 
 

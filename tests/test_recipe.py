@@ -40,7 +40,7 @@ class Arguments:
     rule_args: dict[str, Any] | None = None
     model_name_or_path: str = ""
     model_revision: str | None = None
-    words: None | str | list[str] = None
+    report_to: None | str | list[str] = None
 
 
 @pytest.fixture
@@ -73,8 +73,7 @@ def read(*argv):
         ("mapping: {a: {b: 1e-3}}", '--mapping {"a":{"b":0.001}}', {"mapping": {"a": {"b": 1e-3}}}),
         ("p: 0.5", "--p 0.5", {"p": [0.5]}),
         ("name: --x", "--name=--x", {"name": "--x"}),
-        ("words: [a, b]", "--words a b", {"words": ["a", "b"]}),
-        ("words: a", "--words a", {"words": "a"}),
+        ("report_to: [a, b]", "--report_to a b", {"report_to": ["a", "b"]}),
     ],
 )
 def test_parse_reads_yaml_like_options(write, yaml_text, words, value):
@@ -90,9 +89,9 @@ def test_parse_prefers_the_command_line(write):
     assert recipe_dict(arguments) == {"name": "x", "seed": 2, "items": [1], "mapping": None}
 
 
-@pytest.mark.parametrize("name", ["seed", "items", "p", "mapping", "words"])
+@pytest.mark.parametrize("name", ["seed", "items", "p", "mapping", "report_to"])
 def test_null_resets_an_inherited_field(write, name):
-    base = write("name: x\nseed: 1\nitems: [1]\np: 0.5\nmapping: {a: 1}\nwords: [a]\n")
+    base = write("name: x\nseed: 1\nitems: [1]\np: 0.5\nmapping: {a: 1}\nreport_to: [a]\n")
     default = getattr(Arguments("x"), name)
     changed = read(write(f"extends: recipe.yaml\n{name}: null\n", "own.yaml"))
     assert changed == read(base, f"--{name}", "null") == dataclasses.replace(read(base), **{name: default})
@@ -144,19 +143,16 @@ def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path):
 
 def test_help_puts_model_data_and_method_first(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    texts = []
-    for words in (["--help"], ["--help", "all"]):
-        with pytest.raises(SystemExit, match="0"):
-            parse(SFT_TYPES, words, sft.__doc__)
-        texts.append(capsys.readouterr().out)
-    short, long = texts
-    assert "Fine-tune a looped language model" in short and "Rank of the adapter. (default: 16)" in short
-    titles = re.findall(r"^(\w.*):$", short, re.MULTILINE)
-    assert titles == ["Model", "Data", "Method", "Training", "Evaluation and output"]
-    method = short[short.index("Method:") : short.index("Training:")]
+    with pytest.raises(SystemExit, match="0"):
+        parse(SFT_TYPES, ["--help"], sft.__doc__)
+    text = capsys.readouterr().out
+    assert "Fine-tune a looped language model" in text and "Rank of the adapter. (default: 16)" in text
+    titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    assert titles == ["Model", "Data", "Method", "Adapter", "Training", "Evaluation and output"]
+    method = text[text.index("Method:") : text.index("Adapter:")]
     assert re.findall(r"^  --(\w+)", method, re.MULTILINE)[:2] == ["rule", "p"]
-    assert "--learning_rate" in short and "--adam_beta1" not in short and "--adam_beta1" in long
-    assert max(map(len, short.splitlines())) <= 80
+    assert "--learning_rate" in text and "--adam_beta1" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 # Files of --import

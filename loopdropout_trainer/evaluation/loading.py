@@ -21,7 +21,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files, template_columns
+from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.errors import UserError, closest_match
 from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.rewards import REWARDS
@@ -113,7 +113,7 @@ def own_benchmark(
         prompt: `alpaca`, `question`, or a text with {column} fields.
         target: Reference answer, a text with {column} fields.
         scorer: Comparison of an answer with the target, by its name in `REWARDS`.
-        like: Task with the prompt, the target, the scorer and the decoding, where the other arguments are not given.
+        like: Task with the scorer, and with the prompt, the target and the decoding where they are not given.
         max_new_tokens: Maximum number of tokens of an answer. Default: 256.
         stop: Texts that end an answer. Default: the end token alone.
         chat: Whether the prompt is a turn of a chat.
@@ -121,61 +121,40 @@ def own_benchmark(
     Raises:
         UserError: if the files cannot be read, or the arguments do not describe a task.
     """
-    if name in (DEVELOPMENT, *_load_manager(None, False).all_tasks) or (_LM_EVAL / name).exists():
+    _check_own_name(name)
+    if not files or (None in (prompt, target, scorer) if like is None else scorer):
         raise UserError(
-            f"`own_benchmarks` must have other names than the tasks of lm-eval and the package, got {name!r}."
+            f"The benchmark `{name}` must have `files`, and either `prompt`, `target` and `scorer` or `like`."
         )
-    if not files or like is None and None in (prompt, target, scorer):
-        raise UserError(f"The benchmark `{name}` must have `files`, and `prompt`, `target` and `scorer` or `like`.")
     if scorer not in (None, *REWARDS):
-        names = ", ".join(REWARDS)
-        raise UserError(f"`scorer` must be one of {names}, got {scorer!r}.{closest_match(scorer, REWARDS)}")
-    rows = read_files(files)
-    prompt = PROMPT_TEMPLATES.get(prompt, prompt)
-    missing = {*template_columns(prompt), *template_columns(target)} - {*rows.column_names}
-    if missing:
         raise UserError(
-            f"The files of `{name}` must have {', '.join(sorted(missing))}, got the columns {', '.join(rows.column_names)}."
+            f"`scorer` must be one of {', '.join(REWARDS)}, got {scorer!r}.{closest_match(scorer, REWARDS)}"
         )
-    config = {}
-    if prompt is not None:
-        config["doc_to_text"] = lambda row: fill(prompt, row)
-    if target is not None:
-        config["doc_to_target"] = lambda row: fill(target, row)
+    templates = {"doc_to_text": PROMPT_TEMPLATES.get(prompt, prompt), "doc_to_target": target}
+    config = {field: functools.partial(fill, text) for field, text in templates.items() if text is not None}
     if scorer is not None:
-        reward = REWARDS[scorer]
-        score = lambda row, answers: {"acc": reward(answers[:1], answer=[str(task.doc_to_target(row))])[0] == 1}
-        config |= {"process_results": score, "filter_list": None}
-        config["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+        score = lambda row, answers: {"acc": REWARDS[scorer](answers[:1], answer=[fill(target, row)])[0] == 1}
+        config["process_results"] = score
     if chat is not None:
         config["metadata"] = {"apply_chat_template": chat}
-    if like is None:
-        decoding = {"until": [], "do_sample": False, "max_gen_toks": 256}
-        config |= {
-            "output_type": "generate_until",
-            "num_fewshot": 0,
-            "test_split": "test",
-            "generation_kwargs": decoding,
-        }
-    task = task_of_rows(name, like, rows, config)
+    with _explained(name):
+        task = task_of_rows(name, like or "own", read_files(files), **config)
     options = {"until": stop, "max_gen_toks": max_new_tokens}
     options = {option: value for option, value in options.items() if value is not None}
     task.set_config("generation_kwargs", options, update=True)
     return task
 
 
-def task_of_rows(name: str, like: str | None, rows: Dataset, config: Mapping[str, Any]) -> Task:
-    """Return a task whose splits all have some rows, with the fields of the task `like` where `config` has none."""
-    config = {
-        "task": like or name,
-        **config,
-        "custom_dataset": lambda **_: defaultdict(lambda: rows),
-        "dataset_kwargs": None,
-    }
-    with _explained(name):
-        # lm-eval overrides the fields of a task only in a new group.
-        specs = [{"group": name, "task": [config]}] if like else [config]
-        (task,) = _find_manager(like).load(specs)["tasks"].values()
+def _check_own_name(name: str) -> None:
+    if name in (DEVELOPMENT, *_load_manager(None, False).all_tasks) or (_LM_EVAL / name).exists():
+        raise UserError(f"An own benchmark must not have the name of a task of lm-eval or the package, got {name!r}.")
+
+
+def task_of_rows(name: str, like: str, rows: Dataset, **config: Any) -> Task:
+    """Return a task of some rows in all splits, with the fields of the task `like` where `config` has none."""
+    config |= {"task": like, "custom_dataset": lambda **_: defaultdict(lambda: rows), "dataset_kwargs": None}
+    # lm-eval overrides the fields of a task only in a new group.
+    (task,) = _find_manager(like).load([{"group": name, "task": [config]}])["tasks"].values()
     if task.get_config("num_fewshot") and task.fewshot_cfg.samples is None:
         raise UserError(f"`like` must be a task without examples of another split in its prompt, got {like!r}.")
     task.set_config("task", name)
@@ -206,7 +185,7 @@ def development_task(preparation: str | None, examples: Dataset | None) -> Task:
             f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
             f"{', '.join(_SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}."
         )
-    return task_of_rows(DEVELOPMENT, _SCORED_LIKE[preparation], examples, {})
+    return task_of_rows(DEVELOPMENT, _SCORED_LIKE[preparation], examples)
 
 
 @preserved_random_states()
@@ -223,10 +202,9 @@ def load_task(name: str, revision: str | None = None, limit: int | None = None) 
     """
     if name.endswith(".yaml"):
         with _explained(name):
-            loaded = _load_manager(None, False).load([name])
-        tasks = loaded.get("groups") or loaded["tasks"]
-        for own_name in {*tasks} & {*_load_manager(None, False).all_tasks}:
-            raise UserError(f"{name} must have a name of its own, but the package has a task `{own_name}`.")
+            tasks = _load_manager(None, False).load([name])["tasks"]
+        for own_name in tasks:
+            _check_own_name(own_name)
         return tasks
     manager = _find_manager(name)
     overrides: dict[str, Any] = {"dataset_kwargs": {"revision": revision}} if revision else {}
@@ -251,10 +229,8 @@ def _members(manager: TaskManager, name: str) -> list[str]:
     return [member for part in parts for member in _members(manager, part)] or [name]
 
 
-def _find_manager(name: str | None) -> TaskManager:
+def _find_manager(name: str) -> TaskManager:
     """Return an index with the task. The index of all tasks of lm-eval takes 10 seconds."""
-    if name is None:
-        return _load_manager(None, False)
     folder = _FOLDERS.get(name.partition("_")[0])
     for arguments in ((folder, False), (None, True)):
         manager = _load_manager(*arguments)
