@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, default_peft_config
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets
-from loopdropout_trainer.evaluation import load_task, scorers
+from loopdropout_trainer.evaluation import own_benchmark, scorers
 from loopdropout_trainer.evaluation.evaluate import TASKS
 from loopdropout_trainer.gates import LoopDropout
 from loopdropout_trainer.generation import generate_greedy
@@ -236,7 +236,7 @@ def test_greedy_texts_equal_authors():
     model = get_peft_model(model, default_peft_config(model, r=4, lora_alpha=8)).eval()
     set_adapter(model, "generation_adapter/adapter_model.safetensors")
     tokenizer = load_tokenizer(AUTHORS / "tokenizer_A")
-    task = load_task("metamath_gsm8k", SAMPLES / "gsm8k_test.jsonl")["metamath_gsm8k"]
+    task = own_benchmark("problems", str(SAMPLES / "gsm8k_test.jsonl"), like="metamath_gsm8k")
     stop_strings = task.config.generation_kwargs["until"]
     assert generate_greedy(model, tokenizer, expected["prompts"], 48, 7, stop_strings) == expected["completions"]
 

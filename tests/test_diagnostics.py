@@ -18,7 +18,7 @@ from loopdropout_trainer.diagnostics import (
     single_loop,
 )
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.evaluation import load_task
+from loopdropout_trainer.evaluation import own_benchmark
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.hub import save_adapter_metadata
 from loopdropout_trainer.looped import set_depth
@@ -132,7 +132,7 @@ def test_answer_decomposition_splits_the_gain():
 
 
 def test_reference_examples_of_a_task():
-    task = load_task("gsm8k", SAMPLES / "gsm8k_test.jsonl")["gsm8k"]
+    task = own_benchmark("problems", str(SAMPLES / "gsm8k_test.jsonl"), like="gsm8k")
     first = json.loads((SAMPLES / "gsm8k_test.jsonl").read_text().splitlines()[0])
     examples = reference_examples(task, 2)
     assert len(examples) == 2 and examples[0]["prompt"] == f"Question: {first['question']}\nAnswer:"
