@@ -9,6 +9,8 @@ import sys
 import pytest
 from processes import ENVIRONMENT, ROOT, Program, python
 
+import loopdropout_trainer
+
 
 PAGES = [
     ROOT / "README.md",
@@ -55,6 +57,11 @@ def test_links_exist(name):
 def test_no_line_starts_with_a_comment(name):
     """Such a line ends its paragraph."""
     assert not re.findall(r"^ *<!--\w.*", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_reference_has_every_public_name():
+    names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    assert {*loopdropout_trainer.__all__} <= {*names}
 
 
 @pytest.fixture(scope="module")
