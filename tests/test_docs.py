@@ -1,5 +1,6 @@
 """Test the links, snippets and commands of the README and the documentation, the notebook and the site."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -10,6 +11,7 @@ import pytest
 from processes import ENVIRONMENT, ROOT, Program, python
 
 import loopdropout_trainer
+from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
 
 
 PAGES = [
@@ -62,6 +64,13 @@ def test_no_line_starts_with_a_comment(name):
 def test_reference_has_every_public_name():
     names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
     assert {*loopdropout_trainer.__all__} <= {*names}
+
+
+@pytest.mark.parametrize("config", [GateConfig, LoopDropoutConfig])
+def test_config_docstring_has_every_field(config):
+    inherited = {field.name for base in config.__bases__ if base is not object for field in dataclasses.fields(base)}
+    documented = re.findall(r"^    +(\w+) \(`.*\*optional\*.*\):$", config.__doc__, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(config) if field.name not in inherited]
 
 
 @pytest.fixture(scope="module")
