@@ -21,6 +21,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+OWN_DATA = "docs/own_data.md"
+"""Page that tests/test_data.py runs, with its files."""
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SHORT = "--max_steps 2 --num_train_examples 16 --num_eval_examples 4 --logging_steps 1"
 CHEAP = {
@@ -84,14 +86,18 @@ def clone(tmp_path_factory):
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "python")])
+@pytest.mark.parametrize(
+    "name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "python") and name != OWN_DATA]
+)
 def test_snippets_run(clone, name):
     for snippet in code(ROOT / name, "python"):
         python("-c", snippet.replace("ByteDance/Ouro-1.4B", str(ROOT / "loopdropout_trainer/tiny_ouro")), cwd=clone)
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "bash")])
+@pytest.mark.parametrize(
+    "name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "bash") and name != OWN_DATA]
+)
 def test_commands_run(clone, name):
     """Commands that need the Hub run until they ask for it."""
     for line in "".join(code(ROOT / name, "bash")).replace("\\\n", " ").splitlines():
