@@ -57,14 +57,13 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
         peft_config: PeftConfig | None = None,
     ) -> None:
         args = LoopDropoutDPOConfig.from_trl(args, model)
-        model = model_path(model)
         if args.precompute_ref_log_probs:
             raise UserError(
                 "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
             )
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model,
+            model=model_path(model),
             ref_model=ref_model,
             args=args,
             data_collator=data_collator,

@@ -299,6 +299,34 @@ def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
     return gates
 
 
+def expand_gates(gates: Sequence[str] | None, num_loops: int) -> list[str | None]:
+    """Return gates with `single_loop` replaced by "loop 1" to "loop K". Unit gates are None."""
+    alone = [f"loop {loop + 1}" for loop in range(num_loops)]
+    return [each for text in gates or [None] for each in (alone if text == "single_loop" else [text])]
+
+
+def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
+    """Return the gates [K] from numbers, or from a string such as "1-0-0-0" or "loop 1". Unit gates are None.
+
+    Raises:
+        UserError: if there is not one number for each loop.
+    """
+    if gates is None:
+        return None
+    alone = expand_gates(["single_loop"], num_loops)
+    if gates in alone:
+        gates = [text == gates for text in alone]
+    try:
+        numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != num_loops:
+        raise UserError(
+            f"`gates` must be {num_loops} numbers such as 1-0-0-0, one for each loop, got {short_repr(gates)}."
+        )
+    return None if all(number == 1 for number in numbers) else numbers
+
+
 # Looped models.
 
 
@@ -350,7 +378,10 @@ class LoopedModelMixin:
 
     def register_projections(self) -> None:
         """Set PEFT's default targets for models of this type to `recurrent_linears`."""
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # takes seconds
+        try:
+            from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # takes seconds
+        except ImportError:  # in a merged model that is loaded without this package
+            return
 
         names = [name.removeprefix(f"{self.base_model_prefix}.") for name in self.recurrent_linears()]
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", r"\\d+", re.escape(name)) for name in names)  # of any layer

@@ -178,10 +178,9 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
         args = LoopDropoutConfig.from_trl(args, model)
-        model = model_path(model)
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model,
+            model=model_path(model),
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,
