@@ -48,7 +48,7 @@ from loopdropout_trainer.lora import (
     kind_of,
     merged_update,
 )
-from loopdropout_trainer.models.looped_modeling import check_weights
+from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights
 from loopdropout_trainer.recipe import load_recipe, model_path
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_results
 from loopdropout_trainer.standalone import write_code
@@ -105,6 +105,7 @@ def load_model(
             if name is None:
                 config = read_adapter_config(adapter)
                 name, revision = config.base_model_name_or_path, revision or config.revision
+        check_checkpoint(name, revision or "main")
         if num_loops is not None:
             kwargs = loading_fields(name, {**kwargs, "num_loops": num_loops, "revision": revision or "main"})
         model, info = AutoModelForCausalLM.from_pretrained(

@@ -392,6 +392,9 @@ class LoopedModelMixin:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
 
+    def prepare_fused_loss(self) -> None:
+        """Let `weight` and `bias` of the head give its logits. TRL computes losses from them. By default they do already."""
+
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a collated batch with further inputs that the model needs. By default there are none."""
         return batch
@@ -419,6 +422,26 @@ DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
 """Descriptions of foreign model classes, by class."""
 
 
+UNSUPPORTED = {
+    "inkling2": ("Inkling-2", "its looped layers are mixtures of experts that also read the pass before"),
+    "sensenova": ("SenseNova-Loop", "it has linear attention and hyper-connections"),
+    "iquestloop": ("IQuest-Coder-Loop", "its second loop also attends to the keys of the first loop"),
+    "iquestplt": ("LoopCoder-V2", "its second loop also attends to the keys of the first loop"),
+    "loopie": ("Loopie", "its looped layers are mixtures of experts"),
+}
+"""Names and reasons of looped models that are not supported, by a part of their model type or class in lower case."""
+
+
+def check_supported(*names: str | None) -> None:
+    """Raise NotLoopedError if a model type or a class belongs to a looped model that is not supported."""
+    text = " ".join(filter(None, names)).lower()
+    for part, (name, reason) in UNSUPPORTED.items():
+        if part in text:
+            raise NotLoopedError(
+                f"{name} is not supported: {reason}. The supported looped models are in docs/models.md."
+            )
+
+
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     """Return the looped model inside PEFT, DDP or other wrappers, or the description of a foreign looped model."""
     for module in model.modules():
@@ -427,6 +450,7 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
         for cls in type(module).__mro__:
             if cls in DESCRIPTIONS:
                 return vars(module).get("loop_description") or DESCRIPTIONS[cls](module)
+    check_supported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None))
     raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}.")
 
 
