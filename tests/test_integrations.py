@@ -5,7 +5,7 @@ The tests of a program run where it is installed: `.ci/integrations` makes such 
 """
 
 import json
-import re
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -184,3 +184,12 @@ handle.remove()
 
 def test_handle_needs_no_trl_and_no_datasets(tmp_path):
     run("-c", HANDLE, folder=tmp_path)
+
+
+def test_evaluation_with_lm_eval_of_axolotl_raises(tmp_path):
+    folder = tmp_path / "lm_eval-0.4.11.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lm_eval\nVersion: 0.4.11\n")
+    script = "try: import loopdropout_trainer.evaluation\nexcept ValueError as error: print(error)"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    assert "`lm-eval` must be 0.4.13 for evaluation, got 0.4.11" in run("-c", script, folder=tmp_path, PYTHONPATH=path)

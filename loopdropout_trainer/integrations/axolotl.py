@@ -7,8 +7,8 @@ from axolotl.utils.dict import DictDefault
 from pydantic import BaseModel
 from transformers import PreTrainedModel, Trainer
 
-from loopdropout_trainer import loop_dropout
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.handle import LoopDropoutHandle, loop_dropout
 
 
 FUSED_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
@@ -30,6 +30,8 @@ class LoopDropoutArgs(BaseModel):
 class LoopDropoutPlugin(BasePlugin):
     """Apply Loop Dropout from the creation of the trainer to the end of the training."""
 
+    handle: LoopDropoutHandle | None = None
+
     def get_input_args(self) -> str:
         """Return the import path of the plugin's fields."""
         return f"{__name__}.LoopDropoutArgs"
@@ -46,5 +48,7 @@ class LoopDropoutPlugin(BasePlugin):
         self.handle = loop_dropout(trainer.model, cfg.loop_dropout_p, cfg.loop_dropout_rule, seed=cfg.seed)
 
     def post_train(self, cfg: DictDefault, model: PreTrainedModel) -> None:
-        """Return the model to ordinary LoRA."""
-        self.handle.remove()
+        """Restore the model. axolotl calls this twice."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None

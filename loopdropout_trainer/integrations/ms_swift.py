@@ -10,7 +10,7 @@ from swift.callbacks import TrainerCallback, callbacks_map
 from swift.utils import get_env_args
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from loopdropout_trainer import loop_dropout
+from loopdropout_trainer.handle import loop_dropout
 
 
 class LoopDropoutCallback(TrainerCallback):
@@ -30,7 +30,7 @@ class LoopDropoutCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Return the model to ordinary LoRA."""
+        """Restore the model."""
         self.handle.remove()
 
 
