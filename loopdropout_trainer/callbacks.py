@@ -139,6 +139,10 @@ class StopCallback(TrainerCallback):
         if self.received:
             control.should_save = True
             control.should_training_stop = True
+        # A log is the mean over all processes. So the logs of a checkpoint, and of the whole training, miss no step.
+        control.should_log |= control.should_save or control.should_evaluate or control.should_training_stop
+
+    on_epoch_end = on_step_end
 
     def raise_if_stopped(self, state: TrainerState) -> None:
         """Raise TrainingInterrupted after a training that a signal stopped before its last step."""
@@ -184,7 +188,14 @@ class GatedStepCallback(TrainerCallback):
 
 
 class GateLoggingCallback(GatedStepCallback):
-    """Log the mean gate (`gate_mean`) and the share of examples with an active gate in loop t (`active_loop_t`)."""
+    """Log the mean gate (`gate_mean`) and the share of examples with an active gate in loop t (`active_loop_t`).
+
+    A resumed training continues TRL's count of tokens (`num_tokens`).
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        counts = [log["num_tokens"] for log in state.log_history if "num_tokens" in log]
+        self.trainer._total_train_tokens = max(counts, default=0)
 
     def on_micro_batch_end(self) -> None:
         trainer = self.trainer

@@ -259,6 +259,7 @@ def train(folder: Path, name: str, dtype: str = "float32", num_loops: int = 4, *
         "first_step": steps[0],
         "share_of_weights": _held(trainer.model),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "train_loss": trainer.state.log_history[-1]["train_loss"],
         "eval_loss": trainer.evaluate()["eval_loss"] if name in EVALUATIONS else None,
         "gates": gates,
     }

@@ -135,6 +135,14 @@ def test_evaluation_loss_is_the_mean_over_tokens(tmp_path, processes, tokenizer)
         assert record["eval_loss"] == pytest.approx(expected, abs=2e-6)
 
 
+def test_train_loss_is_the_mean_over_processes(tmp_path):
+    """The last step is not a logging step."""
+    (expected,) = alone(tmp_path, ["plain"], per_device_train_batch_size=8, logging_steps=3)["plain"].records
+    run = forked(layouts.Layout("ddp", 2, 4), tmp_path / "run", ["plain"], logging_steps=3)["plain"]
+    for record in run.records:
+        assert record["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp, accumulation", "fsdp2", "zero2", "zero3"])
 def test_every_rule_trains_as_in_one_process(tmp_path, name):
