@@ -33,7 +33,8 @@ class GateConfig:
         gate_seed (`int`, *optional*):
             Seed of the gate draws, which never touch the global random state. Defaults to `seed`.
         remove_padding (`bool`, *optional*, defaults to `True`):
-            Whether to run the examples of a training micro-batch packed in one row, without padding.
+            Whether to run the examples of a training micro-batch packed in one row, without padding. With `lora_dropout`, the
+            dropout masks then differ from TRL's, which draws them for padded rows. Their distribution is the same.
         skip_frozen_loops (`bool`, *optional*, defaults to `True`):
             Whether to run the loops before an example's first active gate without gradient and adapter. It needs
             `remove_padding`, one process or DDP, and an adapter without input dropout as the only trained weights.
@@ -147,6 +148,8 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     Configuration class for the [`LoopDropoutSFTTrainer`]. It has all fields of [`~trl.SFTConfig`] and of [`GateConfig`].
 
     Args:
+        learning_rate (`float`, *optional*, defaults to `1e-4`):
+            Learning rate of the paper's controlled comparisons. TRL's default is 2e-5, which a [`~trl.SFTConfig`] keeps.
         loss_average (`str`, *optional*, defaults to `"tokens"`):
             Average that is the loss of a step: over its `"tokens"`, or over its `"micro_batches"`, each of which counts
             with the mean over its own tokens.
@@ -164,6 +167,9 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args"]
     trl_class = SFTConfig
 
+    learning_rate: float = field(
+        default=1e-4, metadata={"help": "Learning rate. The default is the one of the paper's controlled comparisons."}
+    )
     loss_average: str = field(
         default="tokens",
         metadata={
