@@ -83,6 +83,15 @@ def test_unit_gates_train_as_trl_and_peft(train, fields):
         assert mine.get("eval_loss", 0) == pytest.approx(other.get("eval_loss", 0), rel=1e-6)
 
 
+def test_lora_dropout_masks_are_trls_with_padding(train):
+    adapter = default_peft_config(tiny_ouro(), lora_dropout=0.1)
+    ours, theirs = (
+        train(cls=cls, p=0.0, remove_padding=False, peft_config=adapter) for cls in (LoopDropoutSFTTrainer, SFTTrainer)
+    )
+    losses = [[log.get("loss") for log in trainer.state.log_history] for trainer in (ours, theirs)]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("fields", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}], ids=str)
 def test_draws_depend_on_seed_step_and_row(train, fields):
     trainer = train(cls=Recorder, gate_seed=7, **fields)
