@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import reprlib
@@ -56,7 +57,10 @@ def run_script(main: Callable[[], None]) -> None:
         main: function that parses the command line and does the work.
     """
     script = Path(sys.argv[0]).name
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # for users of its next release
+    # For users of the libraries' next releases.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft|trl")
+    warnings.filterwarnings("ignore", module="plotnine")  # about lines of a single point
+    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
     try:
         main()
         sys.stdout.flush()

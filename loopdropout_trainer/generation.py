@@ -48,9 +48,8 @@ def generate_greedy(
     max_new_tokens: int,
     batch_size: int = 16,
     stop_strings: Sequence[str] = (),
-    progress: bool = True,
+    progress: bool | str = True,
     on_completion: Callable[[int, str], Any] | None = None,
-    on_text: Callable[[str], Any] | None = None,
 ) -> list[str]:
     """Complete each prompt with the most probable tokens, at the depth `model.config.num_loops` and under the gates in force.
 
@@ -61,10 +60,9 @@ def generate_greedy(
         max_new_tokens: Largest number of tokens of a completion.
         batch_size: Number of completions that run together.
         stop_strings: Strings that end a completion. It also ends at an end token of the tokenizer or the model.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar, or its description.
         on_completion: Function that gets the index of a prompt and its completion as soon as the completion ends. The longest
             prompts start first.
-        on_text: Function that gets the completion of a single prompt after each of its tokens.
 
     Returns:
         The completions in the order of `prompts`, without prompts and special tokens.
@@ -76,13 +74,21 @@ def generate_greedy(
     gates = looped.loop_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")
-    ending = _Ending(looped, tokenizer, stop_strings, on_text)
+    ending = _Ending(looped, tokenizer, stop_strings)
     decode = _decode_in_slots if supports_slots(looped) else _generate
     completions: dict[int, str] = {}
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), tqdm(total=len(prompts), unit=" prompts", disable=not progress) as bar:
+        with (
+            torch.no_grad(),
+            tqdm(
+                total=len(prompts),
+                desc=progress if isinstance(progress, str) else None,
+                unit=" prompts",
+                disable=not progress,
+            ) as bar,
+        ):
             for finished in decode(looped, token_ids, max_new_tokens, batch_size, ending.find_ended):
                 for index, tokens in finished:
                     completions[index] = ending.to_text(tokens)
@@ -97,10 +103,7 @@ def generate_greedy(
 class _Ending:
     """End tokens and stop strings of completions."""
 
-    def __init__(
-        self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], on_text: Any
-    ) -> None:
-        self.on_text = on_text
+    def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
         self.decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.stops = re.compile("|".join(map(re.escape, stops)) if stops else "(?!)")  # (?!) matches nothing
         added = tokenizer.get_added_vocab()  # special tokens are not part of the decoded text
@@ -110,8 +113,6 @@ class _Ending:
 
     def find_ended(self, completions: list[list[int]]) -> list[bool]:
         """Return whether each completion ends with its last token. Before that token it had not ended."""
-        if self.on_text is not None:
-            self.on_text(self.to_text(completions[0]))
         tails = [""] * len(completions)
         if self.window:
             tails = self.decode([tokens[-self.window :] for tokens in completions])

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import lm_eval.api.model
+import lm_eval.api.task
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
@@ -22,10 +24,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.hub import end_tokens, load_model
-from loopdropout_trainer.looped import find_looped_model, parse_gates, set_depth
+from loopdropout_trainer.looped import find_looped_model, set_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -33,6 +35,8 @@ from loopdropout_trainer.tokenizers import load_tokenizer
 # HFLM warns about a model that is already loaded, which is the normal case here.
 _WARNINGS = re.compile("already-initialized|not of type `str`")
 logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: not _WARNINGS.search(str(record.msg)))
+# lm-eval shows progress bars of the prompts and the cached answers, which take no time. No option turns them off.
+lm_eval.api.model.tqdm = lm_eval.api.task.tqdm = lambda items, **kwargs: items
 
 _GREEDY_FIELDS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
 
@@ -171,6 +175,7 @@ class LoopedLM(HFLM):
         room = self.max_length - max_new_tokens
         if room < 1:
             raise UserError(f"`max_new_tokens` must be less than {self.max_length}, got {max_new_tokens}.")
+        description = f"{requests[0].task_name}, K = {self.num_loops}, gates: {self.columns['gates']}"
         prompts = [self.tok_batch_encode([request.args[0]], left_truncate_len=room)[0][0] for request in requests]
         return generate_greedy(
             self.model,
@@ -179,7 +184,7 @@ class LoopedLM(HFLM):
             max_new_tokens,
             self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
             handle_stop_sequences(options["until"], eos=None),
-            progress=not disable_tqdm and self.rank == 0,
+            progress=description if not disable_tqdm and self.rank == 0 else False,
             on_completion=lambda index, text: self.cache_hook.add_partial(
                 "generate_until", requests[index].args, text
             ),
@@ -196,3 +201,22 @@ class LoopedLM(HFLM):
 
     def barrier(self) -> None:
         PartialState().wait_for_everyone()
+
+
+def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
+    """Return the gates [K] from numbers or a string such as "1-0-0-0". Unit gates are None.
+
+    Raises:
+        UserError: if there is not one number for each loop.
+    """
+    if gates is None:
+        return None
+    try:
+        numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != num_loops:
+        raise UserError(
+            f"`gates` must be {num_loops} numbers such as 1-0-0-0, one for each loop, got {short_repr(gates)}."
+        )
+    return None if all(number == 1 for number in numbers) else numbers
