@@ -22,7 +22,6 @@ from trl import DPOConfig, DPOTrainer
 
 from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import model_path
 from loopdropout_trainer.trainer import GateSamplingMixin
 
@@ -58,13 +57,14 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
         peft_config: PeftConfig | None = None,
     ) -> None:
         args = LoopDropoutDPOConfig.from_trl(args, model)
+        model = model_path(model)
         if args.precompute_ref_log_probs:
             raise UserError(
                 "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
             )
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model_path(model),
+            model=model,
             ref_model=ref_model,
             args=args,
             data_collator=data_collator,
@@ -78,8 +78,6 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
             peft_config=peft_config,
         )
         self.after_init()
-        if self.ref_model is not None:
-            find_looped_model(self.ref_model).prepare_fused_loss()
         # A separate reference model starts from evaluation's state, so the policy does, too.
         self.samples_start_states = self.ref_model is None
 

@@ -52,9 +52,10 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = LoopDropoutGRPOConfig.from_trl(args, model)
+        model = model_path(model)
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model_path(model),
+            model=model,
             reward_funcs=reward_funcs,
             args=args,
             train_dataset=train_dataset,

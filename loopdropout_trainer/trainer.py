@@ -178,9 +178,10 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
         args = LoopDropoutConfig.from_trl(args, model)
+        model = model_path(model)
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
-            model=model_path(model),
+            model=model,
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,

@@ -15,11 +15,11 @@ from sft import (
     evaluate,
     evaluate_base,
     is_complete,
+    is_trained,
     load_tasks,
     plan_runs,
     print_data,
     print_results,
-    push,
     save,
     train,
 )
@@ -29,6 +29,7 @@ from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.hub import load_model
+from loopdropout_trainer.progress import JobProgressCallback
 from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     if script_args.dry_run:
         return
 
+    progress = JobProgressCallback(sum(not is_trained(args) for args, _ in runs))
     for args, recipe in runs:
         if is_complete(args, recipe):
             continue
@@ -67,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
+        progress.attach(trainer)
         if script_args.evaluate_base and args is training_args:
             evaluate_base(trainer, script_args, recipe, tasks)
         train(trainer, recipe)
@@ -77,7 +80,6 @@ def main(argv: list[str] | None = None) -> None:
 
     if training_args.process_index == 0:
         print_results([args.output_dir for args, _ in runs])
-    push(script_args, training_args)
 
 
 if __name__ == "__main__":

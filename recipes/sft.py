@@ -13,7 +13,6 @@ with `--resume_from_checkpoint true` continues an interrupted run.
 from __future__ import annotations
 
 import math
-import runpy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -40,11 +39,11 @@ from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, development_ta
 from loopdropout_trainer.hub import (
     load_model,
     merge_and_save,
-    push_merged_to_hub,
     read_card_fields,
     write_model_card,
 )
 from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
+from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback
 from loopdropout_trainer.recipe import ModelArguments, build, dump_recipe, load_recipe, override, parse, recipe_dict
 from loopdropout_trainer.results import (
     RECIPE_FILE,
@@ -57,29 +56,12 @@ from loopdropout_trainer.results import (
     write_run,
 )
 from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.tracking import finish_run
 from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 
 @dataclass
-class BenchmarkArguments:
-    """How tasks are evaluated."""
-
-    benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
-    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
-    own_benchmarks: dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
-    )
-    benchmark_revisions: dict[str, str] | None = field(
-        default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
-    )
-    allow_unsafe_code: bool = field(
-        default=False, metadata={"help": "Whether to run generated programs without sandbox. Command line only."}
-    )
-
-
-@dataclass
-class ScriptArguments(BenchmarkArguments):
+class ScriptArguments:
     """Steps around the training."""
 
     help_title = "Evaluation and output"
@@ -89,6 +71,15 @@ class ScriptArguments(BenchmarkArguments):
     )
     benchmarks: list[str] | None = field(
         default=None, metadata={"help": "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."}
+    )
+    benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
+    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
+    own_benchmarks: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
+    )
+    benchmark_revisions: dict[str, str] | None = field(
+        default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
     )
     evaluate_base: bool = field(default=True, metadata={"help": "Whether to evaluate the base model, too."})
     depths: list[int] | None = field(
@@ -101,8 +92,8 @@ class ScriptArguments(BenchmarkArguments):
         default=0, metadata={"help": "Number of evaluation batches for the loss with the adapter in one loop only."}
     )
     merge: bool = field(default=False, metadata={"help": "Whether to save the merged model in `output_dir`/merged."})
-    push_merged_to_hub: bool = field(
-        default=False, metadata={"help": "Whether to merge, and to push the merged model to `hub_model_id`."}
+    allow_unsafe_code: bool = field(
+        default=False, metadata={"help": "Whether to run generated programs without sandbox. Command line only."}
     )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop before the training."})
     preview: int | None = field(
@@ -112,7 +103,6 @@ class ScriptArguments(BenchmarkArguments):
     def __post_init__(self):
         if (self.depths or self.single_loop_accuracy) and not self.benchmarks:
             raise UserError("`benchmarks` must be set if `depths` or `single_loop_accuracy` is set.")
-        self.merge = self.merge or self.push_merged_to_hub
 
 
 @dataclass
@@ -164,6 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     if script_args.dry_run:
         return
 
+    progress = JobProgressCallback(sum(not is_trained(args) for args, _ in runs))
     for args, recipe in runs:
         if is_complete(args, recipe):
             continue
@@ -180,6 +171,9 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
+        progress.attach(trainer)
+        if "eval" in dataset:
+            trainer.add_callback(SampleCompletionsCallback(trainer))
         if script_args.evaluate_base and args is training_args:
             evaluate_base(trainer, script_args, recipe, tasks)
         train(trainer, recipe)
@@ -193,7 +187,6 @@ def main(argv: list[str] | None = None) -> None:
         print_results([args.output_dir for args, _ in runs])
         if script_args.depths or script_args.single_loop_accuracy:
             draw_results(training_args.output_dir)
-    push(script_args, training_args)
 
 
 # Before the training
@@ -223,14 +216,13 @@ def plan_runs(
         raise UserError(f"`merge` must be false for the rule {rules[0].name!r}, whose update differs between loops.")
     if script_args.depths and not all(rule.mergeable for rule in rules):
         raise UserError("`depths` must not be set for a rule whose update differs between loops.")
-    if script_args.push_merged_to_hub and not training_args.hub_model_id:
-        raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
     for args, own_recipe in runs:
         saved = saved_recipe(args.output_dir)
         if saved and (difference := compare_recipes(saved, own_recipe, UNCOMPARED | MEASURED)):
             raise UserError(
                 f"{args.output_dir} holds another run: {difference}. Set another `output_dir`, or remove the folder."
             )
+        args.run_name = f"{method_title(args, own_recipe)}, {args.run_name or f'seed {args.seed}, {args.output_dir}'}"
     if training_args.process_index == 0:
         print_plan(runs)
     return runs
@@ -250,8 +242,9 @@ def print_plan(runs: list[tuple[TrainingArguments, dict[str, Any]]]) -> None:
         f"seed {args.seed}",
         "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
         "output_dir": args.output_dir,
+        "trained": ", ".join(args.output_dir for args, _ in runs if is_trained(args)),
     }
-    print("\n".join(f"{name:<12}{text.strip()}" for name, text in plan.items()), flush=True)
+    print("\n".join(f"{name:<12}{text.strip()}" for name, text in plan.items() if text), flush=True)
 
 
 def print_data(dataset: DatasetDict, args: TrainingArguments) -> None:
@@ -284,6 +277,11 @@ def saved_recipe(output_dir: str) -> dict[str, Any]:
     return load_recipe(path) if path.exists() else {}
 
 
+def is_trained(args: TrainingArguments) -> bool:
+    """Return whether the training of a run has ended."""
+    return read_run(args.output_dir).get("status") in ("trained", "finished")
+
+
 def is_complete(args: TrainingArguments, recipe: Mapping[str, Any]) -> bool:
     """Return whether a run has finished with all of its measurements."""
     return is_finished(args.output_dir) and not compare_recipes(saved_recipe(args.output_dir), recipe)
@@ -297,28 +295,26 @@ def train(trainer: Trainer, recipe: Mapping[str, Any]) -> None:
     args = trainer.args
     folder = Path(args.output_dir)
     is_main = trainer.is_world_process_zero()
-    if read_run(folder).get("status") in ("trained", "finished"):
+    if is_trained(args):
         load_trained(trainer, folder)
         return
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         dump_recipe(recipe, folder / RECIPE_FILE)
-    metrics = {}
     checkpoint = find_checkpoint(args)
+    state = load_state(checkpoint) if checkpoint else TrainerState(max_steps=1)
     try:
-        if checkpoint is None:
-            metrics = trainer.train().metrics
-        elif is_last(checkpoint):
-            load_trained(trainer, checkpoint)
-        else:
+        if state.global_step < state.max_steps:
             trainer.train(resume_from_checkpoint=checkpoint)
+        else:  # transformers would take one more step
+            load_trained(trainer, checkpoint)
     except NonFiniteGradientError:
         if is_main:
             write_run(folder, status="non-finite")
         raise
     trainer.save_model()
     trainer.save_state()
-    record(trainer, recipe, training_results(trainer, metrics), task="training")
+    record(trainer, recipe, training_results(trainer, state.global_step), task="training")
     if is_main:
         write_run(folder, status="trained", **run_facts(trainer))
 
@@ -331,37 +327,39 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     return None if wanted in ("false", "none") else args.resume_from_checkpoint
 
 
-def is_last(checkpoint: str) -> bool:
-    """Return whether a checkpoint was saved after the last step, from which transformers would take one more step."""
-    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    return state.global_step >= state.max_steps
+def load_state(folder: str | Path) -> TrainerState:
+    """Return the state of a training, or of its checkpoint."""
+    return TrainerState.load_from_json(str(Path(folder, TRAINER_STATE_NAME)))
 
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:
     """Load a trained adapter and the state of its training."""
     trainer.model.load_adapter(str(folder), "default")
-    trainer.state = TrainerState.load_from_json(str(Path(folder, TRAINER_STATE_NAME)))
+    trainer.state = load_state(folder)
 
 
-def training_results(trainer: Trainer, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+def training_results(trainer: Trainer, first_step: int) -> Iterator[dict[str, Any]]:
     """Yield the results of a training.
 
     Args:
         trainer: after the training.
-        metrics: of the training. A resumed training has none, since they do not include the steps before.
+        first_step: number of steps before the last interruption, whose time is estimated from the steps after it.
     """
-    history = trainer.state.log_history
-    logged = lambda name: [log[name] for log in history if name in log]
-    seconds = metrics.get("train_runtime")
-    num_tokens = logged("num_tokens")[-1] if metrics and logged("num_tokens") else None
+    num_steps = trainer.state.global_step
+    logged = lambda name: [log[name] for log in trainer.state.log_history if name in log]
+    last = lambda name: (logged(name) or [None])[-1]
+    ends = [log["step"] for log in trainer.state.log_history if "loss" in log]
+    losses = [loss * (end - start) for loss, start, end in zip(logged("loss"), [0, *ends], ends, strict=False)]
+    num_tokens, seconds = last("num_tokens"), last("train_runtime")
+    seconds = seconds and seconds * num_steps / (num_steps - first_step)
     results = {
-        "train_loss": (metrics.get("train_loss"), "nats"),
-        "eval_loss": ((logged("eval_loss") or [None])[-1], "nats"),
+        "train_loss": (sum(losses) / num_steps, "nats"),
+        "eval_loss": (last("eval_loss"), "nats"),
         "examples": (len(trainer.train_dataset), ""),
         "trainable_parameters": (trainer.model.get_nb_trainable_parameters()[0], ""),
         "num_tokens": (num_tokens, "tokens"),
         "train_seconds": (seconds, "s"),
-        "step_seconds": (seconds and seconds / trainer.state.global_step, "s"),
+        "step_seconds": (seconds and seconds / num_steps, "s"),
         "tokens_per_second": (seconds and num_tokens and num_tokens / seconds, "tokens/s"),
     }
     if torch.cuda.is_available():
@@ -478,19 +476,13 @@ def save(trainer: Trainer, recipe: Mapping[str, Any], merge: bool) -> None:
     write_model_card(folder, trainer.model, repo_id=args.hub_model_id, **card)
     if merge:
         merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, args.hub_model_id)
+    finish_run(trainer, own_results(folder))
     write_run(folder, **{**read_run(folder), "status": "finished"})
 
 
 def own_results(folder: str | Path) -> list[dict[str, Any]]:
     """Return the results of one folder without its subfolders."""
     return [row for row in read_results(folder) if row["folder"] == str(folder)]
-
-
-def push(script_args: ScriptArguments, args: TrainingArguments) -> None:
-    """Push the merged model to the Hub if the script arguments ask for it."""
-    if script_args.push_merged_to_hub and args.process_index == 0:
-        address = push_merged_to_hub(Path(args.output_dir, "merged"), args.hub_model_id, token=args.hub_token)
-        print(f"Pushed to {address}")
 
 
 def print_results(folders: list[str]) -> None:
@@ -521,9 +513,9 @@ def print_results(folders: list[str]) -> None:
 def draw_results(folder: str) -> None:
     """Draw a figure of the results in and below a folder, if plotnine is installed."""
     if find_spec("plotnine"):
-        report = runpy.run_path(str(Path(__file__).with_name("report.py")))
-        plot = report["overview_figure"](report["load_results"](folder))
-        report["save_figure"](plot, Path(folder, "figure"))
+        from report import load_results, overview_figure, save_figure
+
+        save_figure(overview_figure(load_results(folder)), Path(folder, "figure"))
 
 
 def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str = "{:.1f}") -> None:

@@ -1,11 +1,15 @@
 """Training data: examples, loss masks token by token, the choice of examples, and errors."""
 
+import contextlib
 import gzip
+import io
 import json
+import re
+import shlex
 
 import numpy as np
 import pytest
-from conftest import SAMPLES, TINY_OURO_PATH, byte_tokenizer, tiny_ouro
+from conftest import ROOT, SAMPLES, TINY_OURO_PATH, byte_tokenizer, load_script, tiny_ouro
 from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
@@ -349,3 +353,27 @@ def test_wrong_data_arguments(write, tokenizer, tmp_path, fields, message):
     fields = {**fields, "train_files": [path.format(**paths) for path in fields.get("train_files", [])]}
     with pytest.raises(UserError, match=message):
         load_datasets(DataArguments(**fields), tokenizer, max_length=100)
+
+
+# docs/own_data.md
+
+
+def test_own_data_page_shows_real_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs/own_data.md").read_text(), re.MULTILINE | re.DOTALL)
+    (rows,), (recipe,), commands, (printed,), (snippet,) = (
+        [text for name, text in blocks if name == language] for language in ("json", "yaml", "bash", "", "python")
+    )
+    (tmp_path / "questions.jsonl").write_text(rows)
+    (tmp_path / "mine.yaml").write_text(recipe)
+    outputs = []
+    for run in (*commands, snippet):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            if run == snippet:
+                exec(snippet, {})
+            else:
+                load_script("recipes/sft.py").main(shlex.split(run)[2:])
+        outputs.append(out.getvalue())
+    assert outputs[0] == printed
+    assert "LoRA" in outputs[1] and (tmp_path / "outputs/mine/lora/adapter_model.safetensors").exists()
+    assert outputs[2].startswith(printed[printed.index("Question:") :])

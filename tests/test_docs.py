@@ -1,5 +1,6 @@
 """Test the links, snippets and commands of the README and the documentation, the notebook and the site."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -9,6 +10,9 @@ import sys
 import pytest
 from processes import ENVIRONMENT, ROOT, Program, python
 
+import loopdropout_trainer
+from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
+
 
 PAGES = [
     ROOT / "README.md",
@@ -17,6 +21,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+OWN_DATA = "docs/own_data.md"
+"""Page that tests/test_data.py runs, with its files."""
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SHORT = "--max_steps 2 --num_train_examples 16 --num_eval_examples 4 --logging_steps 1"
 CHEAP = {
@@ -57,6 +63,18 @@ def test_no_line_starts_with_a_comment(name):
     assert not re.findall(r"^ *<!--\w.*", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
 
 
+def test_reference_has_every_public_name():
+    names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    assert {*loopdropout_trainer.__all__} <= {*names}
+
+
+@pytest.mark.parametrize("config", [GateConfig, LoopDropoutConfig])
+def test_config_docstring_has_every_field(config):
+    inherited = {field.name for base in config.__bases__ if base is not object for field in dataclasses.fields(base)}
+    documented = re.findall(r"^    +(\w+) \(`.*\*optional\*.*\):$", config.__doc__, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(config) if field.name not in inherited]
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A folder with the scripts and a short quickstart."""
@@ -68,14 +86,18 @@ def clone(tmp_path_factory):
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "python")])
+@pytest.mark.parametrize(
+    "name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "python") and name != OWN_DATA]
+)
 def test_snippets_run(clone, name):
     for snippet in code(ROOT / name, "python"):
         python("-c", snippet.replace("ByteDance/Ouro-1.4B", str(ROOT / "loopdropout_trainer/tiny_ouro")), cwd=clone)
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "bash")])
+@pytest.mark.parametrize(
+    "name", [name for name, page in zip(NAMES, PAGES, strict=True) if code(page, "bash") and name != OWN_DATA]
+)
 def test_commands_run(clone, name):
     """Commands that need the Hub run until they ask for it."""
     for line in "".join(code(ROOT / name, "bash")).replace("\\\n", " ").splitlines():

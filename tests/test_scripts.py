@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -118,6 +119,9 @@ def test_sft_prints_plan_and_tables(quickstart):
         assert line in text
     assert "Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod" in text
     assert "loop 1  loop 2  loop 3  loop 4  all loops" in text and f"Everything is in {folder}" in text
+    for method in ("Loop Dropout", "Input dropout"):
+        assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
+    assert "completion: " in text
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -149,6 +153,7 @@ def test_finished_run_is_printed_and_not_repeated(quickstart, copy, no_steps):
     stamp = (copy / "run.json").stat().st_mtime_ns
     text = run(*WORDS, "--output_dir", copy)
     assert tables(text) == tables(quickstart[1])
+    assert f"trained     {copy}, {copy}/lora\n" in text
     assert (copy / "run.json").stat().st_mtime_ns == stamp
 
 
@@ -175,6 +180,11 @@ def test_folder_of_another_recipe_is_not_used(quickstart, words, difference):
     assert (folder / "results.jsonl").read_bytes() == before
 
 
+def training_results(folder):
+    rows = SCRIPTS["sft"].own_results(folder)
+    return {row["metric"]: row["value"] for row in rows if row["task"] == "training"}
+
+
 def interrupt(folder, last_step):
     """Remove the files that a run writes after a checkpoint; the next checkpoint is incomplete."""
     for name in ("run.json", "adapter_model.safetensors", "results.jsonl"):
@@ -189,10 +199,13 @@ def interrupt(folder, last_step):
 @pytest.mark.parametrize("last_step", [0, 2, 6])
 def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     interrupt(copy, last_step)
-    run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", *FEW_MEASUREMENTS)
+    text = run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", *FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
-    metrics = {row["metric"] for row in SCRIPTS["sft"].own_results(copy) if row["task"] == "training"}
-    assert "examples" in metrics and ({"train_loss", "train_seconds"} <= metrics) == (last_step == 0)
+    assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
+    resumed, whole = training_results(copy), training_results(quickstart[0])
+    assert resumed["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-6)
+    assert resumed["num_tokens"] == whole["num_tokens"]
+    assert ("train_seconds" in resumed) == (last_step < 6)
 
 
 def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
@@ -278,7 +291,6 @@ MISTAKES = [
     ("sft", {"rule": "independent", "merge": True}, "`merge` must be false for the rule 'independent'"),
     ("sft", {"rule": "learned", "depths": [2], "benchmarks": ["development"]}, "`depths` must not be set for a rule"),
     ("sft", {"depths": [2]}, "`benchmarks` must be set if `depths` or `single_loop_accuracy` is set."),
-    ("sft", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
     ("sft", {"single_loop_batches": 1, "num_eval_examples": 0}, "`num_eval_examples` must be at least 1"),
     ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
     ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),

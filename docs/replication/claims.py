@@ -191,13 +191,13 @@ def decide(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, str]]:
     """
     rows, gains, same = [], {}, {}
     for claim in CLAIMS:
-        differences = claim.gains(studies[claim.study])
-        equal = [title for title, other in gains.items() if np.array_equal(differences, other)]
+        values = claim.gains(studies[claim.study])
+        equal = [title for title, other in gains.items() if np.array_equal(values, other)]
         if equal:
             same[claim.title] = equal[0]
         else:
-            gains[claim.title] = differences
-            rows.append({"claim": claim, "gain": estimate(differences), "n": len(differences)})
+            gains[claim.title] = values
+            rows.append({"claim": claim, "gain": estimate(values), "n": len(values)})
     table = pd.DataFrame(rows)
     table["adjusted"] = multipletests([gain.p for gain in table["gain"]], method="holm")[1]
     table["verdict"] = [verdict(gain.mean, p) for gain, p in zip(table["gain"], table["adjusted"], strict=True)]

@@ -1,1 +1,0 @@
-"""Plugins for other training programs, with one module for each program. See docs/integrations.md."""

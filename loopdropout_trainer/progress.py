@@ -1,0 +1,100 @@
+"""Progress of a job of several trainings: the method's name on each line, the expected time, and sample completions."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from itertools import islice
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+
+from loopdropout_trainer.distributed import IGNORED, shards_weights
+from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.tracking import log_table
+
+
+class JobProgressCallback(ProgressCallback):
+    """Show the trainings of a job, with the method's name and the expected time until the end of the job.
+
+    The time includes the evaluations as soon as the first training has been evaluated. Attach one object to all trainers.
+
+    Args:
+        trainings: Number of trainings of the job.
+    """
+
+    evaluation_seconds = trained_at = None
+
+    def __init__(self, trainings: int) -> None:
+        super().__init__()
+        self.trainings = trainings
+
+    def attach(self, trainer: Trainer) -> None:
+        """Show the progress of a trainer, instead of transformers' own display."""
+        for display in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(display)
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.title = args.run_name.partition(", ")[0]
+        self.current_step = self.first_step = state.global_step
+        self.start = time.monotonic()
+        self.evaluation_seconds = self.trained_at and self.start - self.trained_at
+        hidden = args.disable_tqdm or not state.is_world_process_zero
+        self.training_bar = tqdm(desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden)
+        if state.global_step:
+            self.training_bar.write(f"Continuing from checkpoint-{state.global_step} of {state.max_steps}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        step_seconds = (time.monotonic() - self.start) / (state.global_step - self.first_step)
+        left = (self.trainings * state.max_steps - state.global_step) * step_seconds
+        left += self.trainings * (self.evaluation_seconds or 0)
+        without = "" if self.evaluation_seconds else " without evaluations"
+        self.training_bar.set_postfix_str(f"job: {timedelta(seconds=round(left))} left{without}", refresh=False)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None:
+            values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
+            self.training_bar.write(f"{self.title}, {self.training_bar.postfix}: {values}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        self.trainings -= 1
+        self.trained_at = time.monotonic()
+
+
+class SampleCompletionsCallback(TrainerCallback):
+    """Print a greedy completion of the first evaluation example, and log it to W&B and Trackio.
+
+    It does so at each evaluation, and after the last step.
+
+    Args:
+        trainer: Trainer with an evaluation dataset.
+        max_new_tokens: Maximum number of tokens of the completion.
+    """
+
+    def __init__(self, trainer: Trainer, max_new_tokens: int = 64) -> None:
+        self.trainer = trainer
+        self.max_new_tokens = max_new_tokens
+        with torch.random.fork_rng():
+            batch = trainer.data_collator(list(islice(trainer.eval_dataset, 1)))
+        ids, trained = batch["input_ids"][0], batch["labels"][0] != IGNORED
+        start = int(trained.int().argmax()) or len(ids) // 2  # a text without prompt is divided in the middle
+        self.prompt, self.reference = ids[:start].tolist(), ids[start:][trained[start:]]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_training_stop and not control.should_evaluate:
+            self.on_evaluate(args, state, control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        trainer, tokenizer = self.trainer, self.trainer.processing_class
+        if state.is_world_process_zero and not shards_weights(args):
+            with torch.random.fork_rng(), trainer.accelerator.autocast():
+                (text,) = generate_greedy(trainer.model, tokenizer, [self.prompt], self.max_new_tokens, progress=False)
+            sample = {"step": state.global_step, "prompt": tokenizer.decode(self.prompt), "completion": text}
+            sample["reference"] = tokenizer.decode(self.reference, skip_special_tokens=True)
+            tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
+            log_table(args, "samples", pd.DataFrame([sample]))
