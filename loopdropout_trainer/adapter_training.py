@@ -26,6 +26,7 @@ from loopdropout_trainer.lora import (
     physical_layers,
     trained_lora_parameters,
 )
+from loopdropout_trainer.models.looped_modeling import check_checkpoint
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 
 
@@ -60,6 +61,7 @@ class AdapterTrainingMixin:
         """Return the configuration of the adapter, by default the paper's."""
         skeleton = None
         if isinstance(model, str):
+            check_checkpoint(model, (args.model_init_kwargs or {}).get("revision"))
             if args.model_init_kwargs:
                 args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
             skeleton = foreign_skeleton(model, (args.model_init_kwargs or {}).get("revision"))

@@ -5,6 +5,7 @@ At unit gates an adapter is ordinary LoRA, so that W + (alpha / r) B A is an ord
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -19,9 +20,10 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file, logging
 
@@ -46,9 +48,10 @@ from loopdropout_trainer.lora import (
     kind_of,
     merged_update,
 )
-from loopdropout_trainer.models.looped_modeling import check_weights
+from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights
 from loopdropout_trainer.recipe import load_recipe, model_path
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_results
+from loopdropout_trainer.standalone import write_code
 from loopdropout_trainer.tokenizers import end_token_ids
 
 
@@ -102,6 +105,7 @@ def load_model(
             if name is None:
                 config = read_adapter_config(adapter)
                 name, revision = config.base_model_name_or_path, revision or config.revision
+        check_checkpoint(name, revision or "main")
         if num_loops is not None:
             kwargs = loading_fields(name, {**kwargs, "num_loops": num_loops, "revision": revision or "main"})
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -240,29 +244,56 @@ def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
 
 
 @torch.no_grad()
-def merged_state_dict(model: PeftModel) -> dict[str, Tensor]:
-    """Return the base model's state dict with the adapter added at unit gates.
+def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]:
+    """Return the base model's state dict with the adapter's update added.
 
-    W + (alpha / r) B A is summed in float32 and rounded once. The model stays unmerged.
+    W + scale (alpha / r) B A is summed in float32 and rounded once. A 4-bit W is dequantized first. The model stays unmerged.
+
+    Args:
+        model: PEFT model over a looped model.
+        scale: Factor of the update. It has the effect of this gate in every loop.
 
     Raises:
-        UserError: If the adapter cannot be merged, or the base weights are quantized or sharded.
+        UserError: If the adapter cannot be merged, or the base weights are sharded, or quantized to other than 4 bits.
     """
     adapter = check_adapter(model)
     base = model.get_base_model()
-    merged = {name: tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
+    skipped = re.compile(r"\.lora_|\.weight\.")  # constants of a quantized weight are named `weight.absmax`, ...
+    merged = {name: tensor for name, tensor in base.state_dict().items() if not skipped.search(name)}
+    merged |= (dequantized := _dequantized_weights(base))
     for name, layer in base.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        weight = merged[f"{name}.base_layer.weight"]
-        update = merged_update(layer, adapter)
-        if type(layer) is not LoraLinear or weight.shape != update.shape or not weight.is_floating_point():
+        weight_name = f"{name}.base_layer.weight"
+        weight, update = merged[weight_name], merged_update(layer, adapter)
+        is_linear = type(layer) is LoraLinear or weight_name in dequantized
+        if not is_linear or weight.shape != update.shape or not weight.is_floating_point():
             raise UserError(
                 f"`{name}` is quantized or sharded: save the adapter, load the base model unquantized in one process, "
                 "and merge there."
             )
-        merged[f"{name}.base_layer.weight"] = (weight.float() + update.float()).to(weight.dtype)
+        merged[weight_name] = (weight.float() + scale * update.float()).to(weight.dtype)
     return {name.replace(".base_layer.", "."): tensor for name, tensor in merged.items()}
+
+
+def _dequantized_weights(base: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the 4-bit weights of a model, dequantized."""
+    linears = {name: module for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        f"{name}.weight": dequantize_module_weight(linear)
+        for name, linear in linears.items()
+        if type(linear.weight).__name__ == "Params4bit"
+    }
+
+
+def _without_quantization(base: PreTrainedModel) -> PreTrainedModel:
+    """Return a model without data, which saves dequantized weights."""
+    config = copy.deepcopy(base.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        empty = type(base)(config).to(base.dtype)
+    empty.generation_config = base.generation_config
+    return empty
 
 
 def merge_and_save(
@@ -271,18 +302,24 @@ def merge_and_save(
     processing_class: PreTrainedTokenizerBase | None = None,
     card: Mapping[str, Any] | None = None,
     repo_id: str | None = None,
+    *,
+    scale: float = 1.0,
+    standalone: bool = False,
 ) -> Path:
-    """Merge the adapter at unit gates and save an ordinary checkpoint of the base model.
+    """Merge the adapter and save an ordinary checkpoint of the base model.
 
     The folder gets the weights in safetensors under the base model's own names, the configurations, the tokenizer and a model
-    card. `model` itself stays unmerged.
+    card. `model` itself stays unmerged. A 4-bit base model is merged into its dequantized weights.
 
     Args:
         model: PEFT model over a looped model.
         output_dir: Folder for the merged model.
         processing_class: Tokenizer to save with the model.
-        card: Keyword arguments `dataset`, `recipe` and `results` of `write_model_card`.
+        card: Keyword arguments `dataset`, `recipe` and `results` of `write_model_card`. The recipe is saved, too.
         repo_id: Name on the Hub for the model card.
+        scale: Factor of the update.
+        standalone: Whether to write the code of this package's model class, so that transformers loads the model without this
+            package, with `trust_remote_code=True`.
 
     Returns:
         The folder.
@@ -290,21 +327,27 @@ def merge_and_save(
     Raises:
         UserError: If the adapter cannot be merged, or the folder holds an adapter or the base model.
     """
-    output_dir = Path(output_dir)
+    output_dir, card = Path(output_dir), card or {}
     base = model.get_base_model()
     if (output_dir / CONFIG_FILE).exists() or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
     if processing_class is not None:
         add_end_tokens(base, end_token_ids(processing_class))
-    base.save_pretrained(output_dir, state_dict=merged_state_dict(model))
+    weights = merged_state_dict(model, scale)
+    saved = base if getattr(base.config, "quantization_config", None) is None else _without_quantization(base)
+    saved.save_pretrained(output_dir, state_dict=weights)
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
-    auto_map = _copy_code(config.pop("auto_map", None) or {}, _base_name(model), output_dir)
+    auto_map = config.pop("auto_map", None) or {}
+    own_map = write_code(base, output_dir) if standalone else {}
+    auto_map = own_map or _copy_code(auto_map, _base_name(model), output_dir)
     config |= {"auto_map": auto_map} if auto_map else {}
     config |= {"use_cache": True} if "use_cache" in config else {}  # training sets it to False
     (output_dir / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if processing_class is not None:
         processing_class.save_pretrained(output_dir)
-    write_model_card(output_dir, model, repo_id=repo_id, merged=True, **(card or {}))
+    if card.get("recipe"):
+        (output_dir / RECIPE_FILE).write_text(_without_folders(card["recipe"]), encoding="utf-8")
+    write_model_card(output_dir, model, repo_id=repo_id, merged=True, scale=scale, **card)
     return output_dir
 
 
@@ -392,6 +435,7 @@ def write_model_card(
     recipe: str | None = None,
     results: Iterable[Mapping[str, Any]] = (),
     merged: bool = False,
+    scale: float = 1.0,
 ) -> Path:
     """Write the model card of an adapter or of a merged model.
 
@@ -403,12 +447,14 @@ def write_model_card(
         recipe: YAML text of the training settings.
         results: Rows of `results.jsonl`. The card shows the scores at unit gates next to the base model's scores.
         merged: Whether the folder holds a merged model.
+        scale: Factor of the update in a merged model.
     """
     folder = Path(folder)
     adapter, looped = model.active_adapters[0], find_looped_model(model)
     lora, num_loops = model.peft_config[adapter], looped.num_loops
     metadata, base = getattr(looped, "trained_with", {}), _base_name(model)
     rule, depths = metadata.get("rule"), metadata.get("depths") or [num_loops]
+    is_quantized = getattr(looped.config, "quantization_config", None) is not None
     on_hub, license_fields = _is_hub_name(base), _license_of(base)
     facts = {
         "Base model": base if on_hub else base and Path(base).name,
@@ -416,6 +462,8 @@ def write_model_card(
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": metadata.get("p"),
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
+        "Factor of the merged update": None if scale == 1 else scale,
+        "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
         "Training data": dataset,
@@ -432,7 +480,7 @@ def write_model_card(
         title=repo_id or folder.resolve().name,
         name=repo_id if repo_id and _HUB_NAME.fullmatch(repo_id) else ".",
         facts={name: value for name, value in facts.items() if value is not None},
-        scores=_scores(results),
+        scores=_scores(results) if scale == 1 else [],
         recipe=recipe and _without_folders(recipe),
         merged=merged,
         shared=not kind_of(model, adapter).one_depth,
@@ -458,7 +506,8 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     """Return (task, score, n, score of the base model) for each task that was evaluated at unit gates."""
     tasks = [row for row in results if row["metric"] == "accuracy"]
-    base = {(row["task"], row["num_loops"]): row["value"] for row in tasks if row["gates"] == "none"}
+    of_base = [row for row in tasks if row["gates"] == "none" and "model" not in row]
+    base = {(row["task"], row["num_loops"]): row["value"] for row in of_base}
     adapted = [row for row in tasks if row["gates"] == "unit"]
     return [(row["task"], row["value"], row["n"], base.get((row["task"], row["num_loops"]))) for row in adapted]
 
@@ -471,6 +520,7 @@ def _loading_facts(folder: Path) -> dict[str, Any]:
         "model_type": config["model_type"],
         "has_tokenizer": (folder / "tokenizer_config.json").is_file(),
         "has_code": "AutoModelForCausalLM" in config.get("auto_map", {}),
+        "is_standalone": (folder / "looped.py").is_file(),
         "in_transformers": getattr(config_class, "__module__", "").startswith("transformers."),
     }
 

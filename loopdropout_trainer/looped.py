@@ -299,6 +299,34 @@ def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
     return gates
 
 
+def expand_gates(gates: Sequence[str] | None, num_loops: int) -> list[str | None]:
+    """Return gates with `single_loop` replaced by "loop 1" to "loop K". Unit gates are None."""
+    alone = [f"loop {loop + 1}" for loop in range(num_loops)]
+    return [each for text in gates or [None] for each in (alone if text == "single_loop" else [text])]
+
+
+def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
+    """Return the gates [K] from numbers, or from a string such as "1-0-0-0" or "loop 1". Unit gates are None.
+
+    Raises:
+        UserError: if there is not one number for each loop.
+    """
+    if gates is None:
+        return None
+    alone = expand_gates(["single_loop"], num_loops)
+    if gates in alone:
+        gates = [text == gates for text in alone]
+    try:
+        numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != num_loops:
+        raise UserError(
+            f"`gates` must be {num_loops} numbers such as 1-0-0-0, one for each loop, got {short_repr(gates)}."
+        )
+    return None if all(number == 1 for number in numbers) else numbers
+
+
 # Looped models.
 
 
@@ -350,7 +378,10 @@ class LoopedModelMixin:
 
     def register_projections(self) -> None:
         """Set PEFT's default targets for models of this type to `recurrent_linears`."""
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # takes seconds
+        try:
+            from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # takes seconds
+        except ImportError:  # in a merged model that is loaded without this package
+            return
 
         names = [name.removeprefix(f"{self.base_model_prefix}.") for name in self.recurrent_linears()]
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", r"\\d+", re.escape(name)) for name in names)  # of any layer
@@ -360,6 +391,9 @@ class LoopedModelMixin:
     def loop_readouts(self, **inputs: Any) -> tuple[Tensor, ...]:
         """Return the K head-ready hidden states [B, S, H], one after each loop, for a causal model's inputs."""
         raise NotImplementedError
+
+    def prepare_fused_loss(self) -> None:
+        """Let `weight` and `bias` of the head give its logits. TRL computes losses from them. By default they do already."""
 
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a collated batch with further inputs that the model needs. By default there are none."""
@@ -388,6 +422,26 @@ DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
 """Descriptions of foreign model classes, by class."""
 
 
+UNSUPPORTED = {
+    "inkling2": ("Inkling-2", "its looped layers are mixtures of experts that also read the pass before"),
+    "sensenova": ("SenseNova-Loop", "it has linear attention and hyper-connections"),
+    "iquestloop": ("IQuest-Coder-Loop", "its second loop also attends to the keys of the first loop"),
+    "iquestplt": ("LoopCoder-V2", "its second loop also attends to the keys of the first loop"),
+    "loopie": ("Loopie", "its looped layers are mixtures of experts"),
+}
+"""Names and reasons of looped models that are not supported, by a part of their model type or class in lower case."""
+
+
+def check_supported(*names: str | None) -> None:
+    """Raise NotLoopedError if a model type or a class belongs to a looped model that is not supported."""
+    text = " ".join(filter(None, names)).lower()
+    for part, (name, reason) in UNSUPPORTED.items():
+        if part in text:
+            raise NotLoopedError(
+                f"{name} is not supported: {reason}. The supported looped models are in docs/models.md."
+            )
+
+
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     """Return the looped model inside PEFT, DDP or other wrappers, or the description of a foreign looped model."""
     for module in model.modules():
@@ -396,6 +450,7 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
         for cls in type(module).__mro__:
             if cls in DESCRIPTIONS:
                 return vars(module).get("loop_description") or DESCRIPTIONS[cls](module)
+    check_supported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None))
     raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}.")
 
 

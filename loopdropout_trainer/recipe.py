@@ -267,6 +267,36 @@ def parse(
     return build(dataclass_types, {**settings, **vars(parser.parse_args(words))})
 
 
+def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
+    """Let a command line begin with values of fields: `A B --x 1` becomes `--first A --second B --x 1`.
+
+    Args:
+        argv: Command line without the script. Default: `sys.argv[1:]`.
+        *names: Fields of the words before the first option. The last field takes all further words.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    named = []
+    for name in names:
+        if argv and not argv[0].startswith("-"):
+            named += [f"--{name}", argv.pop(0)]
+    return named + argv
+
+
+def name_folders(argv: Sequence[str] | None, name: str) -> list[str]:
+    """Let a command line begin with `[RECIPE.yaml] FOLDER ...`. Without a recipe, it is the recipe in the first folder.
+
+    Args:
+        argv: Command line without the script. Default: `sys.argv[1:]`.
+        name: Field of the folders.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    first = argv[0] if argv else "--"
+    if Path(first, "recipe.yaml").is_file():
+        return [f"{first}/recipe.yaml", f"--output_dir={first}", *name_words(argv, name)]
+    recipe = argv[: first.endswith((".yaml", ".yml"))]
+    return [*recipe, *name_words(argv[len(recipe) :], name)]
+
+
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return one instance of each dataclass, made from the settings that are its fields."""
     instances = []

@@ -1,12 +1,12 @@
 """Measure the effect of adapters loop by loop, at other depths and by readouts.
 
-    loopdropout diagnose quickstart.yaml --adapters outputs/quickstart
-    loopdropout diagnose gsm8k.yaml --adapters outputs/gsm8k --task gsm8k \\
+    loopdropout diagnose outputs/quickstart outputs/quickstart/lora
+    loopdropout diagnose gsm8k.yaml outputs/gsm8k --task gsm8k \\
         --diagnostics single_loop
 
-The recipe is the recipe of the training. Losses are measured on its held-out
-examples, or on the reference solutions of a task. The results are added to
-`results.jsonl` in `output_dir`.
+The recipe is the recipe of the training, by default the recipe in the first
+folder. Losses are measured on its held-out examples, or on the reference
+solutions of a task. The results are added to `results.jsonl` in `output_dir`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, load_benchmarks
 from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
+from loopdropout_trainer.recipe import ModelArguments, name_folders, parse, recipe_dict
 from loopdropout_trainer.results import compare_recipes, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -72,7 +72,9 @@ class DiagnoseArguments:
 
 def main(argv: list[str] | None = None) -> None:
     types = (DiagnoseArguments, ModelArguments, DataArguments, LoopDropoutConfig)
-    args, model_args, data_args, training_args = parse(types, argv, __doc__, (ScriptArguments, AdapterArguments))
+    args, model_args, data_args, training_args = parse(
+        types, name_folders(argv, "adapters"), __doc__, (ScriptArguments, AdapterArguments)
+    )
 
     # Tokenizer and data
     tokenizer = load_tokenizer(

@@ -1,13 +1,14 @@
 """Evaluate a base model, a merged model or adapters on tasks, and print one table.
 
-    loopdropout evaluate evaluation/metamath.yaml --adapter outputs/metamath_gsm
-    loopdropout evaluate evaluation/tulu2.yaml --adapter none lora=outputs/a
-    loopdropout evaluate quickstart.yaml --adapter outputs/quickstart \\
-        --at_depths 2 4 8 --gates 1-1-1-1 single_loop
+    loopdropout evaluate outputs/quickstart outputs/quickstart/merged tiny-ouro
+    loopdropout evaluate outputs/quickstart --at_depths 2 4 8
+    loopdropout evaluate outputs/quickstart --gates 1-1-1-1 single_loop
+    loopdropout evaluate evaluation/tulu2.yaml none lora=outputs/a outputs/b
 
-Recipes of trainings are accepted too, and their training fields are ignored. The
-results are added to `results.jsonl` in `output_dir`. The same command continues
-an interrupted evaluation.
+Recipes of trainings are accepted too, and their training fields are ignored.
+Without a recipe, the recipe in the first folder is used. The results are added to
+`results.jsonl` in `output_dir`. The same command continues an interrupted
+evaluation.
 """
 
 from __future__ import annotations
@@ -19,24 +20,22 @@ from typing import Any
 import pandas as pd
 import torch
 from accelerate import PartialState
-from sft import AdapterArguments, ScriptArguments, saved_recipe
+from sft import AdapterArguments, BenchmarkArguments, ScriptArguments, saved_recipe
+from transformers.utils import find_adapter_config_file
 
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
-from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import ModelArguments, dump_recipe, parse, recipe_dict
+from loopdropout_trainer.looped import expand_gates, find_looped_model
+from loopdropout_trainer.recipe import ModelArguments, dump_recipe, name_folders, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
-SINGLE_LOOP = "single_loop"
-
-
 @dataclass
-class EvaluationArguments:
+class EvaluationArguments(BenchmarkArguments):
     """The adapters, the depths and gates, and the tasks."""
 
     benchmarks: list[str] = field(
@@ -45,9 +44,7 @@ class EvaluationArguments:
     )
     adapter: list[str] = field(
         default_factory=lambda: ["none"],
-        metadata={
-            "help": "Adapters as PATH or NAME=PATH, folders or Hub names. `none` is the model without an adapter."
-        },
+        metadata={"help": "Adapters and models as PATH or NAME=PATH, folders or Hub names. `none` is the base model."},
     )
     at_depths: list[int] | None = field(
         default=None, metadata={"help": "Recurrence depths. Default: `num_loops`, or the depth of the training."}
@@ -58,15 +55,6 @@ class EvaluationArguments:
     )
     readout: int | None = field(
         default=None, metadata={"help": "Loop (from 1) whose readout gives the logits. Default: the last loop."}
-    )
-    benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
-    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
-    own_benchmarks: dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
-    )
-    benchmark_revisions: dict[str, str] | None = field(
-        default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
     )
     apply_chat_template: bool | None = field(
         default=None, metadata={"help": "Whether prompts are turns of a chat. Default: as each task defines."}
@@ -80,9 +68,6 @@ class EvaluationArguments:
     )
     output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
     use_cpu: bool = field(default=False, metadata={"help": "Whether to run on the CPU only."})
-    allow_unsafe_code: bool = field(
-        default=False, metadata={"help": "Whether to run generated programs without sandbox. Command line only."}
-    )
 
     def __post_init__(self):
         if not self.benchmarks:
@@ -103,28 +88,38 @@ class EvaluationArguments:
         ]
 
 
+@dataclass
+class BaseArguments(ModelArguments):
+    """The base model."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Hub name or folder of the base model. Default: as in adapter_config.json."}
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     training = (ScriptArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
-    arguments = args, model_args = parse((EvaluationArguments, ModelArguments), argv, __doc__, unread_types=training)
+    argv = name_folders(argv, "adapter")
+    arguments = args, model_args = parse((EvaluationArguments, BaseArguments), argv, __doc__, unread_types=training)
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
     check_folder(args.output_dir, recipe_dict(model_args))
 
-    # Tasks, tokenizer and adapters
+    # Tasks, adapters and models
     tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
-    tokenizer = load_tokenizer(
-        model_args.model_name_or_path, model_args.model_revision, chat_template=model_args.chat_template
-    )
     with state.main_process_first():
-        adapters = [find_adapter(name, path) for name, path in args.adapters]
+        models = [(name, *find_model(name, path)) for name, path in args.adapters]
 
     # Evaluation
     rows = []
-    for name, folder, facts in adapters:
-        model = load_model(
-            model_args.model_name_or_path, adapter=folder, device=state.device, **model_args.load_kwargs
-        )
-        for num_loops in args.at_depths or [find_looped_model(model).num_loops]:
-            for gates in all_gates(args.gates, num_loops) if folder else [None]:
+    for name, folder, facts in models:
+        base, options = model_args.model_name_or_path or folder, model_args.load_kwargs
+        if "model" in facts:
+            base, options["revision"] = facts["model"], None
+        model = load_model(base, adapter=folder, device=state.device, **options)
+        looped = find_looped_model(model)
+        tokenizer = load_tokenizer(looped.config.name_or_path, options["revision"], model_args.chat_template)
+        for num_loops in args.at_depths or [looped.num_loops]:
+            for gates in expand_gates(args.gates, num_loops) if folder else [None]:
                 options = {"num_loops": num_loops, "gates": gates, "readout": args.readout}
                 lm = LoopedLM(model, tokenizer, batch_size=args.benchmark_batch_size, **options)
                 results = evaluate_tasks(
@@ -132,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
                     tasks,
                     limit=args.benchmark_limit,
                     cache_dir=Path(args.output_dir, "cache"),
-                    output_dir=Path(args.output_dir, name),
+                    output_dir=Path(args.output_dir, "samples", name),
                     allow_unsafe_code=args.allow_unsafe_code,
                     apply_chat_template=args.apply_chat_template,
                     system_instruction=args.system_instruction,
@@ -140,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
                 )
                 results = [{**facts, **row} for row in results]
                 for row in results:
-                    row |= {"samples": f"{name}/{row['samples']}"} if "samples" in row else {}
+                    row |= {"samples": f"samples/{name}/{row['samples']}"} if "samples" in row else {}
                 if state.is_main_process:
                     write_results(args.output_dir, results)
                 rows += [{**row, "name": name} for row in results]
@@ -164,20 +159,14 @@ def check_folder(output_dir: str, model_settings: dict[str, Any]) -> None:
         raise UserError(f"{output_dir} holds results of another model: {difference}. Set another `output_dir`.")
 
 
-def find_adapter(name: str, path: str | None) -> tuple[str, Path | None, dict[str, Any]]:
-    """Return the name and the folder of an adapter, and the columns of its results."""
-    if path is None:
-        return name, None, {"method": "base model"}
+def find_model(name: str, path: str | None) -> tuple[Path | None, dict[str, Any]]:
+    """Return the folder of an adapter, or None for a model, and the columns of its results."""
+    if path is None or not find_adapter_config_file(path):
+        return None, {"method": "base model"} if path is None else {"method": name, "model": path}
     folder = adapter_folder(path)
     trained = [row for row in read_card_fields(folder)["results"] if row["task"] == "training"]
     columns = {column: trained[0][column] for column in ("method", "seed", "step")} if trained else {"method": name}
-    return name, folder, {**columns, "adapter": path}
-
-
-def all_gates(gates: list[str] | None, num_loops: int) -> list[Any]:
-    """Return the gates to evaluate under, with `single_loop` replaced by one-hot gates."""
-    alone = torch.eye(num_loops).tolist()
-    return [each for text in gates or [None] for each in (alone if text == SINGLE_LOOP else [text])]
+    return folder, {**columns, "adapter": path}
 
 
 def results_table(rows: list[dict[str, Any]], averages: dict[str, list[str]]) -> str:

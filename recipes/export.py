@@ -1,6 +1,6 @@
 """Write a saved adapter in the format of the paper authors' program.
 
-    loopdropout export --adapter outputs/metamath_gsm --output_dir for_the_authors
+    loopdropout export outputs/metamath_gsm --output_dir for_the_authors
 
 Adapters in that format need no conversion: every command reads them.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.hub import export_authors_format
-from loopdropout_trainer.recipe import parse
+from loopdropout_trainer.recipe import name_words, parse
 
 
 @dataclass
@@ -23,7 +23,7 @@ class ExportArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    (args,) = parse([ExportArguments], argv, __doc__)
+    (args,) = parse([ExportArguments], name_words(argv, "adapter"), __doc__)
     folder = export_authors_format(args.adapter, args.output_dir)
     print(f"The adapter in the authors' format is in {folder}")
 

@@ -1,9 +1,12 @@
 """Merge a saved adapter into its base model, and push the merged model to the Hub.
 
-    python recipes/merge.py --adapter outputs/gsm8k
-    python recipes/merge.py --adapter outputs/gsm8k --output_dir merged --hub_model_id user/name
+    loopdropout merge outputs/gsm8k
+    loopdropout merge outputs/gsm8k --output_dir merged --hub_model_id user/name
+    loopdropout merge outputs/gsm8k --scale 0.3 --standalone true
 
-The adapter's `adapter_config.json` names the base model. If the base model has moved, set `--model_name_or_path`.
+`adapter_config.json` names the base model. If the base model has moved, set
+`--model_name_or_path`. A base model that was quantized in the training is quantized
+and dequantized again, unless you set `--model_name_or_path`.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+import yaml
 
-from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.hub import adapter_folder, load_model, merge_and_save, push_merged_to_hub, read_card_fields
-from loopdropout_trainer.recipe import parse
+from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.hub import (
+    adapter_folder,
+    load_model,
+    merge_and_save,
+    push_merged_to_hub,
+    read_card_fields,
+)
+from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -36,30 +44,45 @@ class MergeArguments:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
         default="auto", metadata={"help": "Data type of the merged weights. Default: the base model's."}
     )
+    scale: float = field(default=1.0, metadata={"help": "Factor of the update."})
+    standalone: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to write the code of the model class, so that the model loads without this package."
+        },
+    )
     hub_model_id: str | None = field(default=None, metadata={"help": "Name on the Hub (`user/model`) to push to."})
     hub_private_repo: bool | None = field(default=None, metadata={"help": "Whether a new repository is private."})
 
-    def __post_init__(self):
-        try:
-            validate_repo_id(self.hub_model_id or "model")
-        except HFValidationError as error:
-            raise UserError(f"`hub_model_id` must be a name on the Hub, got {self.hub_model_id}.") from error
-
 
 def main(argv: list[str] | None = None) -> None:
-    (args,) = parse([MergeArguments], argv, __doc__)
+    (args,) = parse([MergeArguments], name_words(argv, "adapter"), __doc__)
 
     # Model and tokenizer
     folder = adapter_folder(args.adapter)
+    card = read_card_fields(folder)
+    settings = yaml.safe_load(card["recipe"] or "{}").get("model_init_kwargs") or {}
     model = load_model(
-        args.model_name_or_path or folder, revision=args.model_revision, dtype=args.dtype, adapter=folder
+        args.model_name_or_path or folder,
+        revision=args.model_revision,
+        dtype=args.dtype,
+        adapter=folder,
+        quantization_config=None if args.model_name_or_path else settings.get("quantization_config"),
     )
     is_saved = (folder / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(folder if is_saved else model.get_base_model().config.name_or_path, args.model_revision)
 
     # Merging
     output_dir = args.output_dir or Path(args.adapter if Path(args.adapter).is_dir() else ".", "merged")
-    merged = merge_and_save(model, output_dir, tokenizer, card=read_card_fields(folder), repo_id=args.hub_model_id)
+    merged = merge_and_save(
+        model,
+        output_dir,
+        tokenizer,
+        card,
+        args.hub_model_id,
+        scale=args.scale,
+        standalone=args.standalone,
+    )
     print(f"The merged model is in {merged}")
 
     # Push

@@ -61,7 +61,25 @@ from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 
 @dataclass
-class ScriptArguments:
+class BenchmarkArguments:
+    """How tasks are evaluated."""
+
+    benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
+    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
+    own_benchmarks: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
+    )
+    benchmark_revisions: dict[str, str] | None = field(
+        default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
+    )
+    allow_unsafe_code: bool = field(
+        default=False, metadata={"help": "Whether to run generated programs without sandbox. Command line only."}
+    )
+
+
+@dataclass
+class ScriptArguments(BenchmarkArguments):
     """Steps around the training."""
 
     help_title = "Evaluation and output"
@@ -71,15 +89,6 @@ class ScriptArguments:
     )
     benchmarks: list[str] | None = field(
         default=None, metadata={"help": "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."}
-    )
-    benchmark_limit: int | None = field(default=None, metadata={"help": "Number of problems per task. Default: all."})
-    benchmark_batch_size: int = field(default=16, metadata={"help": "Problems that a process decodes at a time."})
-    own_benchmarks: dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
-    )
-    benchmark_revisions: dict[str, str] | None = field(
-        default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
     )
     evaluate_base: bool = field(default=True, metadata={"help": "Whether to evaluate the base model, too."})
     depths: list[int] | None = field(
@@ -92,9 +101,6 @@ class ScriptArguments:
         default=0, metadata={"help": "Number of evaluation batches for the loss with the adapter in one loop only."}
     )
     merge: bool = field(default=False, metadata={"help": "Whether to save the merged model in `output_dir`/merged."})
-    allow_unsafe_code: bool = field(
-        default=False, metadata={"help": "Whether to run generated programs without sandbox. Command line only."}
-    )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop before the training."})
     preview: int | None = field(
         default=None, metadata={"help": "Index of a training example to print, with its trained tokens marked."}

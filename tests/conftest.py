@@ -15,6 +15,7 @@ import datasets.config
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from processes import ENVIRONMENT, ROOT, kill_all, python  # noqa: F401
@@ -112,6 +113,14 @@ def golden():
     return load
 
 
+FOREIGN = {"dory": getattr(transformers, "DoryForCausalLM", None)}  # since transformers 5.24
+
+
+def needs(name):
+    """Marks of a test of this family."""
+    return pytest.mark.skipif(FOREIGN.get(name, name) is None, reason="transformers has no such model")
+
+
 @pytest.fixture(scope="session")
 def ouro(golden):
     return golden("ouro")
@@ -127,10 +136,11 @@ def golden_model(data, **config):
     """The tiny model of the reference with its weights; `data` is what `golden(family)` gives."""
     name = data.meta["name"]
     layout = {"block_layout": LAYOUTS[name]} if name in LAYOUTS else {}
-    config = FAMILIES[name].config_class(**{**data.meta["config"], **layout, **config})
+    model_class = {**FAMILIES, **FOREIGN}[name]
+    config = model_class.config_class(**{**data.meta["config"], **layout, **config})
     prefix = "weights/"
     weights = {k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)}
-    return FAMILIES[name].from_pretrained(None, config=config, state_dict=weights)
+    return model_class.from_pretrained(None, config=config, state_dict=weights)
 
 
 def golden_adapted(data, model=None, modules=None):
@@ -232,6 +242,23 @@ tiny_nanbeige = tiny(NanbeigeForCausalLM, **DECODER, num_key_value_heads=2, head
 tiny_llama_conversion = tiny(HuginnForCausalLM, **CONVERTED, **LLAMA)
 tiny_olmo_conversion = tiny(HuginnForCausalLM, **CONVERTED, **OLMO)
 tiny_hrm = tiny(HrmTextForCausalLM, **{**DECODER, "num_hidden_layers": 1}, head_dim=8, L_cycles=2, H_cycles=3)
+DORY = {
+    **DECODER, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5,
+    "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3, "initializer_range": 0.1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+
+
+def tiny_dory(**config):
+    """A random Dory whose scales differ."""
+    model = tiny(FOREIGN["dory"], **DORY)(**config)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data *= 1 + 0.5 * torch.rand(parameter.shape, generator=generator)
+    return model
+
+
 TINY = {
     "ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus, "nanbeige": tiny_nanbeige,
     "raven_llama": tiny_llama_conversion, "raven_olmo": tiny_olmo_conversion,

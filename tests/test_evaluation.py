@@ -17,7 +17,7 @@ from datasets import Dataset
 from lm_eval.tasks.hendrycks_math.utils import is_equiv
 from processes import Program, python, wait_for
 
-from loopdropout_trainer import merge_and_save
+from loopdropout_trainer import load_model, merge_and_save
 from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import (
@@ -468,7 +468,7 @@ def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatc
     assert len(prompts) == 16 - kept
     SCRIPT.main(words(saved, tmp_path / "whole", "--adapter", saved / "adapter"))
     for task in ("own_gsm8k", "arithmetic_test"):
-        paths = [tmp_path / name / "adapter" / f"samples_{task}.jsonl" for name in ("run", "whole")]
+        paths = [tmp_path / name / "samples" / "adapter" / f"samples_{task}.jsonl" for name in ("run", "whole")]
         assert paths[0].read_text() == paths[1].read_text()
     assert [strip(row) for row in read_results(tmp_path / "run")] == [
         strip(row) for row in read_results(tmp_path / "whole")
@@ -518,10 +518,28 @@ def test_merged_model_answers_like_its_adapter(saved, tmp_path):
     SCRIPT.main([str(recipe), *merged, "--adapter", "model=none"])
     SCRIPT.main([str(recipe), "--output_dir", str(tmp_path / "base"), "--adapter", "model=none"])
     texts = {
-        name: (tmp_path / name / "model" / "samples_arithmetic_test.jsonl").read_text()
+        name: (tmp_path / name / "samples" / "model" / "samples_arithmetic_test.jsonl").read_text()
         for name in ("adapter", "merged", "base")
     }
     assert texts["adapter"] == texts["merged"] != texts["base"]
+
+
+def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
+    options = ["--dtype", "float32", "--benchmarks", "arithmetic_test", "--benchmark_limit", "2", "--use_cpu", "true"]
+    options += ["--max_new_tokens", "4"]
+    model = load_model(saved / "base", adapter=saved / "adapter")
+    model.peft_config["default"].base_model_name_or_path = str(saved / "base")
+    model.save_pretrained(tmp_path / "run")
+    SCRIPT.main([str(tmp_path / "run"), str(saved / "merged"), *options, "--output_dir", str(tmp_path / "results")])
+    (tmp_path / "run" / "recipe.yaml").write_text(f"model_name_or_path: {saved / 'base'}\ndtype: float32\np: 0.5\n")
+    SCRIPT.main([str(tmp_path / "run"), str(saved / "merged"), *options])
+    for folder in ("results", "run"):
+        rows = [row for row in read_results(tmp_path / folder) if row["metric"] == "accuracy"]
+        columns = [(row["method"], row["gates"], row.get("adapter"), row.get("model")) for row in rows]
+        path = str(saved / "merged")
+        assert columns == [("run", "unit", str(tmp_path / "run"), None), ("merged", "none", None, path)]
+        texts = [(tmp_path / folder / row["samples"]).read_text() for row in rows]
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
@@ -531,5 +549,5 @@ def test_processes_share_the_problems(saved, tmp_path):
         python(EVALUATE, *command, processes=count)
     assert num_answers(tmp_path / "3") == num_answers(tmp_path / "1") == 10
     for task in ("own_gsm8k", "arithmetic_test"):
-        one, *others = (tmp_path / str(n) / "adapter" / f"samples_{task}.jsonl" for n in (1, 2, 3))
+        one, *others = (tmp_path / str(n) / "samples" / "adapter" / f"samples_{task}.jsonl" for n in (1, 2, 3))
         assert all(other.read_text() == one.read_text() for other in others)

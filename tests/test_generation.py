@@ -167,6 +167,13 @@ def test_other_models_use_generate(tokenizer):
     assert not generation.supports_slots(model)
 
 
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm])
+def test_on_text_streams_one_completion(tokenizer, make):
+    model, texts = adapted(make()), []
+    generate_greedy(model, tokenizer, PROMPTS[:1], 5, progress=False, on_text=texts.append)
+    assert texts == [generate_greedy(model, tokenizer, PROMPTS[:1], n, progress=False)[0] for n in range(1, 6)]
+
+
 def test_empty_prompts(tokenizer):
     model = tiny_ouro()
     assert generate_greedy(model, tokenizer, [], 4, progress=False) == []

@@ -11,8 +11,10 @@ import torch
 from conftest import (
     ENVIRONMENT,
     SAMPLES,
+    TINY,
     load_script,
     python,
+    tiny_hrm,
     tiny_huginn,
     tiny_nanbeige,
     tiny_ouro,
@@ -161,6 +163,20 @@ def test_merged_logits_equal_unit_gates(tmp_path, lora, gated):
     torch.testing.assert_close(load(tmp_path)(IDS).logits, before, atol=2e-5, rtol=1e-4)
 
 
+def test_scaled_merge_equals_smaller_gates(tmp_path):
+    model = adapted()
+    folder = merge_and_save(model, tmp_path, scale=0.3)
+    merged = load(folder)
+    with use_gates(model, torch.full((4,), 0.3)):
+        torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, atol=2e-5, rtol=1e-4)
+    for name, layer in model.get_base_model().named_modules():
+        if hasattr(layer, "lora_A"):
+            weight = layer.base_layer.weight + 0.3 * layer.get_delta_weight("default")
+            torch.testing.assert_close(merged.get_submodule(name).weight, weight)
+    assert "with the update scaled by 0.3" in card_of(folder) and "merged update | 0.3 |" in card_of(folder)
+    assert "scaled" not in card_of(merge_and_save(model, tmp_path / "whole"))
+
+
 def test_merged_bfloat16_weights_are_rounded_once(tmp_path):
     model = adapted(tiny_ouro().to(torch.bfloat16))
     name = "model.layers.0.self_attn.q_proj"
@@ -262,20 +278,50 @@ torch.save(model.eval()(torch.arange(2, 42).view(4, 10)).logits, "logits.pt")
     torch.testing.assert_close(torch.load(folder / "logits.pt"), model(IDS).logits, atol=2e-5, rtol=1e-4)
 
 
+STANDALONE = """import sys, torch
+for name in ("loopdropout_trainer", "peft", "trl"):
+    sys.modules[name] = None  # importing it fails
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    ids = torch.arange(2, 42).view(4, 10)
+    tokens = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.config.num_loops = 3
+    torch.save([tokens, model(ids).logits], f"{folder}/result.pt")
+    model.save_pretrained(f"{folder}/again")
+"""
+
+
+def test_standalone_model_loads_with_transformers_alone(tmp_path):
+    models = {name: adapted(make()) for name, make in TINY.items()}
+    for name, model in models.items():
+        merge_and_save(model, tmp_path / name, standalone=True)
+    env = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    python("-c", STANDALONE, *(tmp_path / name for name in models), env=env, cwd=tmp_path, fresh=True)
+    for name in models:
+        model, (tokens, logits) = load(tmp_path / name), torch.load(tmp_path / name / "result.pt")
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        assert torch.equal(tokens, model.generate(IDS, **options)), name
+        model.config.num_loops = 3
+        assert torch.equal(logits, model(IDS).logits), name
+        assert torch.equal(logits, load(tmp_path / name / "again")(IDS).logits), name
+    assert "With the code in this repository" in card_of(tmp_path / "ouro")
+    assert "auto_map" not in config_of(merge_and_save(adapted(tiny_hrm()), tmp_path / "hrm", standalone=True))
+
+
 def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
     (trained / "recipe.yaml").write_text(f"preparation: gsm8k\ntrain_files: [{base}/rows.jsonl]\n")
     row = {"metric": "accuracy", "task": "gsm8k", "unit": "%", "num_loops": 4, "n": 1319}
     rows = [{**row, "value": 61.5, "gates": "unit"}, {**row, "value": 40.25, "gates": "none"}]
     write_results(trained, [*rows, {**row, "value": 50.0, "gates": "loop 1"}])
-    load_script("recipes/merge.py").main(["--adapter", str(trained)])
+    load_script("recipes/merge.py").main([str(trained)])
     card = card_of(trained / "merged")
     assert "| gsm8k | 61.50 | 1319 | 40.25 |" in card and "50.0" not in card
     assert "preparation: gsm8k" in card and "[rows.jsonl]" in card and str(base) not in card
     torch.testing.assert_close(
         load(trained / "merged")(IDS).logits, load_model(trained)(IDS).logits, atol=2e-5, rtol=1e-4
     )
-    with pytest.raises(UserError, match="`hub_model_id` must be a name on the Hub, got a/b/c"):
-        load_script("recipes/merge.py").main(["--adapter", str(trained), "--hub_model_id", "a/b/c"])
+    assert "preparation: gsm8k" in (trained / "merged" / "recipe.yaml").read_text()
 
 
 # Model cards

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     CONVERSIONS,
+    FAMILIES,
     LAYOUTS,
     NANBEIGE_3B,
     TINY,
@@ -13,8 +14,11 @@ from conftest import (
     golden_adapted,
     golden_inputs,
     golden_model,
+    needs,
     python,
+    randomise,
     submodule_name,
+    tiny_dory,
     tiny_hrm,
     trained_parameters,
     with_adapter,
@@ -22,17 +26,21 @@ from conftest import (
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
-from loopdropout_trainer import default_peft_config, load_model, merge_and_save, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_model, merge_and_save, use_gates
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
+from loopdropout_trainer.looped import LoopedModelMixin, NotLoopedError, find_looped_model
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.models.looped_modeling import CACHE
 
 
-ALL_FAMILIES = pytest.mark.parametrize("make", [*TINY.values(), tiny_hrm], ids=[*TINY, "hrm_text"])
+MAKERS = [*(pytest.param(make, id=name) for name, make in TINY.items()), pytest.param(tiny_hrm, id="hrm_text")]
+DORY = pytest.param(tiny_dory, id="dory", marks=needs("dory"))
+ALL_FAMILIES = pytest.mark.parametrize("make", [*MAKERS, DORY])
+with_dory = pytest.mark.parametrize("family", [*FAMILIES, pytest.param("dory", marks=needs("dory"))], indirect=True)
 IDS = torch.arange(2, 14).view(2, 6)
 
 
@@ -71,6 +79,7 @@ def test_forward_matches_reference(family, batch, attention):
 
 
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static"])
+@with_dory
 def test_generate_matches_reference(family, cache):
     options = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}[cache]
     cases, fields = {"generated": family.meta["loops"], "deep/generated": family.meta["deep_loops"]}, {}
@@ -79,7 +88,8 @@ def test_generate_matches_reference(family, cache):
         batch, cases, fields = "unpadded", {"zero_state/generated": family.meta["loops"]}, {"state_init": "zero"}
     model = golden_model(family, **fields)
     inputs = {name: family.tensors[f"{batch}/{name}"] for name in ("input_ids", "attention_mask")}
-    for name, model.config.num_loops in cases.items():
+    looped = find_looped_model(model)
+    for name, looped.num_loops in cases.items():
         tokens = model.generate(
             **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, **options
         )
@@ -110,6 +120,7 @@ LAYOUT_CASES = [
 
 
 @pytest.mark.parametrize(("layout", "checkpointing", "mean"), LAYOUT_CASES)
+@with_dory
 def test_gated_gradients_match_oracle(family, layout, checkpointing, mean):
     peft_model, tensors = golden_adapted(family).train(), family.tensors
     if checkpointing:
@@ -133,6 +144,7 @@ def test_gated_gradients_match_oracle(family, layout, checkpointing, mean):
     assert_gradients_match(family, peft_model, f"oracle/grad_{mean}", gates)
 
 
+@with_dory
 @torch.no_grad()
 def test_losses_by_loop_match_oracle(family):
     peft_model, inputs = golden_adapted(family), golden_inputs(family, "oracle/left")
@@ -149,6 +161,7 @@ def test_losses_by_loop_match_oracle(family):
     assert_close(torch.stack(losses), family.tensors["oracle/unit_gate/readout_loss"], atol=2e-5)
 
 
+@with_dory
 def test_default_adapter_has_modules_of_oracle(family):
     model = golden_model(family)
     lora = family.meta["lora"]
@@ -183,6 +196,7 @@ def test_all_linear_outside_the_block_raises(name):
 @torch.no_grad()
 def test_cached_steps_equal_one_pass(make, name):
     model = make().eval()
+    name = "cache" if make is tiny_dory else name  # which takes no other name
     ids = torch.randint(2, 258, (3, 9))
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, :1] = 0
@@ -275,6 +289,36 @@ def test_unsupported_architectures_raise(name, fields, message):
         TINY[name](**fields)
 
 
+UNSUPPORTED_MODELS = [
+    ({"model_type": "inkling2_loop"}, "Inkling-2 is not supported: its looped layers"),
+    ({"model_type": "new", "architectures": ["IQuestLoopCoderForCausalLM"]}, "IQuest-Coder-Loop is not supported"),
+    ({"model_type": "iquestpltcoder"}, "LoopCoder-V2 is not supported"),
+    ({"model_type": "new", "_name": "SenseNova-Loop-9B"}, "SenseNova-Loop is not supported: it has linear attention"),
+    ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
+]
+if DORY.marks[0].args[0]:
+    UNSUPPORTED_MODELS.append(({"model_type": "dory"}, "Dory is not supported: it needs transformers 5.24"))
+
+
+@pytest.mark.parametrize(("fields", "message"), UNSUPPORTED_MODELS, ids=str)
+def test_unsupported_models_raise(fields, message, tmp_path):
+    folder = tmp_path / fields.get("_name", "base")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    for load in (load_model, LoopDropoutSFTTrainer):
+        with pytest.raises(UserError, match=message) as error:
+            load(str(folder))
+        assert "\n" not in str(error.value)
+
+
+def test_model_of_an_unsupported_class_raises():
+    model = torch.nn.Module()
+    model.config = PreTrainedConfig()
+    model.config.model_type = "inkling2_loop_text"
+    with pytest.raises(NotLoopedError, match="Inkling-2 is not supported"):
+        find_looped_model(model)
+
+
 # Checkpoints.
 
 
@@ -319,7 +363,7 @@ def test_cast_model_equals_loaded_model(make_tiny, tmp_path):
     assert torch.equal(cast(ids).logits, loaded(ids).logits)
 
 
-@ALL_FAMILIES
+@pytest.mark.parametrize("make", MAKERS)
 def test_incomplete_checkpoints_raise(make, tmp_path):
     model = make()
     load = load_model if make is tiny_hrm else AutoModelForCausalLM.from_pretrained
@@ -382,3 +426,39 @@ def test_float16_base_trains_under_autocast(make_tiny, train, checkpointing):
     fields = {"bf16": True, "max_steps": 2, "gradient_checkpointing": checkpointing}
     losses = [entry["loss"] for entry in train(make_tiny().half(), **fields).state.log_history if "loss" in entry]
     assert len(losses) == 2 and all(5 < loss < 6.5 for loss in losses)  # log 258 = 5.55
+
+
+# The loss of TRL's trainer, which multiplies by the head's weight and does not run the head.
+
+LOSSES = {
+    "nll": F.cross_entropy,
+    "chunked_nll": F.cross_entropy,
+    "dft": lambda logits, labels: (
+        -(logp := logits.log_softmax(-1).gather(1, labels[:, None])) * logp.exp().detach()
+    ).mean(),
+    "smoothed": lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1),
+}
+
+
+@ALL_FAMILIES
+def test_trainer_has_the_loss_of_the_model(make, make_sft):
+    fields = {"state_init": "zero"} if hasattr(make().config, "state_init") else {}
+    check_trainer_loss(make(**fields), "chunked_nll", make_sft)
+
+
+def check_trainer_loss(model, loss, make_sft):
+    """Compare loss and gradients of a trainer with those by the model's own logits."""
+    fields = {"smoothed": {"label_smoothing_factor": 0.1}}.get(loss, {"loss_type": loss})
+    trainer = make_sft(model, rule="lora", remove_padding=False, **fields)
+    peft_model = randomise(trainer.model).train()
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    labels = batch["labels"][:, 1:]
+    inputs = {name: x for name, x in trainer.looped.complete_batch(batch).items() if name != "labels"}
+    logits = peft_model(**inputs, use_cache=False).logits[:, :-1]
+    want = LOSSES[loss](logits[labels != -100], labels[labels != -100])
+    got = trainer.compute_loss(peft_model, batch)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    parameters = list(trained_parameters(peft_model).values())
+    gradients = zip(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters), strict=True)
+    for gradient, wanted in gradients:
+        assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-7

@@ -1,13 +1,15 @@
 """QLoRA: training over a 4-bit base equals training over the same weights, dequantized."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import ROOT, tiny_ouro, trained_parameters
+from conftest import ROOT, load_script, tiny_ouro, trained_parameters, with_adapter
 from transformers import BitsAndBytesConfig
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, merge_and_save
+from loopdropout_trainer import LoopDropoutSFTTrainer, load_model, merge_and_save
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.recipe import dump_recipe, load_recipe
 
 
 pytest.importorskip("bitsandbytes")
@@ -58,8 +60,36 @@ def test_4_bit_base_trains_as_dequantized(saved_model, config, dataset, tokenize
             assert one[key] == pytest.approx(other[key], rel=1e-4)
     moved = max((p.detach() - start[name]).abs().max() for name, p in want.items())
     torch.testing.assert_close(got, want, rtol=0, atol=float(moved) * 1e-3)
+    check_merge(quantized.model, tmp_path / "merged")
+
+
+def check_merge(model, folder):
+    """Merge into the dequantized weights, and compare the saved model with the quantized one and its adapter."""
+    ids = torch.arange(2, 42).view(4, 10)
+    merged = load_model(merge_and_save(model, folder))
+    assert merged.dtype == torch.float32 and not hasattr(merged.config, "quantization_config")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model.eval()(ids).logits, atol=2e-5, rtol=1e-4)
+    assert "| Base weights in training | 4-bit, here dequantized |" in (folder / "README.md").read_text()
+
+
+def test_merge_script_quantizes_as_in_training(saved_model, train):
+    quantization = load_recipe(ROOT / "recipes" / "nanbeige" / "qlora.yaml")["model_init_kwargs"]
+    trainer = train(saved_model, max_steps=1, model_init_kwargs={**quantization, "dtype": "float32"})
+    trainer.save_model()
+    folder = Path(trainer.args.output_dir)
+    dump_recipe({"model_init_kwargs": quantization}, folder / "recipe.yaml")
+    merge = load_script("recipes/merge.py").main
+    merge([str(folder)])
+    merge([str(folder), "--model_name_or_path", saved_model, "--output_dir", str(folder / "published")])
+    weights = [load_model(folder / name).model.layers[0].mlp.up_proj.weight for name in ("merged", "published")]
+    assert 0.001 < (weights[0] - weights[1]).abs().max() < 0.1  # the error of quantization
+
+
+def test_8_bit_base_is_not_merged(saved_model, tmp_path):
+    model = load_model(saved_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(UserError, match="load the base model unquantized"):
-        merge_and_save(quantized.model, tmp_path / "merged")
+        merge_and_save(with_adapter(model), tmp_path / "merged")
 
 
 def test_recipe_loads_a_4_bit_base(saved_model, train):

@@ -235,7 +235,7 @@ def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
 sft = load_script("recipes/sft.py")
 SFT_TYPES = (sft.ScriptArguments, ModelArguments, sft.AdapterArguments, DataArguments, LoopDropoutConfig)
 PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")
-OTHERS = ("nanbeige", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo")
+OTHERS = ("nanbeige", "dory", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo")
 TRAINING = [name for name in recipe_names() if name.removesuffix(".yaml").split("/")[0] in (*PAPER, *OTHERS)]
 
 

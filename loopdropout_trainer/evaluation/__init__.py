@@ -1,11 +1,22 @@
 """Evaluation with lm-eval: looped models at any depth and under any gates, and the paper's tasks."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
+
+from loopdropout_trainer.errors import UserError
 
 
 # A script finds recipes/evaluate.py before the library `evaluate`, which some tasks of lm-eval import.
 sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
+
+if Version(version("lm-eval")) < Version("0.4.13"):
+    raise UserError(
+        f"`lm-eval` must be 0.4.13 for evaluation, got {version('lm-eval')}, which axolotl pins. Evaluate in an environment "
+        "without axolotl."
+    )
 
 from loopdropout_trainer.evaluation.evaluate import evaluate_tasks
 from loopdropout_trainer.evaluation.loading import (

@@ -239,6 +239,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     state = looped.loop_state
     if rule is not None and state.dropout is not None:
         raise UserError("`loop_dropout` draws gates on this model already. Call `remove()` of its handle first.")
+    looped.prepare_fused_loss()
     rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
     if trained is not None and kinds[trained].one_depth and len(kinds) > 1:

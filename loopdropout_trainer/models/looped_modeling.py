@@ -7,11 +7,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -19,8 +20,8 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
-from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import GateState, LoopedModelMixin, check_num_loops
+from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.looped import GateState, LoopedModelMixin, check_num_loops, check_supported
 from loopdropout_trainer.models.layers import Attention, RecurrentLayer
 
 
@@ -168,6 +169,21 @@ def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     model_class.from_pretrained = classmethod(from_pretrained)
     return model_class
+
+
+def check_checkpoint(name: str, revision: str | None = None) -> None:
+    """Raise UserError for the checkpoint of a looped model that is not supported, by its config.json."""
+    fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    model_type = fields.get("model_type")
+    # The name tells if the model has code of its own.
+    check_supported(
+        model_type, *fields.get("architectures") or (), None if model_type in CONFIG_MAPPING else Path(name).name
+    )
+    if model_type == "dory" and "mlp" not in (fields.get("layer_types") or ()):
+        raise UserError(
+            f'`layer_types` of {name} must list "mlp" after each attention block, as in the published checkpoint, got '
+            f"{short_repr(fields.get('layer_types'))}."
+        )
 
 
 def check_weights(model: PreTrainedModel, name: str, info: dict[str, Any]) -> None:

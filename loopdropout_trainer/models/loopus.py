@@ -65,7 +65,10 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         if self.base_config_dict is not None:
             nested = dict(self.base_config_dict)
             if (base_type := nested.pop("model_type", "qwen3")) != "qwen3":
-                raise UserError(f"`base_config_dict` must describe a 'qwen3' model, got {base_type!r}.")
+                raise UserError(
+                    f"`base_config_dict` must describe a 'qwen3' model, got {base_type!r}. LoopUS over other models is not "
+                    "supported."
+                )
             base = Qwen3Config(**nested)
             for name in _QWEN3_FIELDS:
                 if name in nested or name == "rope_parameters":

@@ -1,0 +1,112 @@
+"""Show the answers of a base model and its adapter, at any depth and under any gates.
+
+    loopdropout chat outputs/quickstart "Ann has 9 coins and finds 7. How many?"
+    loopdropout chat outputs/quickstart --num_loops 1 2 4 8
+    loopdropout chat outputs/quickstart --gates 1-1-1-1 single_loop < prompts.txt
+    loopdropout chat ByteDance/Ouro-1.4B-Thinking
+
+The first word is the folder or Hub name of an adapter, a merged model or a base
+model. Without a prompt, each line that you enter is a prompt. Prompts have the form
+of the training, or are turns of a chat. Each one starts a new conversation.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from rich.box import HORIZONTALS
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.hub import adapter_folder, add_end_tokens, load_model
+from loopdropout_trainer.looped import expand_gates, find_looped_model, parse_gates, set_depth
+from loopdropout_trainer.lora import use_gates
+from loopdropout_trainer.recipe import build, load_recipe, name_words, parse
+from loopdropout_trainer.results import RECIPE_FILE
+from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
+
+
+@dataclass
+class ChatArguments:
+    """The model, its depths and gates, and the prompt."""
+
+    model: str = field(metadata={"help": "Folder or Hub name of an adapter or a model, or `tiny-ouro`."})
+    prompt: str | None = field(default=None, metadata={"help": "Prompt. Default: each line of the standard input."})
+    num_loops: list[int] | None = field(
+        default=None, metadata={"help": "Recurrence depths. Default: the depth of the training."}
+    )
+    gates: list[str] | None = field(
+        default=None,
+        metadata={"help": "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."},
+    )
+    prompt_template: str | None = field(
+        default=None,
+        metadata={"help": "Text with a {field} for the prompt. Default: as in the training, else the chat template."},
+    )
+    max_new_tokens: int = field(default=256, metadata={"help": "Maximum number of tokens of an answer."})
+
+
+def main(argv: list[str] | None = None) -> None:
+    (args,) = parse([ChatArguments], name_words(argv, "model", "prompt"), __doc__)
+
+    # Model and tokenizer
+    model = load_model(args.model, device=torch.accelerator.current_accelerator(check_available=True))
+    looped, is_adapter = find_looped_model(model), isinstance(model, PeftModel)
+    folder = adapter_folder(args.model) if is_adapter else Path(args.model)
+    is_saved = (folder / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(folder if is_saved else looped.config.name_or_path)
+    add_end_tokens(looped, end_token_ids(tokenizer))
+
+    # Format of the prompts
+    recipe = folder / RECIPE_FILE
+    (data_args,) = build([DataArguments], load_recipe(recipe) if recipe.is_file() else {})
+    template = args.prompt_template or (data_args.template and data_args.template + data_args.prompt_end)
+    is_chat = bool(tokenizer.chat_template and not template)
+    if is_chat:
+        turns = [{"role": "user", "content": "{prompt}"}]
+        template = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    template = template or "{prompt}"
+    print(f"Format of the prompts: {template!r}")
+    stops = re.findall(r"\w+:", template)[:1]  # a base model may go on with the next question
+
+    # Answers
+    for prompt in [args.prompt] if args.prompt else map(str.strip, sys.stdin):
+        print("" if args.prompt or sys.stdin.isatty() else f"> {prompt}")
+        text = prompt.join(re.split(r"\{\w+\}", template))
+        ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+        for num_loops in args.num_loops or [looped.num_loops]:
+            for gates in expand_gates(args.gates, num_loops):
+                columns = {"base model": [0.0] * num_loops} if is_adapter else {}
+                columns["adapter" if is_adapter else folder.name] = parse_gates(gates, num_loops)
+                answers = dict.fromkeys(columns, "")
+                title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
+                with Live(get_renderable=partial(make_table, title, answers)):
+                    for name, numbers in columns.items():
+                        show = partial(answers.__setitem__, name)
+                        with set_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
+                            options = {"stop_strings": stops, "progress": False, "on_text": show}
+                            generate_greedy(model, tokenizer, [ids], args.max_new_tokens, **options)
+                print()
+
+
+def make_table(title: str, answers: dict[str, str]) -> Table:
+    """Return a table with a column for each answer."""
+    columns = [Column(name, ratio=1) for name in answers]
+    table = Table(*columns, title=title, title_justify="left", box=HORIZONTALS, expand=True)
+    table.add_row(*(Text(answer.strip()) for answer in answers.values()))
+    return table
+
+
+if __name__ == "__main__":
+    run_script(main)
