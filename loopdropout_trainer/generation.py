@@ -50,6 +50,7 @@ def generate_greedy(
     stop_strings: Sequence[str] = (),
     progress: bool | str = True,
     on_completion: Callable[[int, str], Any] | None = None,
+    on_text: Callable[[str], Any] | None = None,
 ) -> list[str]:
     """Complete each prompt with the most probable tokens, at the depth `model.config.num_loops` and under the gates in force.
 
@@ -63,6 +64,7 @@ def generate_greedy(
         progress: Whether to show a progress bar, or its description.
         on_completion: Function that gets the index of a prompt and its completion as soon as the completion ends. The longest
             prompts start first.
+        on_text: Function that gets the completion of a single prompt after each of its tokens.
 
     Returns:
         The completions in the order of `prompts`, without prompts and special tokens.
@@ -74,7 +76,7 @@ def generate_greedy(
     gates = looped.loop_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")
-    ending = _Ending(looped, tokenizer, stop_strings)
+    ending = _Ending(looped, tokenizer, stop_strings, on_text)
     decode = _decode_in_slots if supports_slots(looped) else _generate
     completions: dict[int, str] = {}
     was_training = model.training
@@ -103,7 +105,10 @@ def generate_greedy(
 class _Ending:
     """End tokens and stop strings of completions."""
 
-    def __init__(self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+    def __init__(
+        self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], on_text: Any
+    ) -> None:
+        self.on_text = on_text
         self.decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.stops = re.compile("|".join(map(re.escape, stops)) if stops else "(?!)")  # (?!) matches nothing
         added = tokenizer.get_added_vocab()  # special tokens are not part of the decoded text
@@ -113,6 +118,8 @@ class _Ending:
 
     def find_ended(self, completions: list[list[int]]) -> list[bool]:
         """Return whether each completion ends with its last token. Before that token it had not ended."""
+        if self.on_text is not None:
+            self.on_text(self.to_text(completions[0]))
         tails = [""] * len(completions)
         if self.window:
             tails = self.decode([tokens[-self.window :] for tokens in completions])

@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.hub import end_tokens, load_model
-from loopdropout_trainer.looped import find_looped_model, set_depth
+from loopdropout_trainer.looped import find_looped_model, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -201,22 +201,3 @@ class LoopedLM(HFLM):
 
     def barrier(self) -> None:
         PartialState().wait_for_everyone()
-
-
-def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
-    """Return the gates [K] from numbers or a string such as "1-0-0-0". Unit gates are None.
-
-    Raises:
-        UserError: if there is not one number for each loop.
-    """
-    if gates is None:
-        return None
-    try:
-        numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
-    except (TypeError, ValueError):
-        numbers = []
-    if len(numbers) != num_loops:
-        raise UserError(
-            f"`gates` must be {num_loops} numbers such as 1-0-0-0, one for each loop, got {short_repr(gates)}."
-        )
-    return None if all(number == 1 for number in numbers) else numbers
