@@ -70,9 +70,6 @@ class LoopDescription(LoopedModelMixin):
             raise AttributeError(name)
         return getattr(self.model, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
     def detach(self) -> None:
         """Remove the description and its hooks from the model."""
         for hook in self.hooks:
@@ -151,8 +148,6 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         model_class: Class of causal language models whose `base_model` returns a head-ready `last_hidden_state`.
         description: Description of its loops.
     """
-    if issubclass(model_class, LoopedModelMixin):
-        raise UserError(f"`model_class` must not be a `LoopedModelMixin`, got {model_class.__name__}.")
     if not model_class.base_model_prefix or not model_class.can_generate():
         raise UserError(f"`model_class` must be a causal language model, got {model_class.__name__}.")
     DESCRIPTIONS[model_class] = description

@@ -342,8 +342,8 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
-    give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. With gradient checkpointing, run
-    the backward pass inside the block. Use a model in one thread at a time.
+    give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward
+    pass may run after the block. Use a model in one thread at a time.
 
     Args:
         model: PEFT model over a looped model.
