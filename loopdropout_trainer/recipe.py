@@ -346,7 +346,8 @@ def _parser(dataclass_types: Sequence[type], description: str | None, hints: Map
     """Return a parser that returns only the fields that are set."""
     from transformers import HfArgumentParser
 
-    usage = f"loopdropout {Path(sys.argv[0]).stem} [RECIPE.yaml] [--field value ...]"
+    first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
+    usage = f"loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]"
     formatter = argparse.RawDescriptionHelpFormatter
     parser = HfArgumentParser(dataclass_types, description=description, usage=usage, formatter_class=formatter)
     for action in parser._actions[1:]:  # the first one is `--help`

@@ -6,15 +6,16 @@
     loopdropout chat ByteDance/Ouro-1.4B-Thinking
 
 The first word is the folder or Hub name of an adapter, a merged model or a base
-model. Without a prompt, each line that you enter is a prompt. Prompts have the form
-of the training, or are turns of a chat. Each one starts a new conversation.
+model. Without a prompt, each line that you enter is a prompt, and an empty line ends
+the program. Prompts have the form of the training, or are turns of a chat. Each one
+starts a new conversation.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 @dataclass
 class ChatArguments:
     """The model, its depths and gates, and the prompt."""
+
+    first_words = "MODEL [PROMPT]"
 
     model: str = field(metadata={"help": "Folder or Hub name of an adapter or a model, or `tiny-ouro`."})
     prompt: str | None = field(default=None, metadata={"help": "Prompt. Default: each line of the standard input."})
@@ -81,23 +84,25 @@ def main(argv: list[str] | None = None) -> None:
     stops = re.findall(r"\w+:", template)[:1]  # a base model may go on with the next question
 
     # Answers
-    for prompt in [args.prompt] if args.prompt else map(str.strip, sys.stdin):
-        print("" if args.prompt or sys.stdin.isatty() else f"> {prompt}")
-        text = prompt.join(re.split(r"\{\w+\}", template))
-        ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
-        for num_loops in args.num_loops or [looped.num_loops]:
-            for gates in expand_gates(args.gates, num_loops):
-                columns = {"base model": [0.0] * num_loops} if is_adapter else {}
-                columns["adapter" if is_adapter else folder.name] = parse_gates(gates, num_loops)
-                answers = dict.fromkeys(columns, "")
-                title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
-                with Live(get_renderable=partial(make_table, title, answers)):
-                    for name, numbers in columns.items():
-                        show = partial(answers.__setitem__, name)
-                        with set_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
-                            options = {"stop_strings": stops, "progress": False, "on_text": show}
-                            generate_greedy(model, tokenizer, [ids], args.max_new_tokens, **options)
-                print()
+    prompts = [args.prompt] if args.prompt else iter(partial(input, "> "), "")
+    with suppress(EOFError):
+        for prompt in prompts:
+            print("" if args.prompt or sys.stdin.isatty() else prompt)
+            text = prompt.join(re.split(r"\{\w+\}", template))
+            ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+            for num_loops in args.num_loops or [looped.num_loops]:
+                for gates in expand_gates(args.gates, num_loops):
+                    columns = {"base model": [0.0] * num_loops} if is_adapter else {}
+                    columns["adapter" if is_adapter else folder.name] = parse_gates(gates, num_loops)
+                    answers = dict.fromkeys(columns, "")
+                    title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
+                    with Live(get_renderable=partial(make_table, title, answers)):
+                        for name, numbers in columns.items():
+                            show = partial(answers.__setitem__, name)
+                            with set_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
+                                options = {"stop_strings": stops, "progress": False, "on_text": show}
+                                generate_greedy(model, tokenizer, [ids], args.max_new_tokens, **options)
+                    print()
 
 
 def make_table(title: str, answers: dict[str, str]) -> Table:

@@ -48,6 +48,8 @@ DIAGNOSTICS = ("single_loop", "readouts", "depth_matrix")
 class DiagnoseArguments:
     """The adapters, the diagnostics and the examples."""
 
+    first_words = "[RECIPE.yaml] [ADAPTER ...]"
+
     adapters: list[str] = field(default_factory=list, metadata={"help": "Folders or Hub names of adapters."})
     diagnostics: list[str] = field(
         default_factory=lambda: [*DIAGNOSTICS], metadata={"help": "Diagnostics to run.", "choices": DIAGNOSTICS}

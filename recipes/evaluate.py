@@ -38,6 +38,8 @@ from loopdropout_trainer.tokenizers import load_tokenizer
 class EvaluationArguments(BenchmarkArguments):
     """The adapters, the depths and gates, and the tasks."""
 
+    first_words = "[RECIPE.yaml] [MODEL ...]"
+
     benchmarks: list[str] = field(
         default_factory=list,
         metadata={"help": "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."},

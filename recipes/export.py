@@ -18,6 +18,8 @@ from loopdropout_trainer.recipe import name_words, parse
 class ExportArguments:
     """The adapter and the folder of the export."""
 
+    first_words = "ADAPTER"
+
     adapter: str = field(metadata={"help": "Folder or Hub name of the adapter."})
     output_dir: str = field(metadata={"help": "Folder for the adapter in the authors' format."})
 

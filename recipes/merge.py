@@ -33,6 +33,8 @@ from loopdropout_trainer.tokenizers import load_tokenizer
 class MergeArguments:
     """The adapter, its base model, and the folder of the merged model."""
 
+    first_words = "ADAPTER"
+
     adapter: str = field(metadata={"help": "Folder or Hub name of the adapter."})
     output_dir: str | None = field(
         default=None, metadata={"help": "Folder for the merged model. Default: `merged` in the adapter's folder."}

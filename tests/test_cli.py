@@ -42,7 +42,7 @@ def test_command_runs_its_script(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit, match="0"):
         cli.run(["merge", "--help"])
-    assert "usage: loopdropout merge [RECIPE.yaml]" in capsys.readouterr().out
+    assert "usage: loopdropout merge ADAPTER" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "recipes", "stf"])
