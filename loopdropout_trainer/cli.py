@@ -57,16 +57,12 @@ def run(argv: list[str]) -> None:
             sys.path.append(str(script.parent))  # scripts import one another
             runpy.run_path(str(script), run_name="__main__")
         case [name, *_]:
-            names = [*scripts(), "recipes"]
-            raise UserError(
-                f"Unknown command {name!r}.{closest_match(name, names)} The commands are {', '.join(names)}."
-            )
+            raise UserError(f"Unknown command {name!r}.{closest_match(name, [*scripts(), 'recipes'])} See --help.")
 
 
 def main() -> None:
     """Run the command line of this process."""
-    arguments, sys.argv[0] = sys.argv[1:], "loopdropout"
-    run_script(lambda: run(arguments))
+    run_script(lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

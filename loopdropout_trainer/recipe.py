@@ -57,11 +57,11 @@ HELP_GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
 """Titles of the first groups of fields in `--help`. The classes of the fields have their titles as `help_title`."""
 
 TRAINING_FIELDS = {
-    *("output_dir", "learning_rate", "num_train_epochs", "max_steps", "max_length", "packing", "assistant_only_loss"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "seed"),
-    *("bf16", "gradient_checkpointing", "use_cpu", "eval_strategy", "logging_steps", "save_steps", "report_to"),
-    *("resume_from_checkpoint", "push_to_hub", "hub_model_id", "beta", "num_generations", "max_completion_length"),
-}
+    "output_dir", "learning_rate", "num_train_epochs", "max_steps", "max_length", "packing", "assistant_only_loss",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "seed", "bf16",
+    "gradient_checkpointing", "use_cpu", "eval_strategy", "logging_steps", "save_steps", "report_to", "push_to_hub",
+    "resume_from_checkpoint", "hub_model_id", "beta", "num_generations", "max_completion_length",
+}  # fmt: skip
 """Fields of TRL and transformers that `--help` shows."""
 
 _EPILOG = """Trainings take all fields of TRL's configuration, too. `--field null` resets an
@@ -162,14 +162,6 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
     return override(load_recipe(base, (*extended_by, path)), recipe)
 
 
-def check_safe(recipe: Mapping[str, Any], path: str) -> None:
-    """Raise `UserError` if a recipe sets a field that can run code."""
-    for name, value in _nested(recipe):
-        is_kernel = name == "attn_implementation" and "/" in str(value)
-        if is_kernel or value not in (None, SAFE_VALUES.get(name, value)):
-            raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
-
-
 def import_files(paths: Sequence[str]) -> None:
     """Run Python files of the user, and allow task files of lm-eval (.yaml), which can run code.
 
@@ -245,9 +237,11 @@ def parse(
         _print_help(_parser(dataclass_types, description, hints), dataclass_types)
     changes = _options(argv)
     import_files(_words(changes.pop("import", ())))
-    import_files([word for word in _words(changes.get("benchmarks")) if word.endswith(".yaml")])
     recipe = load_recipe(path) if path else {}
-    check_safe(recipe, path)
+    for name, value in _nested(recipe):
+        is_kernel = name == "attn_implementation" and "/" in str(value)
+        if is_kernel or value not in (None, SAFE_VALUES.get(name, value)):
+            raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
     parser = _parser(dataclass_types, description, hints)
     fields = [action.dest for action in parser._actions]
     unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields, *changes}
@@ -257,9 +251,10 @@ def parse(
             continue
         if name not in fields:
             raise UserError(f"`{name}` is not a field of this script.{closest_match(name, fields)}")
-        if value is None and type(None) not in get_args(hints[name]):
-            continue  # the default
-        if value in (None, []):
+        if value in (None, "null"):
+            if type(None) in get_args(hints[name]):
+                settings[name] = None
+        elif value == []:
             settings[name] = value
         else:
             values = [item if isinstance(item, str) else json.dumps(item) for item in _words(value)]
@@ -324,10 +319,10 @@ def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
 
 def _words(value: Any) -> list[Any]:
     """Return the items of a field's value."""
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...] | None]:
+def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
     """Return the word after each `--field` of a command line, or a tuple of no or several words."""
     options: dict[str, list[str]] = {}
     for word in argv:
@@ -338,8 +333,7 @@ def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...] | None]:
             values.append(word)
         else:
             raise UserError(f"Options must be given as `--field value`, got {word!r}.")
-    options = {name: values[0] if len(values) == 1 else tuple(values) for name, values in options.items()}
-    return {name: None if value == "null" else value for name, value in options.items()}
+    return {name: values[0] if len(values) == 1 else tuple(values) for name, values in options.items()}
 
 
 def _parser(dataclass_types: Sequence[type], description: str | None, hints: Mapping[str, Any]) -> HfArgumentParser:

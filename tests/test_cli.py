@@ -26,7 +26,7 @@ def test_help_lists_every_script(capsys):
 
 
 def test_unknown_command_suggests_the_nearest():
-    with pytest.raises(UserError, match="Unknown command 'stf'. Did you mean 'sft'. The commands are .*sft, sweep"):
+    with pytest.raises(UserError, match="Unknown command 'stf'. Did you mean 'sft'"):
         cli.run(["stf", "x.yaml"])
 
 

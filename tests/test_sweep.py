@@ -212,7 +212,7 @@ def test_sweep_failure_shows_the_log(lab):
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
 
 
-def test_sweep_prints_commands_of_ready_runs(lab):
+def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
     def commands():
         made = lab.sweep()
         return [shlex.join(made.command(run)) for run in made.pending()]
@@ -221,8 +221,10 @@ def test_sweep_prints_commands_of_ready_runs(lab):
     assert len(grid) == 3
     for command in grid:
         subprocess.run(shlex.split(command), check=True)
+    monkeypatch.setattr(sweep, "IMPORTED", ["/my_rule.py"])
     final = commands()
     assert len(final) == 2 and all("lr_0.02" in command for command in final)
+    assert all(command.endswith(" --import /my_rule.py") for command in final)
 
 
 ERRORS = [

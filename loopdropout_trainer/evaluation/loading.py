@@ -78,10 +78,8 @@ def load_benchmarks(
     tasks = []
     for name in names:
         if fields := (own_benchmarks or {}).get(name):
-            valid = inspect.signature(own_benchmark).parameters
-            for field in fields:
-                if field not in valid:
-                    raise UserError(f"The benchmark `{name}` has no field {field!r}.{closest_match(field, valid)}")
+            if unknown := {*fields} - {*inspect.signature(own_benchmark).parameters}:
+                raise UserError(f"The benchmark `{name}` has no field `{min(unknown)}`.")
             tasks.append(own_benchmark(name, **fields))
         elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
             raise UserError(
