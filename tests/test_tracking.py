@@ -45,8 +45,8 @@ def test_curves_are_logged_over_loops(make_sft):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="a browser is needed")
 def test_trackio_shows_both_methods(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by the import
     pytest.importorskip("trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     words = (
         "quickstart.yaml --max_steps 3 --num_train_examples 32 --num_eval_examples 4 --logging_steps 1 --merge false"
     )
@@ -57,10 +57,14 @@ def test_trackio_shows_both_methods(tmp_path, monkeypatch):
     try:
         url = next(match[0] for line in server.stdout if (match := re.search(r"http://[\d.:]+", line)))
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-        page = subprocess.run(
-            ["chromium", *options, f"{url}/?project=huggingface"], capture_output=True, text=True
-        ).stdout
+        pages = [
+            subprocess.run(
+                ["chromium", *options, f"{url}/{page}?project=huggingface"], capture_output=True, text=True
+            ).stdout
+            for page in ("", "media")
+        ]
     finally:
         server.kill()
     for text in ("Loop Dropout, seed 0", "LoRA, seed 0", "active_loop_1", "rho_by_loop", "accuracy_by_depth"):
-        assert text in page
+        assert text in pages[0]
+    assert pages[1].count("The answer is") >= 2
