@@ -17,7 +17,7 @@ TEST_SPLITS = {"easy_test": (1, 3), "medium_test": (2, 4), "test": (3, 5)}
 def test_problems_keep_their_bytes():
     splits = ("train", "short", "test", "hard", "larger", "wording")
     text = json.dumps([arithmetic_problems(split, 200, seed).to_list() for split in splits for seed in (0, 3)])
-    text += json.dumps(runpy.run_path(str(ROOT / "recipes" / "make_tiny_texts.py"))["pretraining_texts"](200))
+    text += json.dumps(runpy.run_path(str(ROOT / "docs/replication/make_tiny_base.py"))["pretraining_texts"](200))
     expected = "a7c1226f9b1d89c662948e54c02d702cc2f707b1af870cd7b492b6442ab3d801"
     assert hashlib.sha256(text.encode()).hexdigest() == expected
 

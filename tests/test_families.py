@@ -190,7 +190,9 @@ def test_converted_llama_equals_llama():
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 500.0}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=30, rope_parameters=rope, **sizes)).eval()
-    model = load_script("recipes/make_small_base.py").looped(llama, SimpleNamespace(eos_token_id=1, pad_token_id=0))
+    model = load_script("docs/replication/make_small_base.py").looped(
+        llama, SimpleNamespace(eos_token_id=1, pad_token_id=0)
+    )
     half = torch.eye(24) / 2
     assert torch.equal(model.transformer.adapter.weight, torch.cat([half, half], dim=1))
     model.transformer.adapter.weight.copy_(torch.cat([0 * half, 2 * half], dim=1))  # only the prelude's output
