@@ -1,4 +1,4 @@
-"""Measure the paper's diagnostics: single-loop activation, readouts, depths, and the decomposition of a gain in accuracy.
+"""Measure the paper's diagnostics: single-loop activation, readouts, depths, and tests and parts of a gain in accuracy.
 
 Each function returns results as `results.write_results` takes them. A batch holds model inputs with `labels` [B, S], which are
 -100 where there is no target. With several processes, call a function in all of them with all batches: each process scores a
@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, send_to_device
 from peft import PeftModel
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
@@ -143,6 +145,22 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]
 
 
+def recommend_method(rho: Sequence[float]) -> str:
+    """Return the advice of docs/choosing_a_method.md for the profile of a LoRA adapter.
+
+    Args:
+        rho: Loss reductions of loops 1 to K in percent, from `single_loop`.
+    """
+    first, *_, last = rho
+    if max([*rho][:-1]) < 0.1 * last:
+        return "rho_t is near zero in all loops but the last. Use LoRA, because only its last application counts."
+    if first > 1.1 * last:
+        return "rho_t falls from the first loop on, as for a new skill. Use LoRA."
+    if last > 1.1 * first:
+        return "rho_t rises towards the last loop. Try Loop Dropout, and compare the accuracy of both on your task."
+    return "rho_t is similar in the first and the last loop. Compare the accuracy of both methods on your task."
+
+
 def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> list[Result]:
     """Split a difference in accuracy by whether both models give an answer (Appendix "Answer Availability").
 
@@ -153,17 +171,56 @@ def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequenc
     Returns:
         `gain` in percentage points over all problems, and its parts `gain_both_answered` and `gain_missing_in_either`.
     """
+    gains = _gains(samples, baseline)
+    both = np.array(
+        [one["answered"] and other["answered"] for one, other in zip(samples, baseline, strict=True)], bool
+    )
+    parts = {"gain": gains, "gain_both_answered": gains * both, "gain_missing_in_either": gains * ~both}
+    return [{"metric": name, "value": part.mean(), "unit": "points", "n": len(part)} for name, part in parts.items()]
+
+
+class Comparison(NamedTuple):
+    """A difference in accuracy between two models on the same problems, in percentage points.
+
+    Attributes:
+        gain: Mean difference.
+        low, high: Its 95% interval over problems, without the variation over training seeds.
+        p: Two-sided p-value of McNemar's exact test.
+        n: Number of problems.
+    """
+
+    gain: float
+    low: float
+    high: float
+    p: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.gain:+.1f} [{self.low:+.1f}, {self.high:+.1f}]" + ", not significant" * (self.p >= 0.05)
+
+
+def compare_answers(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Comparison:
+    """Test a difference in accuracy by the answers of both models to each problem.
+
+    The interval is Student's t of the differences, with half a problem added to each cell of the table of right and wrong
+    answers (Agresti and Min, 2005). The p-value is the one of McNemar's exact test.
+
+    Args:
+        samples, baseline: As in `answer_decomposition`.
+    """
+    gains = _gains(samples, baseline)
+    half = 100 * 0.5**0.5
+    low, high = stats.ttest_1samp([*gains, half, -half], 0).confidence_interval()
+    p = stats.binomtest(int((gains > 0).sum()), max(1, int((gains != 0).sum()))).pvalue
+    return Comparison(*map(float, (gains.mean(), low, high, p)), len(gains))
+
+
+def _gains(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Return the differences between two models by problem, in percentage points."""
     if len(samples) != len(baseline):
         raise UserError(f"`baseline` must have {len(samples)} samples, got {len(baseline)}.")
-    correct, others = (torch.tensor([float(row["correct"]) for row in rows]) for rows in (samples, baseline))
-    both = torch.tensor(
-        [bool(one["answered"] and other["answered"]) for one, other in zip(samples, baseline, strict=True)]
-    )
-    gains = 100 * (correct - others).double()
-    parts = {"gain": gains, "gain_both_answered": gains * both, "gain_missing_in_either": gains * ~both}
-    return [
-        {"metric": name, "value": part.mean().item(), "unit": "points", "n": len(part)} for name, part in parts.items()
-    ]
+    correct, others = (np.array([row["correct"] for row in rows], float) for rows in (samples, baseline))
+    return 100 * (correct - others)
 
 
 def score(model: nn.Module, batches: Iterable[Batch], gates: Sequence[float] | Tensor | None = None) -> Score:

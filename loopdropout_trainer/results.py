@@ -75,6 +75,11 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of the samples of a result, from its columns `folder` and `samples`."""
+    return _read_lines(Path(result["folder"], result["samples"]))
+
+
 def write_run(output_dir: str | Path, **facts: Any) -> None:
     """Write `run.json`, which marks a run as finished, with the versions of the libraries and further facts."""
     versions = {"python": platform.python_version(), "loopdropout-trainer": loopdropout_trainer.__version__}

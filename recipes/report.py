@@ -45,19 +45,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from scipy import stats
 
-from loopdropout_trainer.diagnostics import answer_decomposition
+from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.recipe import load_recipe
-from loopdropout_trainer.results import COLUMNS, RECIPE_FILE, UNCOMPARED, compare_recipes, read_results
+from loopdropout_trainer.results import COLUMNS, RECIPE_FILE, UNCOMPARED, compare_recipes, read_results, read_samples
 
 
 TABLES = Path(__file__).parent / "tables"
@@ -72,6 +76,7 @@ IGNORED = {"value", "seed", "folder", "run", "adapter", "samples", *(f"recipe_{n
 OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
 """Settings that a result of the base model depends on."""
 
+ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 COSTS = ["trainable_parameters", "train_seconds", "tokens_per_second", "peak_memory_gb"]
 
 
@@ -147,6 +152,11 @@ def mean_sd(values: pd.Series, decimals: int = 2) -> str:
     return f"{values.mean():.{decimals}f}{spread}"
 
 
+def answers(ours: pd.DataFrame, other: pd.DataFrame, seed: int) -> list[list[dict[str, Any]]]:
+    """Return the samples of two settings for a seed."""
+    return [read_samples(side.set_index("seed").loc[seed]) for side in (ours, other)]
+
+
 def differences(ours: pd.DataFrame, other: pd.DataFrame, place: str, part: str | None = None) -> pd.Series:
     """Return ours - other by seed, of the seeds that both settings have.
 
@@ -154,9 +164,8 @@ def differences(ours: pd.DataFrame, other: pd.DataFrame, place: str, part: str |
     """
     gains = (average(ours, place) - average(other, place)).dropna()
     for seed in gains.index if part else ():
-        rows = [side.set_index("seed").loc[seed] for side in (ours, other)]
-        samples = [pd.read_json(Path(row["folder"], row["samples"]), lines=True).to_dict("records") for row in rows]
-        gains[seed] = next(row["value"] for row in answer_decomposition(*samples) if row["metric"] == part)
+        parts = answer_decomposition(*answers(ours, other, seed))
+        gains[seed] = next(row["value"] for row in parts if row["metric"] == part)
     return gains
 
 
@@ -213,7 +222,7 @@ def fill_cell(results: pd.DataFrame, cell: Mapping[str, Any], place: str) -> str
 
 
 def build_table(spec: Mapping[str, Any], results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Return a table of texts, with the paper's numbers in columns of their own, and a list of the missing numbers.
+    """Return a table with one line for each number, next to the paper's, and a list of the missing numbers.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
@@ -221,20 +230,19 @@ def build_table(spec: Mapping[str, Any], results: pd.DataFrame) -> tuple[pd.Data
     """
     lines, missing = [], []
     for row in spec["rows"]:
-        line, wanted = {}, spec.get("filter", {})
+        heads, wanted = {}, spec.get("filter", {})
         for (title, column), head in zip(spec["heads"].items(), row, strict=False):
-            ((line[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
+            ((heads[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
             wanted = {**wanted, **selection}
-        names = ", ".join(line.values())
-        for (title, column), paper in zip_longest(spec["columns"].items(), row[len(line) :]):
+        names = ", ".join(heads.values())
+        for (title, column), paper in zip_longest(spec["columns"].items(), row[len(heads) :]):
             try:
-                line[title] = fill_cell(results, {**wanted, **column}, f"{spec['label']}, {names}, {title}")
+                number = fill_cell(results, {**wanted, **column}, f"{spec['label']}, {names}, {title}")
             except Missing as reason:
-                line[title] = "–"
+                number = "–"
                 missing.append(f"Missing: {names}, {title}: {reason}.")
-            line[f"{title} (paper)"] = paper
-        lines.append(line)
-    return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–"), missing
+            lines.append({**heads, "column": title, "here": number, "paper": paper})
+    return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
 
 
 # Summary
@@ -251,117 +259,166 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
-    """Return accuracies (%) by task, method and recurrence depth, mean ± SD over seeds, and differences to LoRA.
+    """Return accuracies (%) by task, recurrence depth and method, mean ± SD over seeds, and differences to LoRA (points).
 
-    A method is compared with the LoRA of the same settings, or with the only LoRA.
+    A method is compared with the LoRA of the same settings, or with the only LoRA. The 95% intervals are over seeds. For a
+    single seed they are over problems.
     """
     rows = labelled(select(results, {"metric": "accuracy", "num_loops": [*results["num_loops"].unique()]}))
-    texts = {}
-    for (task, depth), part in rows.sort_values("num_loops").groupby(["task", "num_loops"], sort=False):
+    lines = []
+    for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
         by_label = dict(tuple(part.groupby("label", sort=False)))
         for label, ours in by_label.items():
             method = ours["method"].iloc[0]
-            texts[task, label, f"K = {depth:g}"] = mean_sd(average(ours, label))
             lora = by_label.get(label.replace(method, "LoRA", 1), by_label.get("LoRA"))
-            if lora is not None and method not in ("LoRA", "base model"):
-                texts[task, f"{label} - LoRA", f"K = {depth:g}"] = with_interval(differences(ours, lora, label))
-    return pd.Series(texts, dtype=object).unstack(sort=False).fillna("").rename_axis(["task", "method"]).reset_index()
+            line = {"task": task, "K": f"{depth:g}", "method": label, "accuracy": mean_sd(average(ours, label))}
+            is_compared = lora is not None and method not in ("LoRA", "base model")
+            lines.append({**line, "minus LoRA": show_difference(ours, lora, label) if is_compared else ""})
+    return pd.DataFrame(lines)
+
+
+def show_difference(ours: pd.DataFrame, other: pd.DataFrame, place: str) -> str:
+    """Return a difference with its 95% interval over seeds, or over problems for a single seed."""
+    gains = differences(ours, other, place)
+    if len(gains) == 1 and ours["samples"].notna().all() and other["samples"].notna().all():
+        return str(compare_answers(*answers(ours, other, gains.index[0])))
+    is_open = len(gains) > 1 and stats.ttest_1samp(gains, 0).pvalue >= 0.05
+    return with_interval(gains, 1) + ", not significant" * is_open
 
 
 def cost_table(results: pd.DataFrame) -> pd.DataFrame:
     """Return the costs of the trainings, means over seeds, by method."""
     rows = labelled(results[results["metric"].isin(COSTS)])
-    return rows.pivot_table("value", "label", "metric").round(2).reset_index()
+    return rows.pivot_table("value", "label", "metric").round(2).reset_index().astype(str)
 
 
 # Figures (plotnine is imported in the functions, because sweeps do not need it)
 
-COLORS = {"base model": "#7a7a7a", "LoRA": "#E69F00", "Loop Dropout": "#0072B2"}
-OTHER_COLORS = ["#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8c6d1f"]
+COLORS = {
+    "base model": "#7a7a7a",
+    "LoRA": "#E69F00",
+    "Loop Dropout": "#0072B2",
+    "LoRA+": "#009E73",
+    "CoTo": "#CC79A7",
+    "LoRA Dropout": "#D55E00",
+    "rsLoRA": "#56B4E9",
+}
 """Colors of Okabe and Ito, which color-blind readers can tell apart."""
+OTHER_COLORS = ["#000000", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
 
 
-def points(rows: pd.DataFrame, by: list[str], minus: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return `mean` and `sd` over seeds of the rows, less those of `minus`, for each value of the columns `by`."""
-    data = []
-    for key, part in rows.groupby(by, sort=False):
-        place = str(key)
-        if minus is None:
-            values = average(part, place)
-        else:
-            values = differences(part, minus[(minus[by] == list(key)).all(axis=1)], place)
-        data.append([*key, values.mean(), values.std()])
-    return pd.DataFrame(data, columns=[*by, "mean", "sd"]).fillna({"sd": 0.0})
+def color_of(method: str) -> str:
+    """Return the color of a method, the same one in every figure."""
+    return COLORS.get(method) or OTHER_COLORS[zlib.crc32(method.encode()) % len(OTHER_COLORS)]
 
 
-def line_plot(data: pd.DataFrame, x: str, y_label: str, title: str = "") -> Any:
-    """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
+def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Return `mean` and `sd` over seeds for each value of the columns `by`, with panels and labels in their order."""
+    values = {key: average(part, str(key)) for key, part in rows.groupby(by, sort=False)}
+    data = pd.DataFrame([[*key, own.mean(), own.std()] for key, own in values.items()], columns=[*by, "mean", "sd"])
+    for name in {"panel", "label"} & {*by}:
+        data[name] = pd.Categorical(data[name], data[name].unique())
+    return data.fillna({"sd": 0.0})
 
-    Args:
-        data: columns `panel`, `label`, `mean`, `sd` and the column named `x`.
-    """
+
+def decorate(plot: Any, title: str, x_label: str, y_label: str, num_panels: int = 1) -> Any:
+    """Add the title, the axis labels and the theme that all figures share."""
     import plotnine as p9
 
-    colors = COLORS | dict(zip(sorted({*data["label"]} - {*COLORS}), cycle(OTHER_COLORS), strict=False))
-    ticks = sorted(data[x].unique())
-    scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
     return (
-        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
-        + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
-        + p9.geom_line(size=1.1)
-        + p9.geom_point()
-        + p9.facet_wrap("panel", scales="free")
-        + p9.scale_color_manual(colors)
-        + p9.scale_fill_manual(colors)
-        + scale(breaks=ticks)
-        + p9.labs(y=y_label, title=title)
-        + p9.theme_minimal()
-        + p9.theme(legend_position="top", legend_title=p9.element_blank())
+        plot
+        + p9.labs(title=title, x=x_label, y=y_label)
+        + p9.theme_minimal(base_size=10)
+        + p9.theme(
+            figure_size=(max(5.0, 3.4 * num_panels), 3.8),
+            plot_title=p9.element_text(size=12),
+            plot_background=p9.element_rect(fill="white", color="white"),
+            legend_position="bottom",
+            legend_title=p9.element_blank(),
+            legend_key_width=24,
+            panel_grid_minor=p9.element_blank(),
+            panel_spacing=0.03,
+        )
     )
 
 
-def heat_plot(data: pd.DataFrame, x: str, y: str, title: str) -> Any:
+def line_plot(data: pd.DataFrame, x: str, x_label: str, y_label: str, title: str) -> Any:
+    """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
+
+    Args:
+        data: columns `panel`, `label`, which begins with the method, `mean`, `sd` and the column named `x`.
+    """
+    import plotnine as p9
+
+    labels = data["label"].unique()
+    colors = [color_of(label.split(", ")[0]) for label in labels]
+    ticks = sorted(data[x].unique())
+    scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
+    legend = lambda: p9.guide_legend(ncol=max(1, 90 // (12 + max(map(len, labels)))))
+    plot = (
+        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
+        + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
+        + p9.geom_line(size=1.1)
+        + p9.geom_point(size=2)
+        + p9.facet_wrap("panel", scales="free")
+        + p9.scale_color_manual(colors)
+        + p9.scale_fill_manual(colors)
+        + p9.scale_shape_manual([shape for shape, _ in zip(cycle("os^Dv<>P"), labels, strict=False)])
+        + p9.guides(color=legend(), fill=legend(), shape=legend())
+        + scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
+    )
+    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
+
+
+def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, title: str) -> Any:
     """Return a matrix of the means with their numbers, the first row on top."""
     import plotnine as p9
 
     data = data.assign(**{name: data[name].astype(int).astype(str) for name in (x, y)})
-    return (
+    order = lambda name: sorted(data[name].unique(), key=int)
+    plot = (
         p9.ggplot(data, p9.aes(x, y))
-        + p9.geom_tile(p9.aes(fill="mean"))
-        + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}")
-        + p9.scale_fill_gradient2("#E69F00", "#f7f7f7", "#0072B2")
-        + p9.scale_y_discrete(limits=sorted(data[y].unique(), reverse=True))
+        + p9.geom_tile(p9.aes(fill="mean"), color="white")
+        + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}", size=9)
+        + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
+        + p9.scale_x_discrete(limits=order(x))
+        + p9.scale_y_discrete(limits=order(y)[::-1])
         + p9.facet_wrap("panel")
-        + p9.labs(fill="", title=title)
-        + p9.theme_minimal()
     )
+    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
 
 
-def gates_plot(num_loops: int, p: float, seed: int, title: str) -> Any:
+def gates_plot(num_loops: int, p: float, seed: int, **labels: str) -> Any:
     """Return the gates of eight examples, as a training draws them, and the gates of inference."""
     draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=num_loops)
     gates = pd.DataFrame(make_rule("loop_dropout", p=p).sample(draw).tolist())  # [K, 8]
     training = gates.stack().rename_axis(["loop", "example"]).reset_index(name="mean").assign(panel="training")
     training[["loop", "example"]] += 1
-    return heat_plot(pd.concat([training, training.assign(panel="inference", mean=1.0)]), "loop", "example", title)
+    both = pd.concat([training, training.assign(panel="inference", mean=1.0)])
+    return heat_plot(
+        both.assign(panel=pd.Categorical(both["panel"], ["training", "inference"])), "loop", "example", **labels
+    )
 
 
 def build_figure(spec: Mapping[str, Any], results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
+    labels = {name: spec[name] for name in ("title", "x_label", "y_label")}
     if spec["figure"] == "gates":
-        return gates_plot(**spec["filter"], title=spec["title"])
-    titles = {spec["x"]: spec["x_label"], spec.get("y"): spec["y_label"]}
-    x_label, y_label = titles.values()
+        return gates_plot(**spec["filter"], **labels)
+    x = spec["x"]
 
     def rows_of(change: Mapping[str, Any]) -> pd.DataFrame:
-        wanted = {spec["x"]: [*results[spec["x"]].dropna().unique()], **spec["filter"], **change}
+        wanted = {x: [*results[x].dropna().unique()], **spec["filter"], **change}
         panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
-        return pd.concat(panels).assign(label=lambda rows: rows["method"]).rename(columns=titles)
+        return pd.concat(panels).assign(label=lambda rows: rows["method"])
 
     if spec["figure"] == "heat":
-        gains = points(rows_of({}), ["panel", x_label, y_label], rows_of(spec["minus"]))
-        return heat_plot(gains, x_label, y_label, spec["title"])
-    return line_plot(points(rows_of({}), ["panel", "label", x_label]), x_label, y_label, spec["title"])
+        by = ["panel", x, spec["y"]]
+        both = points(rows_of({}), by).merge(
+            points(rows_of(spec["minus"]), by), on=by, suffixes=("_of_ours", "_of_other")
+        )
+        return heat_plot(both.assign(mean=both["mean_of_ours"] - both["mean_of_other"]), x, spec["y"], **labels)
+    return line_plot(points(rows_of({}), ["panel", "label", x]), x, **labels)
 
 
 def overview_figure(results: pd.DataFrame) -> Any:
@@ -371,34 +428,44 @@ def overview_figure(results: pd.DataFrame) -> Any:
         results: from `load_results`.
     """
     accuracy = results[results["metric"] == "accuracy"]
-    accuracy = accuracy[accuracy["task"] == accuracy["task"].iloc[0]]
+    task = accuracy["task"].iloc[0]
+    accuracy = accuracy[accuracy["task"] == task]
     panels = {
-        "accuracy (%), K loops": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
-        "loss reduction (%), only loop t": results[results["metric"] == "loss_reduction"],
-        "accuracy (%), only loop t": accuracy,
+        "accuracy with K loops": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
+        "loss reduction, only loop t": results[results["metric"] == "loss_reduction"],
+        "accuracy, only loop t": accuracy,
     }
     rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
-    return line_plot(points(labelled(rows), ["panel", "label", "loop"]), "loop", "")
+    data = points(labelled(rows), ["panel", "label", "loop"])
+    return line_plot(data, "loop", "number of loops K, or the only loop t with the adapter", "%", f"Results on {task}")
 
 
 def save_figure(plot: Any, path: str | Path) -> None:
     """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
     for ending in ("png", "pdf", "svg"):
-        plot.save(f"{path}.{ending}", width=9.6, height=3.5, dpi=200, verbose=False)
+        plot.save(f"{path}.{ending}", dpi=200, verbose=False)
 
 
 # The command
 
 
+def print_table(table: pd.DataFrame, title: str) -> None:
+    """Print a table of texts in 80 columns."""
+    grid = Table(*table, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for row in table.itertuples(index=False):
+        grid.add_row(*row)
+    Console(width=80, markup=False, highlight=False).print(grid)
+
+
 def save_table(table: pd.DataFrame, title: str, path: Path, notes: Iterable[str] = ()) -> None:
     """Print a table, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
-    style = table.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+    print_table(table, title)
+    print(*notes, sep="\n")
     texts = {
         "md": "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""]),
-        "tex": style.to_latex(hrules=True, caption=title, label=f"tab:{path.name}"),
+        "tex": table.to_latex(index=False, escape=True, caption=title, label=f"tab:{path.name}"),
         "csv": table.to_csv(index=False),
     }
-    print(texts["md"])
     for ending, text in texts.items():
         Path(f"{path}.{ending}").write_text(text, encoding="utf-8")
 
@@ -430,8 +497,8 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.tables:
         save_table(cost_table(results), "Costs of the training", output_dir / "costs")
         if (results["metric"] == "accuracy").any():
-            title = "Accuracy (%), and difference to LoRA (points) with its 95% interval over seeds"
-            save_table(accuracy_table(results), title, output_dir / "accuracy")
+            note = "The 95% intervals are over seeds, or over problems if there is one seed."
+            save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
             save_figure(overview_figure(results), output_dir / "overview")
 
 

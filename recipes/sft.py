@@ -33,7 +33,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from loopdropout_trainer.callbacks import NonFiniteGradientError, newest_checkpoint
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview
-from loopdropout_trainer.diagnostics import readouts, single_loop
+from loopdropout_trainer.diagnostics import compare_answers, readouts, single_loop
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, development_task, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import (
@@ -52,6 +52,7 @@ from loopdropout_trainer.results import (
     is_finished,
     read_results,
     read_run,
+    read_samples,
     write_results,
     write_run,
 )
@@ -503,6 +504,7 @@ def print_results(folders: list[str]) -> None:
     columns = at_depth["task"].where(at_depth["metric"] == "accuracy", at_depth["metric"])
     print_table(f"Accuracy at the training depth K = {depth}, in %", at_depth, columns)
     accuracy = rows[rows["metric"] == "accuracy"]
+    print_differences(accuracy[accuracy["gates"] == "unit"])
     for task in accuracy["task"].unique()[:1]:
         first = accuracy[accuracy["task"] == task].sort_values("num_loops", kind="stable")
         of_depth = first[first["gates"] == "unit"]
@@ -514,6 +516,21 @@ def print_results(folders: list[str]) -> None:
     reductions = rows[rows["metric"] == "loss_reduction"].replace({"gates": {"unit": "all loops"}})
     print_table("Loss reduction with the adapter in one loop only, in %", reductions, "gates")
     print(f"\nEverything is in {', '.join(folders)}")
+
+
+def print_differences(accuracy: pd.DataFrame) -> None:
+    """Print the differences in accuracy to LoRA, or to the last method, on the same problems."""
+    lines = []
+    for (task, num_loops), rows in accuracy.groupby(["task", "num_loops"], sort=False):
+        samples = {row["method"]: read_samples(row) for row in rows.to_dict("records")}
+        baseline = "LoRA" if "LoRA" in samples else [*samples][-1]
+        for method in samples.keys() - {baseline}:
+            difference = compare_answers(samples[method], samples[baseline])
+            lines.append([f"{method} - {baseline}", task, num_loops, str(difference)])
+    if lines:
+        table = pd.DataFrame(lines, columns=["", "task", "K", "points [95% interval]"]).sort_values("K")
+        print(f"\nDifference in accuracy on the same {difference.n} problems\n{table.to_string(index=False)}")
+        print("The intervals are over problems. They do not include other training seeds.")
 
 
 def draw_results(folder: str) -> None:
@@ -529,7 +546,7 @@ def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str
     if len(rows):
         table = rows.pivot_table(index="method", columns=columns, values="value", sort=False)
         table = table.rename_axis(index=None, columns="method")
-        print(f"\n{title}\n{table.to_string(float_format=number_format.format, na_rep='')}")
+        print(f"\n{title}\n{table.to_string(float_format=number_format.format, na_rep='', line_width=80)}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shlex
 import signal
@@ -28,13 +29,14 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report import accuracy_table, load_results
+from report import ACCURACY_TITLE, accuracy_table, load_results, print_table
 
 from loopdropout_trainer.errors import UserError, closest_match, run_script
+from loopdropout_trainer.evaluation import DEVELOPMENT
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import UNCOMPARED, compare_recipes, is_finished, read_results, read_run, write_run
 
@@ -51,7 +53,7 @@ MEASURED = FINAL_ONLY | {
 """Settings of the steps after the training, which `measure` may set. They may change after a run has finished."""
 
 SETTINGS_FILE = "sweep_recipe.yaml"
-NON_FINITE = float("-inf")
+NON_FINITE = (-math.inf, -math.inf)
 
 
 def setting(default: Any, help: str) -> Any:
@@ -67,10 +69,11 @@ class Part:
         ["lora", "loop_dropout"],
         "Rules, recipes (.yaml), or a mapping of names to a rule, a recipe or settings. A part lists names.",
     )
-    seeds: list[int] = setting([101, 102, 103], "Training seeds. The first ones choose the learning rate.")
+    seeds: list[int] = setting([101, 102, 103], "Training seeds. The first one chooses the learning rate.")
     full_grid: bool = setting(False, "Train every seed with every learning rate and choose none.")
-    extend_grid: bool = setting(False, "Add learning rates while the best one is the smallest or the largest.")
-    max_extensions: int = setting(4, "Maximum number of learning rates that `extend_grid` adds.")
+    extend_grid: bool = setting(
+        False, "Add up to four learning rates while the best one is the smallest or the largest."
+    )
     settings: dict[str, Any] = setting({}, "Fields of every recipe (JSON). With its own, a part renames its methods.")
     measure: dict[str, Any] = setting({}, "Fields of the evaluation of the final runs (JSON).")
 
@@ -84,8 +87,7 @@ class SweepArguments(Part):
     parts: dict[str, Any] = setting({}, "Comparisons by name, in order of priority.")
     only: list[str] = setting([], "Parts to run. Default: all.")
     rate_factors: dict[str, Any] = setting({}, "Factors on the learning rates by method (JSON).")
-    select_on: str = setting("development", "Task that chooses the learning rate, or `eval_loss`.")
-    selection_seeds: int = setting(1, "Number of seeds that choose the learning rate.")
+    select_on: str = setting(DEVELOPMENT, "Task that chooses the learning rate, or `eval_loss`.")
     output_dir: str = setting("outputs/sweep", "Folder of all runs.")
     launcher: str = setting("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
     workers: int = setting(1, "Number of runs at a time, each on its own GPU.")
@@ -107,11 +109,12 @@ class Run(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The learning rates of a method in ascending order, the best one if it is known, and whether it is at an edge."""
+    """The learning rates of a method in ascending order, the best one if it is known, and remarks about it."""
 
     rates: list[float]
     best: float | None
-    edge: str | None
+    edge: str | None  # "smallest" or "largest"
+    tie: str = ""
 
 
 class Sweep:
@@ -136,7 +139,7 @@ class Sweep:
         _check_names("rate_factors", arguments.rate_factors, self.definitions)
         self.parts = {name: self._part(name, own or {}) for name, own in parts.items()}
         self.selected_parts = {name: self.parts[name] for name in arguments.only or parts}
-        self.scores: dict[str, float] = {}  # by name of a run
+        self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[Run] = set()
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
@@ -153,12 +156,11 @@ class Sweep:
         _check_names(f"parts.{name}.measure", part.measure, MEASURED)
         if not part.learning_rates or not part.seeds:
             raise UserError(f"The part `{name}` must have `learning_rates` and `seeds`.")
-        own_names = {method: f"{method}@{name}" if part.settings else method for method in part.methods}
-        for method, own_name in own_names.items():
-            if own_name not in self.recipes:
-                self.recipes[own_name] = self._recipe(self.definitions[method], part.settings)
-                self.measured[own_name] = part.measure
-        part.methods = list(own_names.values())
+        definitions = {f"{method}@{name}" if part.settings else method: method for method in part.methods}
+        for own_name, method in definitions.items():
+            self.recipes.setdefault(own_name, self._recipe(self.definitions[method], part.settings))
+            self.measured.setdefault(own_name, part.measure)
+        part.methods = [*definitions]
         return part
 
     def _recipe(self, definition: str | dict[str, Any], of_part: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +184,8 @@ class Sweep:
             recipe = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
             measure = {name: value for name, value in measure.items() if name == "own_benchmarks"}
             measure["benchmarks"] = [] if select_on == "eval_loss" else [select_on]
+            if select_on == DEVELOPMENT:
+                measure["single_loop_batches"] = 16  # the held-out loss breaks ties
         of_run = {
             "learning_rate": run.learning_rate,
             "seed": run.seed,
@@ -192,40 +196,43 @@ class Sweep:
     # Learning rates and runs
 
     def choice(self, part: Part, method: str) -> Choice:
-        """Choose the learning rate with the best mean over the selection seeds, the smallest one of equals.
+        """Choose the learning rate with the best score of the first seed. Ties are broken by held-out loss, then by size.
 
         While the best one is at the edge of its grid, `extend_grid` adds the next one, in the ratio of the outermost two.
         """
         factor = self.arguments.rate_factors.get(method.split("@")[0], 1.0)
         rates = [_rounded(factor * rate) for rate in part.learning_rates]
-        extensions = 0 if part.full_grid else part.extend_grid * part.max_extensions
+        extensions = 4 if part.extend_grid and not part.full_grid else 0
         while True:
-            means = {rate: self._mean_score(part, method, rate) for rate in rates}
-            is_known = None not in means.values() and max(means.values()) > NON_FINITE
-            best = max(means, key=means.get) if is_known else None
+            scores = {rate: self.score(Run(method, rate, part.seeds[0], True)) for rate in rates}
+            is_known = None not in scores.values() and max(scores.values()) > NON_FINITE
+            best = max(scores, key=scores.get) if is_known else None
             edge = {rates[0]: "smallest", rates[-1]: "largest"}.get(best)
             if edge is None or extensions == 0:
-                return Choice(rates, best, edge)
+                return Choice(rates, best, edge, self._describe_tie(scores, best) if best else "")
             extensions -= 1
             if edge == "smallest":
                 rates = [_rounded(rates[0] ** 2 / rates[1]), *rates]
             else:
                 rates = [*rates, _rounded(rates[-1] ** 2 / rates[-2])]
 
-    def _mean_score(self, part: Part, method: str, rate: float) -> float | None:
-        scores = [self.score(run) for run in self._selection_runs(part, method, rate)]
-        return None if None in scores else sum(scores) / len(scores)
-
-    def _selection_runs(self, part: Part, method: str, rate: float) -> list[Run]:
-        return [Run(method, rate, seed, True) for seed in part.seeds[: self.arguments.selection_seeds]]
+    def _describe_tie(self, scores: dict[float, tuple[float, float]], best: float) -> str:
+        """Return a remark if other learning rates have the score of the best one."""
+        equal = {rate: loss for rate, (score, loss) in scores.items() if score == scores[best][0]}
+        if len(equal) == 1:
+            return ""
+        names = "All learning rates" if len(equal) == len(scores) else " and ".join(f"{rate:g}" for rate in equal)
+        reason = "The held-out loss decided." if len({*equal.values()}) > 1 else "The smallest one was chosen."
+        missing = " No held-out loss was measured." if -math.inf in equal.values() else ""
+        return f"The selection was uninformative. {names} have equal scores on {self.arguments.select_on}.{missing} {reason}"
 
     def runs_of(self, part: Part) -> list[Run]:
         """Return the runs of a part that have a learning rate, in the order of their seeds."""
         runs = []
         for method in part.methods:
-            rates, best, _ = self.choice(part, method)
+            rates, best, *_ = self.choice(part, method)
             if not part.full_grid:
-                runs += [run for rate in rates for run in self._selection_runs(part, method, rate)]
+                runs += [Run(method, rate, part.seeds[0], True) for rate in rates]
                 rates = [] if best is None else [best]
             runs += [Run(method, rate, seed, False) for rate in rates for seed in part.seeds]
         return sorted(runs, key=lambda run: part.seeds.index(run.seed))
@@ -244,26 +251,26 @@ class Sweep:
         trainings, lines = set(), ["Trainings"]
         for name, part in self.selected_parts.items():
             before = len(trainings)
-            for method in part.methods:
-                seeds = part.seeds if part.full_grid else part.seeds[: self.arguments.selection_seeds]
-                trainings |= {(method, rate, seed) for rate in self.choice(part, method).rates for seed in seeds}
-                trainings |= {(method, None, seed) for seed in part.seeds[len(seeds) :]}
+            for method, seed in product(part.methods, part.seeds):
+                tries_all = part.full_grid or seed == part.seeds[0]
+                rates = self.choice(part, method).rates if tries_all else [None]
+                trainings |= {(method, rate, seed) for rate in rates}
             lines.append(f"{name}: {len(trainings) - before}")
         return "\n".join([*lines, f"all: {len(trainings)}"])
 
     # The state of a run, from its folder
 
-    def score(self, run: Run) -> float | None:
-        """Return the score that chooses the learning rate, -inf after a non-finite loss, or None before the run."""
+    def score(self, run: Run) -> tuple[float, float] | None:
+        """Return the score that chooses the learning rate and the negative held-out loss, or None before the run."""
         folder, select_on = self.output_dir / run.name, self.arguments.select_on
-        if run.name not in self.scores and folder.is_dir():
-            for row in read_results(folder):
-                if row["metric"] == select_on == "eval_loss":
-                    self.scores[run.name] = -row["value"]
-                if (row["task"], row["metric"], row["gates"]) == (select_on, "accuracy", "unit"):
-                    self.scores[run.name] = row["value"]
-            if read_run(folder).get("status") == "non-finite":
-                self.scores[run.name] = NON_FINITE
+        rows = read_results(folder) if run.name not in self.scores and folder.is_dir() else []
+        find = lambda **columns: [row["value"] for row in rows if columns.items() <= row.items()]
+        losses = find(metric="eval_loss") or find(metric="loss", task=DEVELOPMENT, gates="unit")
+        accuracies = find(metric="accuracy", task=select_on, gates="unit")
+        if scores := [-loss for loss in losses] if select_on == "eval_loss" else accuracies:
+            self.scores[run.name] = (scores[-1], -min(losses, default=math.inf))
+        if read_run(folder).get("status") == "non-finite":
+            self.scores[run.name] = NON_FINITE
         return self.scores.get(run.name)
 
     def is_done(self, run: Run) -> bool:
@@ -353,18 +360,20 @@ class Sweep:
             raise UserError(f"{run.name} ended with exit code {status}: {last_line} (log: {path})")
         print(f"{run.name}: {read_run(path.parent).get('status', 'stopped')}", flush=True)
 
-    def write_summary(self) -> str:
-        """Write `summary.json`, and return the chosen learning rates and a table of mean ± SD over seeds."""
+    def write_summary(self) -> None:
+        """Print the chosen learning rates and a table of mean ± SD over seeds, and write them to `summary.json`."""
         choices = [
             {"part": name, "method": method, **self.choice(part, method)._asdict()}
             for name, part in self.parts.items()
             for method in (() if part.full_grid else part.methods)
         ]
+        for choice in choices:
+            edge = f", the {choice['edge']} one of the grid" if choice["edge"] else ""
+            print(f"{choice['method']}: learning rate {choice['best']}{edge}. {choice['tie']}")
         table = accuracy_table(load_results(self.output_dir))
+        print_table(table, ACCURACY_TITLE)
         summary = {"choices": choices, "accuracy": table.to_dict("records")}
         (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        lines = ["{method}: learning rate {best} (edge of the grid: {edge})".format(**choice) for choice in choices]
-        return "\n".join([*lines, "", table.to_string(index=False)])
 
 
 def _definitions(methods: list[Any]) -> dict[str, Any]:
@@ -406,7 +415,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         sweep.train_all()
-        print(sweep.write_summary())
+        sweep.write_summary()
 
 
 if __name__ == "__main__":

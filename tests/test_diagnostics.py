@@ -1,19 +1,24 @@
 """Diagnostics against the golden oracle and against forward passes of their own, and recipes/diagnose.py."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, SAMPLES, golden_adapted, load_script, python, tiny_ouro, with_adapter
+from scipy.stats import t
+from statsmodels.stats.contingency_tables import mcnemar
 from torch.nn import functional as F
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.diagnostics import (
     answer_decomposition,
+    compare_answers,
     depth_matrix,
     label_batches,
     readouts,
+    recommend_method,
     reference_examples,
     single_loop,
 )
@@ -131,6 +136,32 @@ def test_answer_decomposition_splits_the_gain():
         answer_decomposition(one, other[1:])
 
 
+@pytest.mark.parametrize(("both", "gained", "lost", "neither"), [(60, 25, 10, 5), (3, 5, 0, 16), (0, 0, 0, 10)])
+def test_compare_answers_equals_mcnemar(both, gained, lost, neither):
+    pairs = [(1, 1)] * both + [(1, 0)] * gained + [(0, 1)] * lost + [(0, 0)] * neither
+    ours, other = ([{"correct": float(pair[side])} for pair in pairs] for side in (0, 1))
+    found = compare_answers(ours, other)
+    p = mcnemar([[both, gained], [lost, neither]], exact=True).pvalue if gained + lost else 1
+    b, c, n = gained + 0.5, lost + 0.5, len(pairs) + 2
+    error = math.sqrt(b + c - (b - c) ** 2 / n) / math.sqrt(n * (n - 1)) * t(n - 1).ppf(0.975)
+    assert (found.gain, found.n) == (pytest.approx(100 * (gained - lost) / len(pairs)), len(pairs))
+    assert (found.low, found.high) == pytest.approx((100 * ((b - c) / n - error), 100 * ((b - c) / n + error)))
+    assert found.p == pytest.approx(p) and str(found).endswith("not significant") == (p >= 0.05)
+
+
+PROFILES = {
+    "rises": (11.9, 19.1, 26.5, 32.4),  # LoRA in the paper
+    "near zero": (0.0, 0.2, -1.2, 76.0),  # a tiny Huginn
+    "falls": (40, 30, 20, 10),
+    "similar": (30.8, 35.2, 35.9, 32.0),
+}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_recommend_method_names_the_profile(profile):
+    assert profile in recommend_method(PROFILES[profile])
+
+
 def test_reference_examples_of_a_task():
     task = own_benchmark("problems", str(SAMPLES / "gsm8k_test.jsonl"), like="gsm8k")
     first = json.loads((SAMPLES / "gsm8k_test.jsonl").read_text().splitlines()[0])
@@ -189,8 +220,8 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     }
     assert {row["num_loops"] for row in rows if row["metric"] == "depth_loss"} == set(range(1, 9))
     printed = capsys.readouterr().out
-    (loss,) = values(rows, "readout_loss", method="OURS", loop=4)
-    assert "readout_loss (nats) by loop" in printed and f"{loss:.4g}" in printed
+    (rho,) = values(rows, "loss_reduction", method="OURS", loop=4)
+    assert "readout_loss" not in printed and f"{rho:.1f}" in printed and "LORA: rho_t" not in printed
     assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
 
 

@@ -46,6 +46,8 @@ rows = [{**row, "task": "training", "metric": "train_seconds", "value": 60.0}]
 for task in settings["benchmarks"]:
     value = world["scores"].get(str(rate), 1) if task == "development" else seed % 10
     rows.append({**row, "task": task, "metric": "accuracy", "value": 10.0 * value})
+if str(rate) in world["losses"]:
+    rows.append({**row, "task": "development", "metric": "loss", "value": world["losses"][str(rate)]})
 with open(out / "results.jsonl", "a") as file:
     file.writelines(json.dumps(row) + "\\n" for row in rows)
 status = "non-finite" if rate in world["diverging"] else "finished"
@@ -64,10 +66,10 @@ class Lab:
         (folder / "sft.py").write_text(SCRIPT)
         self.set_world()
 
-    def set_world(self, scores=None, diverging=(), fails=False):
-        """Set the scores by learning rate, the learning rates with a non-finite loss, and whether the script fails."""
-        scores = scores or {"0.01": 5, "0.02": 7, "0.04": 7}
-        text = json.dumps({"scores": scores, "diverging": diverging, "fails": fails})
+    def set_world(self, scores=None, losses=None, diverging=(), fails=False):
+        """Set scores and losses by learning rate, the rates with a non-finite loss, and whether the script fails."""
+        scores = scores or {"0.01": 5, "0.02": 7, "0.04": 6}
+        text = json.dumps({"scores": scores, "losses": losses or {}, "diverging": diverging, "fails": fails})
         (self.folder / "world").write_text(text)
 
     def sweep(self, **fields):
@@ -102,7 +104,7 @@ def lab(tmp_path):
 def test_sweep_chooses_on_first_seed_then_trains_all(lab):
     lab.run(methods=["lora", "loop_dropout"])
     lora = [(name, tasks) for name, tasks, *_ in lab.log if name.startswith("lora/")]
-    assert lora == [  # 0.02 and 0.04 are equal, so the smaller one is chosen
+    assert lora == [
         *((f"lora/lr_{rate}/seed_101", ["development"]) for rate in (0.01, 0.02, 0.04)),
         ("lora/lr_0.02/seed_101", ["arithmetic_test"]),
         ("lora/lr_0.02/seed_102", ["arithmetic_test"]),
@@ -111,7 +113,7 @@ def test_sweep_chooses_on_first_seed_then_trains_all(lab):
     recipe = load_recipe(lab.out / "lora/lr_0.02/seed_102/recipe.yaml")
     assert recipe["run_name"] == "out/lora/lr_0.02/seed_102" and recipe["resume_from_checkpoint"] == "true"
     assert recipe["single_loop_batches"] == 1 and "compare_with" not in recipe
-    assert "single_loop_batches" not in load_recipe(lab.out / "lora/lr_0.01/seed_101/recipe.yaml")
+    assert load_recipe(lab.out / "lora/lr_0.01/seed_101/recipe.yaml")["single_loop_batches"] == 16
 
 
 def test_sweep_skips_finished_runs(lab):
@@ -132,21 +134,42 @@ def test_sweep_measures_finished_runs_again(lab):
     ]
 
 
-def test_sweep_summary_has_means_and_choices(lab):
-    made = lab.run()
-    text = made.write_summary()
-    assert "lora: learning rate 0.02" in text and "15.00 ± 7.07" in text
+def test_sweep_summary_has_means_and_choices(lab, capsys):
+    lab.run().write_summary()
+    text = capsys.readouterr().out
+    assert "lora: learning rate 0.02. \n" in text and "15.00 ± 7.07" in text
     summary = json.loads((lab.out / "summary.json").read_text())
     assert summary["choices"] == [
-        {"part": "all", "method": "lora", "rates": [0.01, 0.02, 0.04], "best": 0.02, "edge": None}
+        {"part": "all", "method": "lora", "rates": [0.01, 0.02, 0.04], "best": 0.02, "edge": None, "tie": ""}
     ]
-    means = {row["task"]: row["K = 4"] for row in summary["accuracy"] if "0.02" in row["method"]}
+    means = {row["task"]: row["accuracy"] for row in summary["accuracy"] if "0.02" in row["method"]}
     assert means["arithmetic_test"] == "15.00 ± 7.07"
+
+
+TIES = {  # scores, losses: the choice and the remark
+    "loss": ({}, {"0.01": 0.3, "0.02": 0.1, "0.04": 0.2}, 0.02, "All learning rates .* The held-out loss decided"),
+    "no loss": ({}, {}, 0.01, "All learning rates .* No held-out loss was measured. The smallest one was chosen"),
+    "some": (
+        {"0.02": 7, "0.04": 7},
+        {"0.02": 0.2, "0.04": 0.1},
+        0.04,
+        "0.02 and 0.04 have equal scores on development",
+    ),
+}
+
+
+@pytest.mark.parametrize(("scores", "losses", "best", "remark"), TIES.values(), ids=TIES)
+def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, remark):
+    lab.set_world(scores or {"0.01": 0, "0.02": 0, "0.04": 0}, losses)
+    made = lab.run()
+    choice = made.choice(made.parts["all"], "lora")
+    assert choice.best == best and re.match(f"The selection was uninformative. {remark}", choice.tie)
 
 
 GRIDS = {  # scores: the learning rates in the order of their runs, the choice, its edge
     "inside": ({"0.0025": 6, "0.005": 8, "0.01": 7, "0.02": 6, "0.04": 5}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.005, None),
-    "limit": ({"0.0025": 9, "0.005": 8, "0.01": 7}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.0025, "smallest"),
+    "limit": ({"0.000625": 9, "0.00125": 8, "0.0025": 7, "0.005": 6, "0.01": 5},
+              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, "smallest"),
     "above": ({"0.02": 2, "0.04": 3, "0.08": 4}, [0.01, 0.02, 0.04, 0.08, 0.16], 0.08, None),
 }  # fmt: skip
 
@@ -154,9 +177,9 @@ GRIDS = {  # scores: the learning rates in the order of their runs, the choice, 
 @pytest.mark.parametrize(("scores", "rates", "best", "edge"), GRIDS.values(), ids=GRIDS)
 def test_sweep_extends_grid_at_its_edge(lab, scores, rates, best, edge):
     lab.set_world(scores, diverging=[0.16])
-    made = lab.run(extend_grid=True, max_extensions=2)
+    made = lab.run(extend_grid=True)
     assert list(dict.fromkeys(float(name.split("/")[1][3:]) for name in lab.runs)) == rates
-    assert made.choice(made.parts["all"], "lora")[1:] == (best, edge)
+    assert made.choice(made.parts["all"], "lora")[1:3] == (best, edge)
 
 
 def test_sweep_scales_rates_by_method(lab):
@@ -319,7 +342,7 @@ def test_sweep_trains_two_methods(tmp_path, monkeypatch, capsys):
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**fields, "output_dir": str(tmp_path / "out")}))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     sweep.main([str(tmp_path / "sweep.yaml")])
-    assert "Loop Dropout - LoRA" in capsys.readouterr().out
+    assert "minus LoRA" in capsys.readouterr().out
     for method in ("lora", "loop_dropout"):
         assert (tmp_path / f"out/{method}/lr_0.001/seed_1/adapter_model.safetensors").exists()
     assert sweep.Sweep(*parse((sweep.SweepArguments,), [str(tmp_path / "sweep.yaml")])).pending() == []
