@@ -7,6 +7,8 @@
 The recipe is the recipe of the training, by default the recipe in the first
 folder. Losses are measured on its held-out examples, or on the reference
 solutions of a task. The results are added to `results.jsonl` in `output_dir`.
+The loss reductions with the adapter in one loop only are printed, with advice
+for a LoRA adapter.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from loopdropout_trainer.diagnostics import (
     depth_matrix,
     label_batches,
     readouts,
+    recommend_method,
     reference_examples,
     single_loop,
 )
@@ -155,10 +158,20 @@ def measure(model: nn.Module, batches: list[Batch], args: DiagnoseArguments) -> 
 
 
 def print_results(rows: list[dict[str, Any]]) -> None:
-    """Print a table for each metric."""
-    for (metric, unit), numbers in pd.DataFrame(rows).groupby(["metric", "unit"], sort=False):
-        column = {"readout": "loop", "depth": "num_loops"}.get(metric.split("_")[0], "gates")
+    """Print the loss reductions with advice for LoRA, or the first metric if they were not measured."""
+    results = pd.DataFrame(rows)
+    reductions = results[results["metric"] == "loss_reduction"]
+    if reductions.empty:
+        metric, unit = results[["metric", "unit"]].iloc[0]
+        column = "num_loops" if metric == "depth_loss" else "loop"
+        numbers = results[results["metric"] == metric]
         print_table(f"{metric} ({unit}) by {column}", numbers, numbers[column].convert_dtypes(), "{:.4g}")
+        return
+    columns = reductions["gates"].replace("unit", "all loops")
+    print_table("rho_t, loss reduction with the adapter in one loop only, in %", reductions, columns)
+    for method, own in reductions.dropna(subset="loop").groupby("method", sort=False):
+        if method == "LoRA" or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
+            print(f"\n{method}: {recommend_method(own.groupby('loop')['value'].mean())}")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def assert_readable(plot):
     figure = plot.draw()
     FigureCanvasAgg(figure).draw()
     boxes = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text().strip()]
-    assert all(figure.bbox.count_contains(box.get_points()) == 2 for box in boxes if box.width > 1)
+    assert all(figure.bbox.padded(2).count_contains(box.get_points()) == 2 for box in boxes if box.width > 1)
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)

@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pandas as pd
 from matplotlib import pyplot, rc_context
 from plotnine import (
     aes,
-    element_blank,
-    element_line,
-    element_rect,
-    element_text,
     facet_grid,
-    facet_wrap,
-    geom_line,
-    geom_point,
-    geom_ribbon,
     geom_text,
     geom_tile,
     geom_vline,
     ggplot,
-    labs,
     scale_color_manual,
     scale_fill_gradient2,
-    scale_fill_manual,
-    scale_x_continuous,
     theme,
-    theme_minimal,
 )
 from runs import METHODS, Study
 
 
 HERE = Path(__file__).parent
-BLUE, ORANGE = "#0072B2", "#E69F00"
-COLORS = {"LoRA": ORANGE, "Loop Dropout": BLUE}
-AXIS = element_line(color="#555555", size=0.5)
-THEME = theme_minimal(base_size=11) + theme(
-    plot_title=element_text(size=13, ha="left", weight="bold"),
-    plot_background=element_rect(fill="white", color="white"),
-    legend_position="top",
-    legend_title=element_blank(),
-    legend_text=element_text(size=11),
-    legend_key_width=34,
-    panel_grid_minor=element_blank(),
-    panel_grid_major_x=element_blank(),
-    panel_grid_major_y=element_line(color="#e4e4e4", size=0.5),
-    axis_line_x=AXIS,
-    axis_ticks_major_x=AXIS,
-    axis_text=element_text(color="#222222", size=10),
-    strip_text=element_text(size=11, weight="bold", ha="left", linespacing=1.3),
-    strip_background=element_blank(),
-)
+sys.path.append(str(HERE.parents[1] / "recipes"))
+from report import COLORS, decorate, line_plot  # noqa: E402
+
+
 _PANELS = {  # metric, column of x, values of x
-    "accuracy (%), K loops": ("accuracy", "depth", (1, 2, 3, 4, 6, 8, 10, 12)),
+    "accuracy (%) with K loops": ("accuracy", "depth", (1, 2, 3, 4, 6, 8, 10, 12)),
     "accuracy (%), only loop t": ("accuracy", "loop", (1, 2, 3, 4)),
     "loss reduction (%), only loop t": ("loss_reduction", "loop", (1, 2, 3, 4)),
 }
@@ -70,34 +44,24 @@ def save(plot: ggplot, name: str, width: float, height: float) -> None:
 
 
 def effect_figure(study: Study) -> None:
-    """Draw what the main comparison measured, mean ± SD over seeds: by depth, and with the adapter in one loop only."""
+    """Draw the main comparison, mean ± SD over seeds: by depth, and with the adapter in one loop only."""
     points = []
     for panel, (metric, column, positions) in _PANELS.items():
-        for method, title in METHODS.items():
+        for method, label in METHODS.items():
             for x in positions:
                 values = study.select(method, metric, **{column: x})["value"]
-                mean, sd = values.mean(), values.std(ddof=1)
                 points.append(
-                    {"panel": panel, "method": title, "x": x, "mean": mean, "low": mean - sd, "high": mean + sd}
+                    {"panel": panel, "label": label, "x": x, "mean": values.mean(), "sd": values.std(ddof=1)}
                 )
-    panels = list(_PANELS)
     data = pd.DataFrame(points)
-    data["panel"] = pd.Categorical(data["panel"], panels)
-    trained = pd.DataFrame({"panel": pd.Categorical(panels[:1], panels), "x": [4]})
-    plot = (
-        ggplot(data, aes("x", "mean", color="method", fill="method"))
-        + geom_vline(trained, aes(xintercept="x"), linetype="dotted", color="#777777")
-        + geom_ribbon(aes(ymin="low", ymax="high"), alpha=0.25, color="none")
-        + geom_line(size=1.1)
-        + geom_point(size=2)
-        + facet_wrap("panel", scales="free", ncol=3)
-        + scale_color_manual(values=COLORS)
-        + scale_fill_manual(values=COLORS)
-        + scale_x_continuous(breaks=list(range(13)))
-        + labs(x="", y="")
-        + THEME
+    data["panel"] = pd.Categorical(data["panel"], _PANELS)
+    trained = data[data["panel"] == [*_PANELS][0]].head(1).assign(x=4)
+    title = "LoRA and Loop Dropout on the tiny Ouro, mean ± SD over five seeds"
+    plot = line_plot(
+        data, "x", "number of loops K (dotted: in training), or the only loop t with the adapter", "%", title
     )
-    save(plot, "effect", 11, 3.6)
+    plot += geom_vline(aes(xintercept="x"), trained, linetype="dotted", color="#777777")
+    save(plot, "effect", 11, 4)
 
 
 def map_figure(cells: pd.DataFrame) -> None:
@@ -115,8 +79,9 @@ def map_figure(cells: pd.DataFrame) -> None:
         + geom_text(aes(label="shown", color="word"), size=8)
         + scale_color_manual(values={"ahead": "black", "behind": "black", "level": "#909090"}, guide=None)
         + facet_grid("depth", "difficulty")
-        + scale_fill_gradient2(low=ORANGE, mid="#f4f4f4", high=BLUE, limits=(-20, 20), guide=None)
-        + labs(x="examples", y="epochs", fill="points")
-        + THEME
+        + scale_fill_gradient2(
+            low=COLORS["LoRA"], mid="#f4f4f4", high=COLORS["Loop Dropout"], limits=(-20, 20), guide=None
+        )
     )
-    save(plot, "map", 11, 6)
+    title = "Accuracy of Loop Dropout minus LoRA, in points (accuracy of LoRA in %; gray: not significant)"
+    save(decorate(plot, title, "training examples", "epochs"), "map", 11, 6)
