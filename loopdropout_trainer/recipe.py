@@ -278,7 +278,9 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
 
 
 def name_folders(argv: Sequence[str] | None, name: str) -> list[str]:
-    """Let a command line begin with `[RECIPE.yaml] FOLDER ...`. Without a recipe, it is the recipe in the first folder.
+    """Let a command line begin with `[RECIPE.yaml] FOLDER ...`.
+
+    Without a recipe, `FOLDER/recipe.yaml` of an adapter is the recipe, and `FOLDER` is the `output_dir`.
 
     Args:
         argv: Command line without the script. Default: `sys.argv[1:]`.
@@ -286,7 +288,7 @@ def name_folders(argv: Sequence[str] | None, name: str) -> list[str]:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     first = argv[0] if argv else "--"
-    if Path(first, "recipe.yaml").is_file():
+    if all(Path(first, file).is_file() for file in ("recipe.yaml", "adapter_config.json")):
         return [f"{first}/recipe.yaml", f"--output_dir={first}", *name_words(argv, name)]
     recipe = argv[: first.endswith((".yaml", ".yml"))]
     return [*recipe, *name_words(argv[len(recipe) :], name)]

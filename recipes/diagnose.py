@@ -4,8 +4,8 @@
     loopdropout diagnose gsm8k.yaml outputs/gsm8k --task gsm8k \\
         --diagnostics single_loop
 
-The recipe is the recipe of the training, by default the recipe in the first
-folder. Losses are measured on its held-out examples, or on the reference
+The recipe is the recipe of the training, by default of the first adapter's
+training. Losses are measured on its held-out examples, or on the reference
 solutions of a task. The results are added to `results.jsonl` in `output_dir`.
 The loss reductions with the adapter in one loop only are printed, with advice
 for a LoRA adapter.

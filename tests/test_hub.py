@@ -31,6 +31,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.hub import end_tokens, save_adapter_metadata, write_model_card
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import add_gates
+from loopdropout_trainer.recipe import name_folders
 from loopdropout_trainer.results import write_results
 
 
@@ -322,6 +323,10 @@ def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
         load(trained / "merged")(IDS).logits, load_model(trained)(IDS).logits, atol=2e-5, rtol=1e-4
     )
     assert "preparation: gsm8k" in (trained / "merged" / "recipe.yaml").read_text()
+    recipe, *words = name_folders([str(trained), str(trained / "merged"), "--gates", "1-0"], "adapter")
+    assert recipe == f"{trained}/recipe.yaml"
+    assert words == [f"--output_dir={trained}", "--adapter", str(trained), str(trained / "merged"), "--gates", "1-0"]
+    assert name_folders([str(trained / "merged")], "adapter") == ["--adapter", str(trained / "merged")]
 
 
 # Model cards
