@@ -51,6 +51,7 @@ def check_losses(history, p):
 
 @pytest.mark.parametrize("p", LOSSES)
 def test_trainer_has_losses_of_plugins(folder, p):
+    pytest.importorskip("trl", minversion="1.9")
     from datasets import Dataset
 
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
