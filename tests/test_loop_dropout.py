@@ -8,7 +8,17 @@ import pytest
 import torch
 import transformers
 import trl
-from conftest import ROOT, Recorder, Recording, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from conftest import (
+    FOREIGN,
+    ROOT,
+    Recorder,
+    Recording,
+    tiny_dory,
+    tiny_hrm,
+    tiny_ouro,
+    trained_parameters,
+    with_adapter,
+)
 from peft import get_peft_model
 from trl import SFTConfig, SFTTrainer
 
@@ -19,7 +29,14 @@ from loopdropout_trainer.lora import gated_layers
 
 
 IDS = torch.arange(2, 20).view(2, 9)
-FAMILIES = pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm], ids=["ouro", "hrm_text"])
+
+
+def tiny_causal_hrm():
+    return tiny_hrm(prefix_lm=False)
+
+
+needs_dory = pytest.mark.skipif(FOREIGN["dory"] is None, reason="needs transformers 5.24")
+FAMILIES = pytest.mark.parametrize("make", [tiny_ouro, tiny_causal_hrm, pytest.param(tiny_dory, marks=needs_dory)])
 PAGE = (ROOT / "docs" / "training_loops.md").read_text()
 EXAMPLES = dict(re.findall(r"## ([^\n]*)\n\n```python\n(.*?)```", PAGE, re.DOTALL))
 
@@ -28,7 +45,7 @@ def gradients(model):
     return torch.cat([p.grad.flatten() for p in trained_parameters(model).values()])
 
 
-@pytest.mark.parametrize("make", [tiny_ouro, lambda: tiny_hrm(prefix_lm=False)], ids=["ouro", "hrm_text"])
+@FAMILIES
 def test_all_trainers_have_the_same_gradients(make, train, make_sft, config):
     fields = {"max_steps": 1, "gradient_checkpointing": True, "seed": 7}
     (ours,) = train(with_adapter(make(), scale=0.1), cls=Recorder, p=0.3, **fields).seen
@@ -107,7 +124,7 @@ def test_given_gates_replace_the_drawn_ones():
 
 @FAMILIES
 def test_packed_examples_have_their_own_gates(make):
-    peft_model = with_adapter(make(prefix_lm=False) if make is tiny_hrm else make(), scale=0.1).train()
+    peft_model = with_adapter(make(), scale=0.1).train()
     dropout = loop_dropout(peft_model)
     gates = torch.rand(find_looped_model(peft_model).num_loops, 2)
     dropout.sample = lambda example_ids: gates[:, : len(example_ids)]
