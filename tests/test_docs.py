@@ -25,22 +25,32 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 TESTED_ELSEWHERE = {"docs/own_data.md", "docs/training_loops.md", "docs/extending.md"}
 """Pages that test_data.py, test_loop_dropout.py and test_extending.py run."""
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-SHORT = "--max_steps 2 --num_train_examples 16 --num_eval_examples 4 --logging_steps 1"
+SHORT = "--max_steps 2 --logging_steps 1"
 CHEAP = {
     "sft": f"{SHORT} --benchmark_limit 2 --save_steps 2 --depths 4",
-    "dpo": SHORT,
-    "grpo": f"{SHORT} --max_completion_length 8",
+    "dpo": f"{SHORT} --num_train_examples 16 --num_eval_examples 4",
+    "grpo": f"{SHORT} --num_train_examples 16 --num_eval_examples 4 --max_completion_length 8",
     "evaluate": "--benchmark_limit 2",
     "diagnose": "--num_examples 4",
     "sweep": "--dry_run true",
 }
 """Options that make commands cheap."""
-COMMAND = re.compile(r"(?:recipes/(\w+)\.py|loopdropout(?:_trainer)?) +(.*)")
+COMMAND = re.compile(r"(?:recipes/((?!make_)\w+)\.py|loopdropout(?:_trainer)?) +(.*)")
 NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline", re.IGNORECASE)
 
 
+LOCAL = {
+    "ByteDance/Ouro-1.4B": str(ROOT / "loopdropout_trainer/tiny_ouro"),
+    "out/other": "outputs/quickstart/lora",
+    '"gsm8k", "hellaswag"': '"arithmetic_easy_test"',
+    "limit=100": "limit=2",
+}
+"""Replacements of models and tasks from the Hub in snippets."""
 PRELUDE = """
-from loopdropout_trainer import load_model
+import sys
+
+sys.path.insert(0, "recipes")
+from loopdropout_trainer import load_model, use_gates
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 tokenizer, model = load_tokenizer("tiny-ouro"), load_model("outputs/quickstart")
@@ -104,9 +114,9 @@ def clone(tmp_path_factory):
 @pytest.mark.parametrize("name", pages_with("python"))
 def test_snippets_run(clone, name):
     for snippet in code(ROOT / name, "python"):
-        snippet = snippet.replace("ByteDance/Ouro-1.4B", str(ROOT / "loopdropout_trainer/tiny_ouro"))
-        in_recipes = "from report " in snippet
-        python("-c", snippet if in_recipes else PRELUDE + snippet, cwd=clone / "recipes" if in_recipes else clone)
+        for published, local in LOCAL.items():
+            snippet = snippet.replace(published, local)
+        python("-c", PRELUDE + snippet.replace("../outputs", "outputs"), cwd=clone)
 
 
 @pytest.mark.build
