@@ -1,14 +1,14 @@
-"""Show the answers of a base model and its adapter, at any depth and under any gates.
+"""Show answers of a base model and its adapter, at any depth and any gates.
 
     loopdropout chat outputs/quickstart "Ann has 9 coins and finds 7. How many?"
     loopdropout chat outputs/quickstart --num_loops 1 2 4 8
-    loopdropout chat outputs/quickstart --gates 1-1-1-1 single_loop < prompts.txt
+    loopdropout chat outputs/quickstart --gates single_loop < prompts.txt
     loopdropout chat ByteDance/Ouro-1.4B-Thinking
 
 The first word is the folder or Hub name of an adapter, a merged model or a base
-model. Without a prompt, each line that you enter is a prompt, and an empty line ends
-the program. Prompts have the form of the training, or are turns of a chat. Each one
-starts a new conversation.
+model. Without a prompt, each line that you enter is a prompt, and an empty line
+ends the program. Prompts have the form of the training, or are turns of a chat.
+Each one starts a new conversation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a looped language model on preferences (DPO) with Loop Dropout or another rule.
+"""Train a looped language model on preferences (DPO) with a gate rule.
 
     loopdropout dpo dpo/arithmetic.yaml
     loopdropout dpo dpo/ultrafeedback.yaml --beta 0.05 --seed 102

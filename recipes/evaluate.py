@@ -6,8 +6,8 @@
     loopdropout evaluate evaluation/tulu2.yaml none lora=outputs/a outputs/b
 
 Recipes of trainings are accepted too, and their training fields are ignored.
-Without a recipe, the recipe of the first adapter is used. The results are added to
-`results.jsonl` in `output_dir`. The same command continues an interrupted
+Without a recipe, the recipe of the first adapter is used. The results are added
+to `results.jsonl` in `output_dir`. The same command continues an interrupted
 evaluation.
 """
 

@@ -1,4 +1,4 @@
-"""Train a looped language model by reward (GRPO) with Loop Dropout or another rule.
+"""Train a looped language model by reward (GRPO) with a gate rule.
 
     loopdropout grpo grpo/arithmetic.yaml
     loopdropout grpo grpo/gsm8k.yaml --learning_rate 1e-5 --seed 102

@@ -5,8 +5,8 @@
     loopdropout merge outputs/gsm8k --scale 0.3 --standalone true
 
 `adapter_config.json` names the base model. If the base model has moved, set
-`--model_name_or_path`. A base model that was quantized in the training is quantized
-and dequantized again, unless you set `--model_name_or_path`.
+`--model_name_or_path`. A base model that was quantized in the training is
+quantized and dequantized again, unless you set `--model_name_or_path`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Make tables and figures from finished runs.
 
-    python recipes/report.py outputs/quickstart
-    python recipes/report.py outputs/sweeps --tables math_main figure_teaser --output_dir report
-    python recipes/report.py outputs --tables all
+    loopdropout report outputs/quickstart
+    loopdropout report outputs/sweeps --tables math_main figure_teaser
+    loopdropout report outputs --tables all
 
-Without `--tables` it summarizes all runs below the folders: accuracy by depth, differences to LoRA with 95% intervals, costs,
-and one figure. A table or figure of the paper is a YAML file in recipes/tables/, which has the paper's numbers too. Tables are
-written as Markdown, LaTeX and CSV, figures as PNG, PDF and SVG. Missing runs are listed.
+Without `--tables` it summarizes all runs below the folders: accuracy by depth,
+differences to LoRA with 95% intervals, costs, and one figure. A table or figure
+of the paper is a YAML file in recipes/tables/, which has the paper's numbers
+too. Tables are written as Markdown, LaTeX and CSV, figures as PNG, PDF and SVG.
+Missing runs are listed.
 """
 
 # Columns of results.jsonl that the tables, figures, the summary, sweep.py and docs/replication filter on. Every result has
