@@ -438,7 +438,8 @@ def overview_figure(results: pd.DataFrame) -> Any:
         "accuracy, only loop t": accuracy,
     }
     rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
-    data = points(labelled(rows), ["panel", "label", "loop"])
+    by = ["panel", "label", "loop"]
+    data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
     return line_plot(data, "loop", "number of loops K, or the only loop t with the adapter", "%", f"Results on {task}")
 
 

@@ -319,7 +319,11 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
 
 
 def test_overview_figure_has_three_panels(quickstart):
+    folder = quickstart / "LoRA 0.001"
+    again = {"gates": "loop 1", "loop": 1, "metric": "loss_reduction", "task": "development", "n": 50, "value": 77.0}
+    write(folder, [{**again, "adapter": str(folder)}])  # of diagnose.py
     plot = report.overview_figure(report.load_results(quickstart))
+    assert 77.0 in {*plot.data["mean"]}
     assert_readable(plot)
     sizes = plot.data[plot.data["label"] == "Loop Dropout"].groupby("panel", observed=True).size()
     assert [*sizes] == [3, 4, 4]
