@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset, DatasetDict
@@ -356,11 +357,10 @@ def training_results(trainer: Trainer, first_step: int) -> Iterator[dict[str, An
     logged = lambda name: [log[name] for log in trainer.state.log_history if name in log]
     last = lambda name: (logged(name) or [None])[-1]
     ends = [log["step"] for log in trainer.state.log_history if "loss" in log]
-    losses = [loss * (end - start) for loss, start, end in zip(logged("loss"), [0, *ends], ends, strict=False)]
     num_tokens, seconds = last("num_tokens"), last("train_runtime")
     seconds = seconds and seconds * num_steps / (num_steps - first_step)
     results = {
-        "train_loss": (sum(losses) / num_steps, "nats"),
+        "train_loss": (float(np.dot(logged("loss"), np.diff(ends, prepend=0))) / num_steps, "nats"),
         "eval_loss": (last("eval_loss"), "nats"),
         "examples": (len(trainer.train_dataset), ""),
         "trainable_parameters": (trainer.model.get_nb_trainable_parameters()[0], ""),
