@@ -322,9 +322,12 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
     _, inside, grids = rates_table(studies)
     accuracies = {
         f"{prefix}{method}_{depth}": f"{study.mean(method, depth=depth)}%"
-        for prefix, study, methods in (("", small, METHODS), ("two_", two, (*METHODS, "coto", "module_wise")))
+        for prefix, study, methods, depths in (
+            ("", small, METHODS, (4, 8)),
+            ("two_", two, ("coto", "module_wise"), (8,)),
+        )
         for method in methods
-        for depth in (4, 8)
+        for depth in depths
     }
     return {
         **accuracies,
