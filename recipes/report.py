@@ -103,10 +103,12 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     for row in rows:
         training = Path(row.get("adapter") or row["folder"]).resolve()
         row["run"] = str(training)
+        settings = {name for name in row if name.startswith("recipe_")}
         if row.get("adapter") and (training / RECIPE_FILE).exists():
-            row |= {f"recipe_{name}": value for name, value in load_recipe(training / RECIPE_FILE).items()}
-        for name in row.keys() - OF_BASE if row["method"] == "base model" else ():
-            row[name] = row[name] if name[:7] != "recipe_" else None
+            recipe = load_recipe(training / RECIPE_FILE)
+            row |= dict.fromkeys(settings) | {f"recipe_{name}": value for name, value in recipe.items()}
+        if row["method"] == "base model":
+            row |= dict.fromkeys(settings - OF_BASE)
     results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
     columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
     results = results.reindex(columns=list(dict.fromkeys(columns)))

@@ -263,9 +263,10 @@ def test_load_results_joins_evaluation_and_training(tmp_path):
     training, evaluation = tmp_path / "s/lora/lr_0.001/seed_1", tmp_path / "evaluation"
     recipe = {"learning_rate": 0.001, "run_name": "s/lora/lr_0.001/seed_1"}
     write(training, [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
-    write(evaluation, [{"value": 50.0, "num_loops": 8}], {"learning_rate": 1.0}, adapter=str(training))
+    write(evaluation, [{"value": 50.0, "num_loops": 8}], {"learning_rate": 1.0, "p": 0.5}, adapter=str(training))
     (row,) = report.load_results(tmp_path).query("metric == 'accuracy'").to_dict("records")
     assert (row["sweep"], row["variant"], row["recipe_learning_rate"], row["trained_loops"]) == ("s", "lora", 0.001, 4)
+    assert pd.isna(row["recipe_p"])
 
 
 def test_load_results_without_results(tmp_path):
