@@ -40,6 +40,7 @@ from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, development_ta
 from loopdropout_trainer.hub import (
     load_model,
     merge_and_save,
+    push_merged_to_hub,
     read_card_fields,
     write_model_card,
 )
@@ -103,6 +104,9 @@ class ScriptArguments(BenchmarkArguments):
         default=0, metadata={"help": "Number of evaluation batches for the loss with the adapter in one loop only."}
     )
     merge: bool = field(default=False, metadata={"help": "Whether to save the merged model in `output_dir`/merged."})
+    push_merged_to_hub: bool = field(
+        default=False, metadata={"help": "Whether to merge, and to push the merged model to `hub_model_id`."}
+    )
     dry_run: bool = field(default=False, metadata={"help": "Print the plan and stop before the training."})
     preview: int | None = field(
         default=None, metadata={"help": "Index of a training example to print, with its trained tokens marked."}
@@ -111,6 +115,7 @@ class ScriptArguments(BenchmarkArguments):
     def __post_init__(self):
         if (self.depths or self.single_loop_accuracy) and not self.benchmarks:
             raise UserError("`benchmarks` must be set if `depths` or `single_loop_accuracy` is set.")
+        self.merge = self.merge or self.push_merged_to_hub
 
 
 @dataclass
@@ -196,6 +201,11 @@ def main(argv: list[str] | None = None) -> None:
         if script_args.depths or script_args.single_loop_accuracy:
             draw_results(training_args.output_dir)
 
+        # Push
+        if script_args.push_merged_to_hub:
+            folder = Path(training_args.output_dir, "merged")
+            print(f"Pushed to {push_merged_to_hub(folder, training_args.hub_model_id, token=training_args.hub_token)}")
+
 
 # Before the training
 
@@ -224,6 +234,8 @@ def plan_runs(
         raise UserError(f"`merge` must be false for the rule {rules[0].name!r}, whose update differs between loops.")
     if script_args.depths and not all(rule.mergeable for rule in rules):
         raise UserError("`depths` must not be set for a rule whose update differs between loops.")
+    if script_args.push_merged_to_hub and not training_args.hub_model_id:
+        raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
     for args, own_recipe in runs:
         saved = saved_recipe(args.output_dir)
         if saved and (difference := compare_recipes(saved, own_recipe, UNCOMPARED | MEASURED)):

@@ -43,7 +43,7 @@ from loopdropout_trainer.results import UNCOMPARED, compare_recipes, is_finished
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
 
-FINAL_ONLY = {"depths", "single_loop_batches", "single_loop_accuracy", "merge", "push_to_hub"}
+FINAL_ONLY = {"depths", "single_loop_batches", "single_loop_accuracy", "merge", "push_to_hub", "push_merged_to_hub"}
 """Settings that the runs that choose a learning rate leave out."""
 
 MEASURED = FINAL_ONLY | {

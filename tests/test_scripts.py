@@ -290,6 +290,7 @@ MISTAKES = [
     ),
     ("sft", {"rule": "independent", "merge": True}, "`merge` must be false for the rule 'independent'"),
     ("sft", {"rule": "learned", "depths": [2], "benchmarks": ["development"]}, "`depths` must not be set for a rule"),
+    ("sft", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
     ("sft", {"depths": [2]}, "`benchmarks` must be set if `depths` or `single_loop_accuracy` is set."),
     ("sft", {"single_loop_batches": 1, "num_eval_examples": 0}, "`num_eval_examples` must be at least 1"),
     ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
