@@ -147,9 +147,10 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     r"""
     Configuration class for the [`LoopDropoutSFTTrainer`]. It has all fields of [`~trl.SFTConfig`] and of [`GateConfig`].
 
-    `learning_rate` defaults to 1e-4, as in the paper's controlled comparisons. A [`~trl.SFTConfig`] keeps TRL's 2e-5.
-
     Args:
+        learning_rate (`float`, *optional*, defaults to `1e-4`):
+            Learning rate. The default is the one of the paper's controlled comparisons. A [`~trl.SFTConfig`] keeps TRL's
+            2e-5.
         loss_average (`str`, *optional*, defaults to `"tokens"`):
             Average that is the loss of a step: over its `"tokens"`, or over its `"micro_batches"`, each of which counts
             with the mean over its own tokens.
