@@ -158,7 +158,7 @@ def mean_sd(values: pd.Series, decimals: int = 2) -> str:
 
 def answers(ours: pd.DataFrame, other: pd.DataFrame, seed: int) -> list[list[dict[str, Any]]]:
     """Return the samples of two settings for a seed."""
-    return [read_samples(side.set_index("seed").loc[seed]) for side in (ours, other)]
+    return [read_samples(side.drop_duplicates("seed").set_index("seed").loc[seed]) for side in (ours, other)]
 
 
 def differences(ours: pd.DataFrame, other: pd.DataFrame, place: str, part: str | None = None) -> pd.Series:
