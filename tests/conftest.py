@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch.nn import functional as F
-from transformers import AutoTokenizer, HrmTextForCausalLM, PreTrainedTokenizerFast
+from transformers import HrmTextForCausalLM, PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, OuroForCausalLM
@@ -81,18 +81,10 @@ def load_script(path):
     return module
 
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
-
-
 @pytest.fixture(autouse=True)
-def no_program_and_no_signal_handler_outlives_its_test():
-    before = [signal.getsignal(stop) for stop in STOPS]
+def no_program_outlives_its_test():
     yield
     kill_all()
-    after = [signal.getsignal(stop) for stop in STOPS]
-    for stop, handler in zip(STOPS, before, strict=True):  # one test fails, not those after it
-        signal.signal(stop, handler)
-    assert after == before
 
 
 FAMILIES = {
@@ -193,25 +185,6 @@ def tokenizer():
     return byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>")
 
 
-def save_tiny_model(folder):
-    """A random model over the tokenizer of the package's own."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY_OURO_PATH)
-    tiny_ouro(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory):
-    """Where `save_tiny_model` has saved one."""
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
-
-
 def tiny(model_class, **fields):
     """A function that makes a random model over the byte tokenizer, with the same weights at every call."""
 
@@ -271,11 +244,6 @@ def make_tiny(request):
     return TINY[request.param]
 
 
-two_families = pytest.mark.parametrize(
-    "make_tiny",
-    [name if name in ("ouro", "huginn") else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
-    indirect=True,
-)
 """For what is long and does not look inside of a model: two families, and the others in the slow tests."""
 
 
@@ -401,6 +369,15 @@ def randomise(peft_model, scale=0.3, seed=0):
         if "lora_B" in name or "lora_loop_gates" in name:
             parameter.data += scale * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return peft_model
+
+
+def varied(model, std=0.3):
+    """Give a random model weights with which its greedy texts vary."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    return model.eval()
 
 
 def with_adapter(model=None, seed=1, scale=0.05, **config):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from processes import free_port
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,8 +79,8 @@ RULES = {
 
 _TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
 UNEVEN = {
-    "5 of 8": {**_TWO_EPOCHS, "num_examples": 21},
-    "1 of 8": {**_TWO_EPOCHS, "num_examples": 17},
+    "5 of 8": {**_TWO_EPOCHS, "num_examples": 13},
+    "1 of 8": {**_TWO_EPOCHS, "num_examples": 9},
     "packing, uneven": {**_TWO_EPOCHS, "num_examples": 70, "packing": True, "max_length": 40},
 }
 """Runs whose epochs end with a step of fewer rows."""
@@ -116,30 +116,8 @@ class Run:
         return max((self.adapter[n].float() - t.float()).abs().max().item() for n, t in other.adapter.items()) / scale
 
 
-def launch(
-    layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), timeout: float = 300, **fields
-) -> dict[str, Run]:
-    """Make runs in a layout, in processes of its own, and read what they wrote.
-
-    Args:
-        folder: for its files; emptied first.
-        runs: keys of `RUNS`.
-        timeout: in seconds, for all runs together.
-        fields: of `LoopDropoutConfig`, for all runs; `dtype` and `num_loops` of the base model.
-
-    Raises:
-        RuntimeError: with the end of the log, if a process did not finish all runs.
-    """
-    process = start(layout, folder, runs, **fields)
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        kill(process)
-    return read(layout, folder, runs)
-
-
 def read(layout: Layout, folder: Path, runs: Sequence[str]) -> dict[str, Run]:
-    """Read what the processes of a launch wrote; RuntimeError as there."""
+    """Read what the processes of a layout wrote; raise RuntimeError with the end of the log if one did not finish."""
     files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
     if not all(file.exists() for file in files):
         finished = sum(file.exists() for file in files)
@@ -151,13 +129,13 @@ def read(layout: Layout, folder: Path, runs: Sequence[str]) -> dict[str, Run]:
 
 
 def start(layout: Layout, folder: Path, runs: Sequence[str], **fields) -> subprocess.Popen:
-    """Start the processes of `launch`; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`."""
+    """Start the processes of a layout; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`."""
     spec = write_spec(layout, folder, runs, **fields)
     command = [sys.executable]
     if layout.launch_file is not None:
         command += ["-m", "accelerate.commands.launch"]
         command += ["--config_file", str(LAUNCH_FILES / f"{layout.launch_file}.yaml")]
-        command += ["--num_processes", str(layout.processes), "--main_process_port", str(_free_port())]
+        command += ["--num_processes", str(layout.processes), "--main_process_port", str(free_port())]
     command += [str(Path(__file__).resolve()), "--work", str(spec)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
@@ -182,12 +160,6 @@ def kill(process: subprocess.Popen) -> None:
         worker.kill()
     process.kill()
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def _adapter(folder: Path) -> dict:
@@ -292,30 +264,10 @@ _FIELDS = {
 
 def save_model(folder: Path) -> None:
     """Write a random Ouro of two layers and four loops, and a tokenizer with one token for each byte."""
-    import torch
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
+    from conftest import byte_tokenizer, tiny_ouro
 
-    from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
-
-    torch.manual_seed(0)
-    config = OuroConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        pad_token_id=1,
-    )
-    OuroForCausalLM(config).save_pretrained(folder)
-    vocab = {"<eos>": 0, "<pad>": 1}
-    vocab.update({byte: index + 2 for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
-    backend = Tokenizer(BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    tiny_ouro().save_pretrained(folder)
+    byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
 
 
 def examples():

@@ -1,4 +1,4 @@
-"""Programs that tests start: as forks of a server that has imported everything, and waited for without a deadline.
+"""Programs that tests start: as forks of a server that has imported everything.
 
 A new interpreter spends seven seconds of a core on imports before it does anything. A fork of the server is a process of its
 own as well - it has its own streams, folder, environment and signals, and can be killed - and begins at once. What only a new
@@ -17,8 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,8 +30,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(RO
 SERVER = multiprocessing.get_context("forkserver")
 PRELOADED = ["conftest", "loopdropout_trainer.evaluation", "loopdropout_trainer.trainer"]
 
-PATIENCE = 120  # seconds in which nothing that was started used the processor: it waits for what will not come
-CPU_LIMIT = 1200  # seconds of the processor: it runs in circles
+PATIENCE = 900  # seconds, for a busy machine
 
 _started = []
 
@@ -60,36 +57,13 @@ def kill_all():
             process.kill()
 
 
-def cpu_seconds():
-    """The processor time of all processes that descend from this one; of ended ones, if somebody waited for them."""
-    seconds = 0.0
-    for process in psutil.Process().children(recursive=True):
-        try:
-            seconds += sum(process.cpu_times()[:4])
-        except psutil.Error:  # it has ended
-            continue
-    return seconds
-
-
 def wait_for(condition, program=None):
-    """Wait until `condition()` holds, and return what it gave.
-
-    There is no deadline on the clock, which a busy machine would miss. It fails when `program` has ended before, when all
-    that was started here stands still, and when it has used far more of the processor than any of it needs.
-    """
-    began = used = cpu_seconds()
-    moved = looked = time.monotonic()
+    """Wait until `condition()` holds, and return its value. Fail when `program` has ended before."""
+    began = time.monotonic()
     while not (met := condition()):
         assert program is None or program.exit_code is None, f"it has ended:\n{program.stdout}{program.stderr}"
+        assert time.monotonic() - began < PATIENCE, "" if program is None else f"{program.stdout}{program.stderr}"
         time.sleep(0.01)
-        if time.monotonic() - looked < 2:  # a look at all processes is dear
-            continue
-        looked, now = time.monotonic(), cpu_seconds()
-        if abs(now - used) > 0.5:
-            used, moved = now, looked
-        said = "" if program is None else f":\n{program.stdout}{program.stderr}"
-        assert looked - moved < PATIENCE, f"nothing has happened for {PATIENCE} seconds{said}"
-        assert now - began < CPU_LIMIT, f"it has used {now - began:.0f} seconds of the processor{said}"
     return met
 
 

@@ -3,7 +3,7 @@
 import pytest
 from conftest import Recorder, assert_same_weights
 
-from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.depth import sample_depth
 
 
@@ -37,20 +37,13 @@ def test_depths_are_sampled_for_each_step(train):
     assert_same_weights(whole, split, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "fields", [DEPTHS, {"rule": "adaptive"}, {"rule": "schedule"}, {"lora_dropout": 0.1}], ids=str
-)
-def test_resumed_training_has_the_same_weights(make_sft, model, fields):
-    fields = dict(fields)
-    lora = {"peft_config": default_peft_config(model, lora_dropout=fields.pop("lora_dropout", 0.0))}
+def test_resumed_training_samples_the_same_depths(make_sft):
     trainers = []
     for resume in (None, "checkpoint-2"):
-        trainer = make_sft(save_strategy="steps", save_steps=2, **lora, **fields)
+        trainer = make_sft(save_strategy="steps", save_steps=2, **DEPTHS)
         trainer.train(resume and f"{trainer.args.output_dir}/{resume}")
         trainers.append(trainer)
-    whole, resumed = trainers
-    assert_same_weights(whole, resumed)
-    assert getattr(whole.rule, "estimate", None) is None or whole.rule.estimate.equal(resumed.rule.estimate)
+    assert_same_weights(*trainers)
     logs = [[log.get("loss") for log in trainer.state.log_history] for trainer in trainers]
     assert logs[0][:4] == logs[1][:4]
 

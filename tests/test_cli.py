@@ -58,20 +58,16 @@ def test_reader_may_stop_early():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("names", ["loopdropout_trainer, transformers", "transformers, loopdropout_trainer"])
-def test_families_register_in_any_import_order(names):
-    code = f"import {names}\nfrom transformers import AutoConfig\nprint(type(AutoConfig.for_model('ouro')).__name__)"
+def test_families_register_before_transformers_is_imported():
+    code = "import loopdropout_trainer\nfrom transformers import AutoConfig\nprint(AutoConfig.for_model('ouro').model_type)"
     done = run("-c", code)
-    assert (done.stdout, done.stderr) == ("OuroConfig\n", "")
+    assert (done.stdout, done.stderr) == ("ouro\n", "")
 
 
 def test_public_names_are_imported_lazily():
-    code = "import pickle, sys, loopdropout_trainer as package\n"
-    code += "assert 'torch' not in sys.modules and 'LoopDropoutConfig' in dir(package)\n"
-    code += "from loopdropout_trainer import *\nassert LoopDropoutConfig is package.LoopDropoutConfig\n"
-    code += "assert pickle.loads(pickle.dumps(LoopDropoutConfig)) is LoopDropoutConfig\n"
-    code += "print(hasattr(package, 'nonsense'))"
-    assert run("-c", code).stdout == "False\n"
+    code = "import sys, loopdropout_trainer as package\n"
+    code += "print('torch' in sys.modules, 'LoopDropoutConfig' in dir(package), hasattr(package, 'nonsense'))"
+    assert run("-c", code).stdout == "False True False\n"
 
 
 @pytest.mark.build

@@ -138,15 +138,12 @@ def test_gsm8k_trains_the_solution(load, both_tokenizers):
         assert show(example, both_tokenizers, completion_only_loss=False) == f"⟦{example['prompt']}{completion}⟧"
 
 
-@pytest.mark.parametrize("prompt_end", ["", " Let's think step by step."])
-@pytest.mark.parametrize("target_prefix", ["", "\n"])
-def test_metamath_trains_the_response(load, bytes_tokenizer, prompt_end, target_prefix):
-    fields = {"prompt_end": prompt_end, "target_prefix": target_prefix, "example_token_limit": None}
-    data = load("metamath_gsm", "metamath", bytes_tokenizer, num_eval_examples=0, **fields)["train"]
+def test_metamath_trains_the_response(load, bytes_tokenizer):
+    fields = {"prompt_end": " So:", "target_prefix": "\n", "example_token_limit": None, "num_eval_examples": 0}
+    data = load("metamath_gsm", "metamath", bytes_tokenizer, **fields)["train"]
     rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
     for row, example in zip(rows, data, strict=True):
-        prompt = ALPACA.format(row["query"]) + prompt_end
-        assert show(example, bytes_tokenizer) == f"{prompt}⟦{target_prefix}{row['response']}<eos>⟧"
+        assert show(example, bytes_tokenizer) == f"{ALPACA.format(row['query'])} So:⟦\n{row['response']}<eos>⟧"
 
 
 def test_no_token_spans_prompt_and_completion():
@@ -186,21 +183,15 @@ def test_labels_are_the_trainers(load, config, bytes_tokenizer, row, losses):
 # The choice of examples
 
 
-def test_metamath_keeps_short_gsm_in_order(load, bytes_tokenizer, bpe_tokenizer):
+def test_metamath_keeps_short_gsm_in_order(load, bytes_tokenizer):
     room = 511 - len(ALPACA.format("Q").encode()) - 1  # of 512 tokens: the prompt, a space and the response
-    made_up = [{"type": "GSM_SV", "query": "Q", "response": "x" * size} for size in (room, room + 1)]
-    data = load("metamath_gsm", made_up, bytes_tokenizer, num_eval_examples=0)["train"]
-    assert [len(answer) for answer in data["answer"]] == [room]
-
-    rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
-    length = lambda row: len(bpe_tokenizer(f"{ALPACA.format(row['query'])} {row['response']}")["input_ids"])
-    fitting = [row["response"] for row in rows if length(row) < 250]
-    assert 6 <= len(fitting) < len(rows)
-    fields = {"example_token_limit": 250, "num_eval_examples": 2}
-    data = load("metamath_gsm", "metamath", bpe_tokenizer, **fields)
-    assert [*data["train"]["answer"], *data["eval"]["answer"]] == fitting  # a small source: the last ones
-    fewer = load("metamath_gsm", "metamath", bpe_tokenizer, num_train_examples=1, **fields)
-    assert fewer["train"]["answer"][:] == fitting[:1] and fewer["eval"].to_list() == data["eval"].to_list()
+    sizes = [room, room + 1, 1, 2]
+    rows = [{"type": kind, "query": "Q", "response": "x" * size} for size in sizes for kind in ("GSM_SV", "MATH_SV")]
+    data = load("metamath_gsm", rows, bytes_tokenizer, num_eval_examples=1)
+    assert [len(answer) for answer in data["train"]["answer"]] == [room, 1]
+    assert data["eval"]["answer"][:] == ["xx"]  # a small source: the last one
+    fewer = load("metamath_gsm", rows, bytes_tokenizer, num_eval_examples=1, num_train_examples=1)
+    assert [len(answer) for answer in fewer["train"]["answer"]] == [room]
 
 
 def test_metamath_holds_out_new_examples_after_100k():

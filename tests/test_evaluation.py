@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, SAMPLES, load_script, tiny_ouro, with_adapter
+from conftest import GOLDEN, ROOT, SAMPLES, load_script, tiny_ouro, varied, with_adapter
 from datasets import Dataset
 from lm_eval.tasks.hendrycks_math.utils import is_equiv
 from processes import Program, python, wait_for
@@ -53,15 +53,6 @@ def read_lines(path):
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def varied(model, std=0.3):
-    """Draw weights with which the greedy texts of a random model vary."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=std)
-    return model.eval()
 
 
 def adapted(model):
@@ -186,11 +177,10 @@ def test_tasks_have_the_prompts_of_the_paper():
     assert prompt.startswith("Question: A robe takes") and prompt.endswith("it take?\nAnswer:")
 
 
-@pytest.mark.parametrize(("split", "steps"), [("easy_test", {1, 2, 3}), ("test", {3, 4, 5}), ("hard", {6, 7})])
-def test_arithmetic_tasks_have_their_steps(split, steps):
-    (task,) = load_task(f"arithmetic_{split}").values()
-    assert len(task.eval_docs) == 500 and {*task.eval_docs["num_steps"]} == steps
-    (more,) = load_task(f"arithmetic_{split}", limit=1000).values()
+def test_arithmetic_task_generates_its_problems():
+    (task,) = load_task("arithmetic_easy_test").values()
+    assert len(task.eval_docs) == 500 and {*task.eval_docs["num_steps"]} == {1, 2, 3}
+    (more,) = load_task("arithmetic_easy_test", limit=1000).values()
     assert len(more.eval_docs) == 1000 and more.eval_docs[:500] == task.eval_docs[:]
 
 
@@ -242,24 +232,21 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
     assert {row["group"]: row["n"] for row in parts if row["metric"] == "accuracy_by_subject"} == counts
 
 
-BAD_TASKS = {
-    "gsm8k": ('{"quest', "The task `mine` cannot be loaded"),
-    "metamath_gsm8k": (
-        '{"query": "?", "answer": "#### 1"}',
-        "The task `mine` cannot be loaded: 'question' is undefined",
-    ),
-    "truthfulqa_mc2": ('{"question": "?"}', "The task `mine` cannot be loaded"),
-    "gsm_plus": ('{"question": "?", "solution": "#### 1"}', "`like` must be a task without examples of another split"),
-}
-
-
-@pytest.mark.parametrize("like", BAD_TASKS)
-def test_own_benchmark_needs_the_columns_of_its_task(like, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("like", "row", "message"),
+    [
+        ("metamath_gsm8k", {"query": "?"}, "The task `mine` cannot be loaded: 'question' is undefined"),
+        (
+            "gsm_plus",
+            {"question": "?", "solution": "#### 1"},
+            "`like` must be a task without examples of another split",
+        ),
+    ],
+)
+def test_own_benchmark_needs_the_columns_of_its_task(like, row, message, tmp_path, monkeypatch):
     monkeypatch.setitem(loading._FOLDERS, "gsm", "gsm_plus")
-    text, message = BAD_TASKS[like]
-    (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(UserError, match=message):
-        own_benchmark("mine", str(tmp_path / "rows.jsonl"), like=like)
+        own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", [row]), like=like)
 
 
 def test_load_task_suggests_the_nearest(monkeypatch):
@@ -395,15 +382,11 @@ def settings(model, tokenizer):
 
 
 def test_settings_never_share_a_cache(tokenizer, tmp_path):
-    options = {"limit": 2, "max_new_tokens": 8}
     fingerprints = []
     for lm in settings(adapted(steady()), tokenizer):
         fingerprints.append(lm.fingerprint())
-        cached = evaluate_tasks(lm, ["arithmetic_test"], cache_dir=tmp_path / "cache", output_dir=tmp_path, **options)
-        text = (tmp_path / cached[0]["samples"]).read_text()
-        evaluate_tasks(lm, ["arithmetic_test"], output_dir=tmp_path, **options)
-        assert (tmp_path / cached[0]["samples"]).read_text() == text
-    assert len({*fingerprints}) == len(fingerprints) == len([*tmp_path.glob("cache/*.db")]) == 8
+        evaluate_tasks(lm, ["arithmetic_test"], cache_dir=tmp_path, limit=1, max_new_tokens=1)
+    assert len({*fingerprints}) == len([*tmp_path.glob("*.db")]) == 8
     assert lm.fingerprint() == fingerprints[-1]
 
 
@@ -454,7 +437,8 @@ def num_answers(folder):
 
 
 def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatch):
-    command = words(saved, tmp_path / "run", "--adapter", saved / "adapter", benchmark_batch_size=1)
+    options = ("--adapter", saved / "adapter", "--max_new_tokens", 64)
+    command = words(saved, tmp_path / "run", *options, benchmark_batch_size=1)
     program = Program(EVALUATE, *command)
     wait_for(lambda: num_answers(tmp_path / "run") >= 3, program)
     program.end()
@@ -466,7 +450,7 @@ def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatc
     monkeypatch.setattr(looped_lm, "generate_greedy", count)
     SCRIPT.main(command)
     assert len(prompts) == 16 - kept
-    SCRIPT.main(words(saved, tmp_path / "whole", "--adapter", saved / "adapter"))
+    SCRIPT.main(words(saved, tmp_path / "whole", *options))
     for task in ("own_gsm8k", "arithmetic_test"):
         paths = [tmp_path / name / "samples" / "adapter" / f"samples_{task}.jsonl" for name in ("run", "whole")]
         assert paths[0].read_text() == paths[1].read_text()
@@ -480,7 +464,8 @@ def strip(row):
 
 
 def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
-    command = words(saved, tmp_path, "--adapter", "none", f"own={saved / 'adapter'}", "--at_depths", 2, 4, "--gates")
+    adapters = ("--adapter", "none", f"own={saved / 'adapter'}")
+    command = words(saved, tmp_path, *adapters, "--at_depths", 2, 4, "--gates", benchmark_limit=2)
     averages = json.dumps({"Average": ["own_gsm8k", "arithmetic_test"]})
     SCRIPT.main([*command, "1-1", "--averages", averages, "--max_new_tokens", "4", "--at_depths", "2"])
     SCRIPT.main([*command, "single_loop", "--max_new_tokens", "4"])
@@ -490,7 +475,7 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     alone = [(*adapter, depth, f"loop {t}", t) for depth in (2, 4) for t in range(1, depth + 1)]
     base = [(None, "base model", depth, "none", None) for depth in (2, 4)]
     assert Counter(places) == Counter([*base, (*adapter, 2, "unit", None), *alone])
-    assert all(len(read_lines(tmp_path / row["samples"])) == row["n"] == 8 for row in rows)
+    assert all(len(read_lines(tmp_path / row["samples"])) == row["n"] == 2 for row in rows)
     assert len({row["samples"] for row in rows}) == len(rows)
     printed = capsys.readouterr().out
     assert "own, K = 4, loop 3" in printed and "Average " in printed and "own_gsm8k, missing" in printed
@@ -503,25 +488,6 @@ def test_script_names_what_changed(saved, tmp_path):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
     with pytest.raises(UserError, match="`adapter` must give each adapter its own name"):
         SCRIPT.main([*command, "--adapter", "a/x", "b/x"])
-    with pytest.raises(UserError, match="`gates` must be 4 numbers such as 1-0-0-0"):
-        SCRIPT.main([*command, "--adapter", str(saved / "adapter"), "--gates", "1-0"])
-
-
-def test_merged_model_answers_like_its_adapter(saved, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model_name_or_path: {saved / 'base'}\ndtype: float32\nbenchmarks: [arithmetic_test]\nbenchmark_limit: 4\n"
-        f"output_dir: {tmp_path / 'adapter'}\nlearning_rate: 1e-4\nrule: loop_dropout\np: 0.5\nlora_r: 4\nmerge: true\n"
-    )
-    SCRIPT.main([str(recipe), "--adapter", f"model={saved / 'adapter'}"])
-    merged = ["--model_name_or_path", str(saved / "merged"), "--output_dir", str(tmp_path / "merged")]
-    SCRIPT.main([str(recipe), *merged, "--adapter", "model=none"])
-    SCRIPT.main([str(recipe), "--output_dir", str(tmp_path / "base"), "--adapter", "model=none"])
-    texts = {
-        name: (tmp_path / name / "samples" / "model" / "samples_arithmetic_test.jsonl").read_text()
-        for name in ("adapter", "merged", "base")
-    }
-    assert texts["adapter"] == texts["merged"] != texts["base"]
 
 
 def test_folders_need_neither_recipe_nor_base(saved, tmp_path):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from conftest import randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
-from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from peft.tuners.lora import layer as lora_layer
-from peft.tuners.lora.config import BdLoraConfig, KasaConfig, VeloraConfig
+from peft.tuners.lora.config import KasaConfig
 
 from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.gates import make_rule
@@ -24,17 +24,6 @@ from loopdropout_trainer.lora import adapted_layers, add_gates, check_peft_confi
 
 adapted = functools.partial(with_adapter, r=4, lora_alpha=8)
 IDS = torch.arange(2, 42).view(4, 10)
-
-
-def test_zero_gates_equal_frozen_model():
-    model = adapted().train()
-    with model.disable_adapter():
-        frozen = model(IDS).logits
-    with use_gates(model, torch.zeros(4, 4)):
-        out = model(IDS, labels=IDS)
-        out.loss.backward()
-    assert torch.equal(out.logits, frozen)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,21 +184,16 @@ def test_layers_with_own_forward_raise():
 
 
 UNSUPPORTED = {  # fields of LoraConfig
-    "use_dora": True, "use_qalora": True, "alora_invocation_tokens": [3], "velora_config": VeloraConfig(),
-    "kasa_config": KasaConfig(), "use_bdlora": BdLoraConfig(), "modules_to_save": ["lm_head"], "lora_bias": True,
-    "trainable_token_indices": [3], "bias": "all",
+    "use_dora": True, "alora_invocation_tokens": [3], "kasa_config": KasaConfig(), "modules_to_save": ["lm_head"],
+    "lora_bias": True, "trainable_token_indices": [3], "bias": "all", "init_lora_weights": "pissa_niter_4",
 }  # fmt: skip
-INITS = ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         *(({field: value}, field) for field, value in UNSUPPORTED.items()),
-        *(({"init_lora_weights": init}, "init_lora_weights") for init in INITS),
         ({"target_modules": ["q_proj", "lm_head"]}, "`lm_head` is not a linear projection of the recurrent block"),
-        ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
-        (AdaLoraConfig(total_step=10), "AdaLoraConfig"),
         (PrefixTuningConfig(num_virtual_tokens=2), "PrefixTuningConfig"),
     ],
     ids=str,

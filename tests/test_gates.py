@@ -62,15 +62,6 @@ def test_rule_mean_and_covariance(case):
     assert_moments(make_rule(name, **fields).sample(draw(MANY)), mean, covariance)
 
 
-def test_dose_control_is_the_parallel_part():
-    # Dose control keeps the parallel part of Loop Dropout's covariance; exactly-m keeps the rest, times K/(K-1).
-    d = draw(MANY)
-    dropout, dose = make_rule("loop_dropout").sample(d), make_rule("dose_control").sample(d)
-    assert_moments(dropout - dose, 0 * ONE, IDENTITY - PARALLEL)
-    assert torch.allclose(dropout.sum(dim=0), dose.sum(dim=0))
-    assert (make_rule("exactly_m", m=2).sample(d).sum(dim=0) == K).all()
-
-
 def test_module_wise_masks_are_independent():
     gates = make_rule("module_wise", p=0.3).sample(draw(MANY))
     assert gates.shape == (K, MANY, M)
@@ -93,13 +84,6 @@ def test_rules_share_events_of_one_seed():
     assert torch.equal(removed.all(dim=0), (make_rule("dose_control", p=PROFILE).sample(d) == 0).all(dim=0))
     more = make_rule("loop_dropout", p=0.8).sample(d) == 0
     assert (removed <= more).all() and not torch.equal(removed, more)
-
-
-def test_schedule_is_linear_in_steps():
-    rule = make_rule("schedule", p_start=0.75, p_end=0.0)
-    assert [rule.p_at(step, 4) for step in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
-    assert rule.p_at(0, 1) == 0.75
-    assert (rule.sample(draw(step=9)) == 1).all()
 
 
 @pytest.mark.parametrize("direction, power", [("more", 1), ("less", -1)])

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_hrm, tiny_ouro, with_adapter
-from torch.nn.utils.rnn import pad_sequence
+from conftest import tiny_hrm, tiny_ouro, varied, with_adapter
 
 from loopdropout_trainer import generation, use_gates
 from loopdropout_trainer.errors import UserError
@@ -22,15 +21,6 @@ PROMPTS = [
 ]
 MANY = [text[: 3 + 11 * i % 40] for i, text in enumerate(PROMPTS * 4)]
 STOPS = ["e", "7", "Z", "&"]  # end completions of random bytes at many lengths
-
-
-def varied(model, std=0.3):
-    """Give a random model weights whose greedy texts vary."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=std)
-    return model.eval()
 
 
 def adapted(model):
@@ -78,27 +68,6 @@ def test_completions_follow_use_gates(make_tiny, tokenizer, gates):
         assert generate_greedy(model, tokenizer, PROMPTS, 7, 3, progress=False) == want != unit
     with use_gates(model, torch.full((4, 2), 0.5)), pytest.raises(UserError, match="same for all prompts"):
         generate_greedy(model, tokenizer, PROMPTS, 4, progress=False)
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("gates", [[1, 1, 1], [0.5, 2.0, 0.0]], ids=["unit", "gated"])
-def test_generate_equals_with_and_without_cache(make_tiny, gates, padding, tokenizer):
-    model = adapted(make_tiny())
-    find_looped_model(model).config.num_loops = 3
-    prompts = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
-    inputs = {
-        "input_ids": pad_sequence(prompts, batch_first=True, padding_value=1, padding_side=padding),
-        "attention_mask": pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True, padding_side=padding),
-    }
-    length = inputs["input_ids"].shape[1]
-    rows = [index for index, prompt in enumerate(prompts) if padding == "left" or len(prompt) == length]
-    with use_gates(model, gates):
-        tokens = model.generate(**inputs, max_new_tokens=10, do_sample=False)
-        assert torch.equal(tokens, model.generate(**inputs, max_new_tokens=10, do_sample=False, use_cache=False))
-        texts = generate_greedy(model, tokenizer, PROMPTS, 10, 3, progress=False)
-    answers = tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
-    assert [answers[row] for row in rows] == [texts[row] for row in rows]  # right padding is part of a prompt here
 
 
 def test_generation_changes_neither_model_nor_tokenizer(tokenizer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import Recording, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
@@ -33,12 +33,12 @@ class Recorder(Recording, LoopDropoutGRPOTrainer):
 
 @pytest.fixture
 def make(config, tokenizer):
-    def trainer(model=None, cls=Recorder, config_cls=LoopDropoutGRPOConfig, **fields):
+    def trainer(model=None, cls=Recorder, **fields):
         defaults = {
             "max_steps": 1, "per_device_train_batch_size": 6, "num_generations": 3, "max_completion_length": 7,
             "temperature": TEMPERATURE, "use_cpu": True, "gradient_checkpointing": False, "max_grad_norm": 0,
         }  # fmt: skip
-        args = config(config_cls, **{**defaults, **fields})
+        args = config(LoopDropoutGRPOConfig, **{**defaults, **fields})
         model = tiny_ouro() if model is None else model
         find_looped_model(model).generation_config.eos_token_id = list(range(2, 54))  # one token in five
         more = {"peft_config": default_peft_config(model)} if cls is GRPOTrainer else {}
@@ -107,8 +107,3 @@ def test_steps_under_gates_do_not_clip(make):
 def test_reused_completions_raise(make, fields):
     with pytest.raises(ValueError, match="`num_iterations` must be 1, and `steps_per_generation` must divide"):
         make(**fields)
-
-
-def test_trl_config_gets_paper_defaults(make):
-    trainer = make(config_cls=GRPOConfig)
-    assert trainer.rule == LoopDropout(0.5)

@@ -207,30 +207,7 @@ def test_merge_never_replaces_base_or_adapter(base, trained):
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-# The fields and names that vLLM reads (`model_executor/models/ouro.py` of 0.25.0).
-VLLM_OURO_FIELDS = {
-    "total_ut_steps", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "max_position_embeddings", "hidden_act", "rms_norm_eps", "vocab_size", "tie_word_embeddings",
-    "rope_theta", "rope_scaling", "torch_dtype",
-}  # fmt: skip
 MODULES = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
-NORMS = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
-OUTSIDE = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-OUTSIDE |= {f"model.early_exit_gate.{name}" for name in ("weight", "bias")}
-
-
-def test_merged_ouro_has_the_published_layout(tmp_path, tokenizer):
-    model = adapted(base=OURO)
-    model.config.use_cache = False  # as in training
-    folder = merge_and_save(model, tmp_path, tokenizer)
-    layers = [f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in (*MODULES, *NORMS)]
-    assert tensors_of(folder / "model.safetensors") == {*OUTSIDE, *layers} == set(tiny_ouro().state_dict())
-    config = config_of(folder)
-    assert set(config) >= VLLM_OURO_FIELDS and "rope_parameters" not in config
-    assert (config["architectures"], config["total_ut_steps"]) == (["OuroForCausalLM"], 4)
-    assert config["use_cache"] is True
-    names = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
-    assert names | {"config.json", "model.safetensors"} == {path.name for path in folder.iterdir()}
 
 
 def test_adapter_has_the_names_of_peft(tmp_path):

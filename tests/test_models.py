@@ -262,11 +262,8 @@ def test_published_sizes(name):
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 SPLIT = ("encoder_layer_indices", "reasoning_layer_indices", "decoder_layer_indices")
-LINEAR = {"rope_type": "linear", "factor": 2.0}
 UNSUPPORTED = [
     ("nanbeige", {"enable_something_new": True}, "`enable_something_new` must be off"),
-    ("nanbeige", {"loop_middle_layers": [2, 3]}, "`loop_middle_layers` must be off"),
-    ("nanbeige", {"rope_scaling": LINEAR}, "`rope_scaling` must be off"),
     ("nanbeige", {"kv_channels": 16}, "`kv_channels` must equal `head_dim` = 12, got 16"),
     ("ouro", SLIDING, "`use_sliding_window` must be False"),
     ("ouro", {"num_loops": 0}, "`num_loops` must be an integer from 1"),
@@ -276,7 +273,6 @@ UNSUPPORTED = [
     ("raven_olmo", {"block_layout": "qwen"}, "`block_layout` must be 'huginn' or 'llama' or 'olmo'"),
     ("raven_olmo", {"block_layout": None}, "`block_layout` must be 'llama' or 'olmo'"),
     ("loopus", {"base_config_dict": {"model_type": "llama"}}, "must describe a 'qwen3' model, got 'llama'"),
-    ("loopus", SLIDING, "`use_sliding_window` must be False"),
     ("loopus", {"lma_window": 3}, "`lma_window` must be 0, got 3"),
     ("loopus", dict(zip(SPLIT, ([0], [2], [3]), strict=True)), "must share the 4 base layers"),
     ("loopus", dict(zip(SPLIT, ([0, 1], [], [2, 3]), strict=True)), "at least one to loop"),
@@ -292,7 +288,6 @@ def test_unsupported_architectures_raise(name, fields, message):
 UNSUPPORTED_MODELS = [
     ({"model_type": "inkling2_loop"}, "Inkling-2 is not supported: its looped layers"),
     ({"model_type": "new", "architectures": ["IQuestLoopCoderForCausalLM"]}, "IQuest-Coder-Loop is not supported"),
-    ({"model_type": "iquestpltcoder"}, "LoopCoder-V2 is not supported"),
     ({"model_type": "new", "_name": "SenseNova-Loop-9B"}, "SenseNova-Loop is not supported: it has linear attention"),
     ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
 ]

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from conftest import tiny_ouro, with_adapter
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import output_capturing
 
@@ -109,28 +108,6 @@ def test_resized_vocabulary_reloads(model, size, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_weights_load_from_state_dict_file_and_disk(model, make_tiny, tmp_path):
-    other = make_tiny(**({"initializer_range": 0.1} if "initializer_range" in model.config.to_dict() else {})).eval()
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(IDS).logits, model(IDS).logits)
-    model.save_pretrained(tmp_path)
-    places = {name: "cpu" for name, _ in model.named_children() if name != model.base_model_prefix}
-    for name, part in model.base_model.named_children():  # a tied head must be stored with the embeddings
-        has_embeddings = model.get_input_embeddings() in part.modules()
-        places[f"{model.base_model_prefix}.{name}"] = "cpu" if has_embeddings else "disk"
-    offload = {"device_map": places, "offload_folder": str(tmp_path / "offload")}
-    for options in ({}, {"device_map": "cpu"}, offload):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-        torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_tuples_and_kept_logits(model):
-    out = model(IDS, labels=IDS)
-    as_tuple = model(IDS, labels=IDS, return_dict=False)
-    assert torch.equal(as_tuple[0], out.loss) and torch.equal(as_tuple[1], out.logits)
-    assert torch.equal(model(IDS, logits_to_keep=2).logits, out.logits[:, -2:])
-
-
 def test_forward_can_be_exported(model):
     program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False)
     torch.testing.assert_close(program.module()(IDS, use_cache=False).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
@@ -168,15 +145,3 @@ def test_gated_adapter_merges_and_switches_off(gated):
     with use_gates(gated, torch.zeros(gated.config.num_loops)):
         torch.testing.assert_close(gated(IDS).logits, base, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gated.merge_and_unload()(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
-
-
-def test_gated_adapter_reloads_with_peft(gated, make_tiny, tmp_path):
-    gated.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(make_tiny(), tmp_path).eval()
-    assert torch.equal(again(IDS).logits, gated(IDS).logits)
-    plain = make_tiny().eval()
-    plain.load_adapter(str(tmp_path))
-    torch.testing.assert_close(plain(IDS).logits, gated(IDS).logits, atol=1e-5, rtol=1e-5)
-    for beams in (1, 2):
-        options = {"input_ids": IDS, **GREEDY, "attention_mask": torch.ones_like(IDS), "num_beams": beams}
-        assert torch.equal(gated.generate(**options), gated.generate(**options, use_cache=False))

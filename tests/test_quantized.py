@@ -76,6 +76,8 @@ def check_merge(model, folder):
 def test_merge_script_quantizes_as_in_training(saved_model, train):
     quantization = load_recipe(ROOT / "recipes" / "nanbeige" / "qlora.yaml")["model_init_kwargs"]
     trainer = train(saved_model, max_steps=1, model_init_kwargs={**quantization, "dtype": "float32"})
+    layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
+    assert layer.base_layer.weight.quant_type == "nf4" and layer.base_layer.weight.quant_state.nested
     trainer.save_model()
     folder = Path(trainer.args.output_dir)
     dump_recipe({"model_init_kwargs": quantization}, folder / "recipe.yaml")
@@ -90,11 +92,3 @@ def test_8_bit_base_is_not_merged(saved_model, tmp_path):
     model = load_model(saved_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(UserError, match="load the base model unquantized"):
         merge_and_save(with_adapter(model), tmp_path / "merged")
-
-
-def test_recipe_loads_a_4_bit_base(saved_model, train):
-    quantization = load_recipe(ROOT / "recipes" / "nanbeige" / "qlora.yaml")["model_init_kwargs"]
-    trainer = train(saved_model, max_steps=1, model_init_kwargs={**quantization, "dtype": "float32"})
-    layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
-    assert layer.base_layer.weight.quant_type == "nf4" and layer.base_layer.weight.quant_state.nested
-    assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import ROOT, load_script
 
 from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
@@ -208,9 +207,7 @@ def test_parse_explains_mistakes_in_recipes(write, text, message):
     [
         ("nowhere.yaml", "nowhere.yaml does not exist."),
         ("quickstrt.yaml", "does not exist. Did you mean 'quickstart.yaml'?"),
-        ("--seed 1", "required: --name"),
         ("--name x --sede 1", "`sede` is not a field of this script. Did you mean 'seed'?"),
-        ("--name", "`name`: expected one argument."),
         ("--name x y", "unrecognized arguments: y."),
     ],
 )
@@ -300,8 +297,3 @@ def test_recipes_readme_lists_every_recipe():
     listed = set(re.findall(r"`(?:recipes/)?([\w./-]+\.yaml)`", text))
     assert {*TRAINING, *(name for name in recipe_names() if name.startswith("sweeps/"))} <= listed
     assert listed <= {*recipe_names()}
-
-
-def test_recipes_are_yaml_for_other_readers():
-    for name in recipe_names():
-        assert isinstance(yaml.safe_load((recipes_folder() / name).read_text()), dict), name

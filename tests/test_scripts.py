@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import re
 import shutil
 import sys
@@ -82,20 +81,11 @@ def test_sft_trains_and_measures_both_rules(quickstart):
     places = [("unit", 4), ("unit", 2), *((f"loop {loop}", 4) for loop in (1, 2, 3, 4))]
     for method in trained:
         assert [(row["gates"], row["num_loops"]) for row in scores if row["method"] == method] == places
+        reductions = {row["gates"] for row in rows if (row["metric"], row["method"]) == ("loss_reduction", method)}
+        assert reductions == {gates for gates, _ in places}
     (base,) = (row for row in scores if row["method"] == "base model")
     assert (base["gates"], base["seed"], base["step"], base["num_loops"]) == ("none", None, None, 4)
     assert all(read_run(path)["status"] == "finished" for path in (folder, folder / "lora"))
-
-
-def test_sft_measures_loss_reductions(quickstart):
-    folder, _ = quickstart
-    for own_folder in (folder, folder / "lora"):
-        rows = {(row["metric"], row["gates"]): row for row in read_results(folder) if row["folder"] == str(own_folder)}
-        frozen = rows["loss", "none"]["value"]
-        for gates in ("loop 1", "loop 2", "loop 3", "loop 4", "unit"):
-            reduction = 100 * (frozen - rows["loss", gates]["value"]) / frozen
-            assert math.isclose(rows["loss_reduction", gates]["value"], reduction)
-        assert rows["loss", "none"]["method"] == "base model"
 
 
 def test_sft_saves_recipe_card_and_merged_model(quickstart):
@@ -137,10 +127,9 @@ def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
         folder / "recipe.yaml",
         "--output_dir",
         tmp_path,
-        "--benchmarks",
-        "arithmetic_test",
         "--compare_with",
         "unscaled",
+        *FEW_MEASUREMENTS,
     )
     assert adapter(tmp_path) == adapter(folder)
     assert adapter(tmp_path / "unscaled") != adapter(folder)
@@ -271,18 +260,7 @@ def test_dpo_and_grpo_train_both_rules(script, tmp_path):
 
 
 MISTAKES = [
-    ("sft", {"learnin_rate": 1.0}, "`learnin_rate` is not a field of this script. Did you mean 'learning_rate'?"),
-    ("sft", {"learning_rate": "fast"}, "`learning_rate`: invalid float value: 'fast'."),
-    ("sft", {"lr_scheduler_type": "cosin"}, "`lr_scheduler_type`: invalid choice: 'cosin'"),
-    ("sft", {"model_name_or_path": None}, "required: --model_name_or_path"),
-    ("sft", {"model_name_or_path": "nowhere"}, "The tokenizer of nowhere cannot be loaded"),
-    ("sft", {"rule": "dropuot"}, "'dropuot'"),
     ("sft", {"rule": "lora", "p": 0.1}, "The rule 'lora' has no field 'p'"),
-    ("sft", {"p": 1.5}, "`p` must be"),
-    ("sft", {"p": [0.5, 0.5]}, "2 values"),
-    ("sft", {"rule_args": {"p": 0.5}}, "Set the field `p`, not `rule_args.p`."),
-    ("sft", {"rule_args": {"c": 1}}, "The rule 'loop_dropout' has no field 'c'"),
-    ("sft", {"compare_with": ["lorra"]}, "'lorra'"),
     (
         "sft",
         {"compare_with": ["loop_dropout"]},
@@ -295,14 +273,9 @@ MISTAKES = [
     ("sft", {"single_loop_batches": 1, "num_eval_examples": 0}, "`num_eval_examples` must be at least 1"),
     ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
     ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),
-    ("sft", {"dataset_name": "a/b"}, "Set either `dataset_name: a/b` or `preparation: arithmetic`, not both."),
-    ("sft", {"chat_template": "tulu3"}, "`chat_template` must be"),
-    ("sft", {"max_length": 4}, "`max_length` must be larger"),
-    ("sft", {"trust_remote_code": True}, "sets `trust_remote_code`, which can run code."),
     ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
     ("dpo", {"preparation": "arithmetic"}, "The examples must have the columns `chosen` and `rejected`."),
     ("grpo", {"rewards": ["gsm8k"]}, "`rewards` must be among gsm8k_strict"),
-    ("grpo", {"num_iterations": 2}, "`num_iterations` must be 1"),
 ]
 RECIPE = {
     "model_name_or_path": str(TINY_OURO_PATH), "dtype": "float32", "preparation": "arithmetic", "num_train_examples": 8,
@@ -328,8 +301,3 @@ def test_unreachable_hub_is_named_after_the_plan(capsys):
     with pytest.raises(UserError, match="ByteDance/Ouro-1.4B cannot be loaded: .*(huggingface.co|offline)"):
         SCRIPTS["sft"].main(["tulu2.yaml"])
     assert "model       ByteDance/Ouro-1.4B" in capsys.readouterr().out
-
-
-def test_preview_marks_trained_tokens():
-    text = run("quickstart.yaml", "--preview", "0", "--dry_run", "true")
-    assert "Question:" in text and "⟦" in text and "Training at" not in text

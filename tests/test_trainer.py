@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
+from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
 from peft import get_peft_model_state_dict
-from torch.nn import functional as F
 from transformers import TrainerCallback, set_seed
 from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -61,14 +60,11 @@ def test_signature_equals_parent(cls, parent):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2, "loss_type": "dft"},
+        {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1},
         {"packing": True, "max_length": 32},
         {"padding_free": True, "max_length": None},
-        {"loss_type": "dft"},
         {"bf16": True},
-        {"eval_strategy": "steps", "eval_steps": 1},
     ],
     ids=str,
 )
@@ -101,19 +97,6 @@ def test_draws_depend_on_seed_step_and_row(train, fields):
         assert torch.equal(gates, LoopDropout(0.5).sample(draw))
 
 
-def test_packed_examples_have_their_own_draws(train):
-    trainer = train(cls=Recorder, packing=True, max_length=64, per_device_train_batch_size=2, max_steps=1)
-    (seen,) = trainer.seen
-    ids = [(row, part) for row in range(2) for part in range(10)]
-    drawn = LoopDropout(0.5).sample(Draw(seed=trainer.args.seed, step=0, example_ids=ids, num_loops=4))
-    expected = {tuple(gates.tolist()) for gates in drawn.T}
-    starts = (seen.batch["position_ids"] == 0).sum()
-    assert seen.gates.shape[1] == len(seen.batch["example_ids"]) == starts > 8
-    assert {tuple(gates.tolist()) for gates in seen.gates.T} <= expected
-    segments = seen.gated.segments[0]
-    assert torch.equal(segments.bincount().cumsum(0)[:-1], (seen.batch["position_ids"][0] == 0).nonzero()[1:, 0])
-
-
 @pytest.mark.parametrize("cls", [LoopDropoutSFTTrainer, LoRADropoutSFTTrainer])
 def test_split_into_micro_batches_keeps_weights(train, cls):
     fields = {"max_steps": 2, **EXACT}
@@ -122,11 +105,6 @@ def test_split_into_micro_batches_keeps_weights(train, cls):
     whole = train(cls=cls, **fields)
     split = train(cls=cls, per_device_train_batch_size=2, gradient_accumulation_steps=2, **fields)
     assert_same_weights(whole, split, atol=1e-5, rtol=1e-3)
-
-
-def test_checkpointing_recomputes_under_the_gates(train):
-    on, off = (train(**PLAIN, gradient_checkpointing=enabled) for enabled in (True, False))
-    assert_same_weights(on, off)
 
 
 class GatesAtEvents(TrainerCallback):
@@ -218,38 +196,12 @@ def test_own_loss_trains_under_drawn_gates(train, fields):
     assert_same_weights(own, plain, atol=1e-6, rtol=1e-4)
 
 
-def test_compute_loss_by_hand_draws_gates(make_sft):
-    trainer = make_sft(model=with_adapter())
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.model.eval()
-    unit = trainer.compute_loss(trainer.model, dict(batch))
-    assert trainer.gates.gates is None
-    trainer.model.train()
-    drawn = trainer.compute_loss(trainer.model, dict(batch))
-    assert trainer.gates.gates.shape == (4, 4) and drawn != unit
-    trainer.model.eval()
-    assert trainer.compute_loss(trainer.model, dict(batch)) == unit
-
-
 @pytest.mark.parametrize("fields", [{"p": 0.999999, "rule": "unscaled"}, {"p": [0.999999] * 4}], ids=str)
 def test_step_without_active_loop_changes_nothing(train, fields):
     trainer = train(**fields)
     weights = get_peft_model_state_dict(trainer.model)
     assert all(not tensor.any() for name, tensor in weights.items() if "lora_B" in name)
     assert [log["gate_mean"] for log in trainer.state.log_history if "loss" in log] == [0] * 4
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_micro_batch_average(train, accumulation):
-    fields = {"loss_average": "micro_batches", "per_device_train_batch_size": 2, "max_steps": 1, "rule": "lora"}
-    trainer = train(cls=Recorder, gradient_accumulation_steps=accumulation, **fields)
-    means = []
-    for seen in trainer.seen:
-        labels = seen.batch.pop("labels")
-        inputs = {name: x for name, x in seen.batch.items() if name in ("input_ids", "attention_mask")}
-        logits = tiny_ouro()(**inputs).logits  # a new adapter changes nothing
-        means.append(F.cross_entropy(logits[:, :-1].mT, labels[:, 1:]).item())
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(means) / accumulation, rel=1e-5)
 
 
 def test_lora_plus_scales_the_learning_rate_of_b(train):
@@ -260,13 +212,6 @@ def test_lora_plus_scales_the_learning_rate_of_b(train):
     assert {rate / 1e-2 for name, rate in rates.items() if "lora_A" in name} == {1}
 
 
-@pytest.mark.parametrize(("fields", "rates"), [({}, [0, 0.5, 1]), ({"warmup_from_first_step": True}, [0.5, 1, 1])])
-def test_warmup_from_first_step(train, fields, rates):
-    trainer = train(warmup_steps=2, lr_scheduler_type="constant_with_warmup", max_steps=3, **fields)
-    logged = [log["learning_rate"] / 1e-2 for log in trainer.state.log_history if "learning_rate" in log]
-    assert logged == pytest.approx(rates)
-
-
 def test_saved_adapter_has_its_settings_and_card(train, tmp_path):
     trainer = train(p=[0.1, 0.2, 0.3, 0.4], save_strategy="steps", save_steps=4)
     trainer.save_model(str(tmp_path / "saved"))
@@ -274,23 +219,6 @@ def test_saved_adapter_has_its_settings_and_card(train, tmp_path):
         (metadata,) = (json.loads(path.read_text()) for path in folder.glob("*.json") if "loop" in path.name)
         assert (metadata["rule"], metadata["p"], metadata["depths"]) == ("loop_dropout", [0.1, 0.2, 0.3, 0.4], [4, 4])
     assert "Loop Dropout" in (tmp_path / "saved" / "README.md").read_text()
-
-
-def test_loaded_adapter_is_trained_further(train):
-    given = with_adapter()
-    weights = {name: p.detach().clone() for name, p in trained_parameters(given).items()}
-    trainer = train(model=given, learning_rate=0.0)
-    for name, parameter in trained_parameters(trainer.model).items():
-        assert torch.equal(parameter, weights[name])
-
-
-def test_model_and_tokenizer_are_loaded_by_name(config, dataset, tiny_folder):
-    args = config(model_init_kwargs={"num_loops": 3}, max_steps=1)
-    trainer = LoopDropoutSFTTrainer(str(tiny_folder), args, train_dataset=dataset)
-    trainer.train()
-    assert trainer.num_loops == 3 and trainer.processing_class.name_or_path == str(tiny_folder)
-    adapted = {name.removeprefix("base_model.model.") for name in get_peft_model_state_dict(trainer.model)}
-    assert {name.rpartition(".lora_")[0] for name in adapted} == set(trainer.looped.recurrent_linears())
 
 
 @pytest.mark.parametrize(
