@@ -18,10 +18,10 @@ def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor
 
     Examples with the same id share their gates. The index is None if each row is one example.
     """
+    rows = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     if "position_ids" not in inputs or "attention_mask" in inputs:
-        rows = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         return [(row, 0) for row in range(len(rows))], None
-    starts = example_starts(inputs["position_ids"])  # [B, S] of packed rows
+    starts = example_starts(inputs["position_ids"].expand(len(rows), -1))  # [B, S] of packed rows
     segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
     if "example_ids" not in inputs:
         return [(0, part) for part in range(int(starts.sum()))], segments

@@ -78,6 +78,9 @@ class LoopDropoutHandle:
         casts_inputs = all(layer.cast_input_dtype_enabled for layer in layers)  # PEFT's arithmetic
         self.loop_state = add_gates(model, in_activation_dtype=not casts_inputs, rule=rule)
         self.loop_state.dropout = self
+        for layer in layers:
+            for variant in layer.lora_variant.values():
+                variant.loop_state = self.loop_state  # gates of the adapters that `set_adapter` activates later
         self.physical_layers = physical_layers(model)
         backbone = self.looped.base_model
         self._hooks = [

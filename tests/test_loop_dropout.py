@@ -13,6 +13,7 @@ from conftest import (
     ROOT,
     Recorder,
     Recording,
+    randomise,
     tiny_dory,
     tiny_hrm,
     tiny_ouro,
@@ -132,6 +133,25 @@ def test_packed_examples_have_their_own_gates(make):
     positions = torch.arange(9).repeat(1, 2)
     packed = peft_model(IDS.view(1, -1), position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed.view_as(rows), rows, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_with_shared_positions_have_their_own_gates():
+    peft_model = with_adapter().train()
+    dropout = loop_dropout(peft_model)
+    peft_model(IDS, position_ids=torch.arange(9)[None])
+    assert dropout.drawn.sampled.shape == (4, 2)
+
+
+def test_every_adapter_has_gates():
+    peft_model = with_adapter(scale=0.1).train()
+    peft_model.add_adapter("other", peft_model.peft_config["default"])
+    dropout = loop_dropout(peft_model)
+    peft_model.set_adapter("other")
+    randomise(peft_model)
+    logits = peft_model(IDS).logits
+    with use_gates(peft_model, dropout.drawn.sampled):
+        torch.testing.assert_close(logits, peft_model(IDS).logits)
+    assert not torch.equal(logits, peft_model(IDS).logits)
 
 
 def test_draws_depend_on_seed_pass_and_process(monkeypatch):
