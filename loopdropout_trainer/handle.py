@@ -117,7 +117,7 @@ class LoopDropoutHandle:
     def _draw_gates(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not backbone.training or not torch.is_grad_enabled() or self.loop_state.batch.is_set:
             return  # set gates are those of `use_gates`
-        inputs = inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments
+        inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
         ids, segments = find_examples({name: x for name, x in inputs.items() if x is not None})
         self.drawn = GatedBatch(self.sample(ids), segments)
         self.num_draws += 1

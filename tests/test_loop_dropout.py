@@ -142,6 +142,16 @@ def test_rows_with_shared_positions_have_their_own_gates():
     assert dropout.drawn.sampled.shape == (4, 2)
 
 
+def test_positions_among_further_keywords_are_found():
+    peft_model = with_adapter().train()
+    backbone = peft_model.get_base_model().model
+    run = backbone.forward
+    backbone.forward = lambda input_ids, **kwargs: run(input_ids, **kwargs)
+    dropout = loop_dropout(peft_model)
+    peft_model(IDS.view(1, -1), position_ids=torch.arange(9).repeat(1, 2))
+    assert dropout.drawn.sampled.shape == (4, 2)
+
+
 def test_every_adapter_has_gates():
     peft_model = with_adapter(scale=0.1).train()
     peft_model.add_adapter("other", peft_model.peft_config["default"])
