@@ -150,6 +150,8 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
     """
     if not model_class.base_model_prefix or not model_class.can_generate():
         raise UserError(f"`model_class` must be a causal language model, got {model_class.__name__}.")
+    if not hasattr(model_class.config_class, "auto_map"):
+        model_class.config_class.auto_map = {}  # TRL reads it when it loads a class that is not part of transformers
     DESCRIPTIONS[model_class] = description
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 from conftest import ROOT, tiny_hrm, trained_parameters, with_adapter
 from torch import nn
-from transformers import AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    HrmTextConfig,
+    HrmTextForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from loopdropout_trainer import LoopDescription, check_loops, load_model, merge_and_save, register_looped, use_gates
 from loopdropout_trainer.diagnostics import readouts, single_loop
@@ -110,6 +117,23 @@ def test_foreign_model_trains_and_merges(train, tokenizer, tmp_path):
     ids = torch.arange(2, 14).view(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_trainer_loads_an_own_class_by_name(make_sft, monkeypatch, tmp_path):
+    class OwnConfig(HrmTextConfig):
+        model_type = "own_hrm"
+
+    class OwnHrm(HrmTextForCausalLM):
+        config_class = OwnConfig
+
+    monkeypatch.setitem(DESCRIPTIONS, OwnHrm, None)
+    register_looped(OwnHrm, DESCRIPTIONS[HrmTextForCausalLM])
+    AutoConfig.register("own_hrm", OwnConfig)
+    AutoModelForCausalLM.register(OwnConfig, OwnHrm)
+    fields = tiny_hrm().config.to_dict()
+    OwnHrm(OwnConfig(**{name: fields[name] for name in fields.keys() - {"model_type"}})).save_pretrained(tmp_path)
+    trainer = make_sft(str(tmp_path), model_init_kwargs={"num_loops": 2})
+    assert type(trainer.model.get_base_model()) is OwnHrm and trainer.num_loops == 2
 
 
 def test_description_of_a_backbone_raises():
