@@ -7,7 +7,7 @@ import json
 import os.path
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from trl import get_training_chat_template
 
 from loopdropout_trainer.arithmetic import add_mistake, arithmetic_problems
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.recipe import option
 
 
 logger = logging.get_logger(__name__)
@@ -215,46 +216,42 @@ PREPARATIONS = {
 """Preparations by name. None takes rows in TRL's formats."""
 
 
-def _setting(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
-
-
 @dataclass
 class DataArguments:
     """The fields of a recipe about training data."""
 
     help_title = "Data"
 
-    preparation: str | None = _setting(
+    preparation: str | None = option(
         None,
         "Named preparation of the rows. Default: rows in TRL's formats, or `prompt_template` over their columns.",
         choices=[*PREPARATIONS][1:],
     )
-    dataset_name: str | None = _setting(None, "Name or folder of a dataset.")
-    dataset_config: str | None = _setting(None, "Configuration of the dataset.")
-    dataset_revision: str | None = _setting(None, "Branch, tag or commit of the dataset on the Hub.")
-    dataset_split: str = _setting("train", "Split of the dataset.")
-    train_files: list[str] | None = _setting(None, "JSONL, JSON, CSV (also .gz) or Parquet files to train on.")
-    eval_files: list[str] | None = _setting(None, "Files to evaluate on, instead of held-out examples.")
-    column_mapping: dict[str, str] | None = _setting(None, "{expected column: column of the dataset}.")
-    num_train_examples: int | None = _setting(None, "Number of training examples. Default: all.")
-    num_eval_examples: int | None = _setting(
+    dataset_name: str | None = option(None, "Name or folder of a dataset.")
+    dataset_config: str | None = option(None, "Configuration of the dataset.")
+    dataset_revision: str | None = option(None, "Branch, tag or commit of the dataset on the Hub.")
+    dataset_split: str = option("train", "Split of the dataset.")
+    train_files: list[str] | None = option(None, "JSONL, JSON, CSV (also .gz) or Parquet files to train on.")
+    eval_files: list[str] | None = option(None, "Files to evaluate on, instead of held-out examples.")
+    column_mapping: dict[str, str] | None = option(None, "{expected column: column of the dataset}.")
+    num_train_examples: int | None = option(None, "Number of training examples. Default: all.")
+    num_eval_examples: int | None = option(
         None, "Number of held-out examples, the same in each run. Default: the preparation's, else 0."
     )
-    split_seed: int = _setting(0, "Seed of the choice of examples, independent of `seed`.")
-    prompt_template: str | None = _setting(None, "`alpaca`, `question`, or a text with {column} fields.")
-    prompt_end: str = _setting("", "Text at the end of the prompt.")
-    target_prefix: str = _setting(
+    split_seed: int = option(0, "Seed of the choice of examples, independent of `seed`.")
+    prompt_template: str | None = option(None, "`alpaca`, `question`, or a text with {column} fields.")
+    prompt_end: str = option("", "Text at the end of the prompt.")
+    target_prefix: str = option(
         "",
         "Text before the target that is trained on. Prompt and target are then tokenized as one text, and a token that "
         "spans both belongs to the target.",
     )
-    example_token_limit: int | None = _setting(
+    example_token_limit: int | None = option(
         512,
         "`preparation: metamath_gsm` leaves out examples of so many tokens or more, counted in the prompt, `target_prefix`, "
         "a space, and the response. null: none.",
     )
-    arithmetic_steps: list[int] | None = _setting(
+    arithmetic_steps: list[int] | None = option(
         None,
         "Fewest and most steps of generated arithmetic problems. Default: 3 5, or 2 3 for `arithmetic_short`.",
         nargs=2,

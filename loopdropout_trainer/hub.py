@@ -49,8 +49,8 @@ from loopdropout_trainer.lora import (
     merged_update,
 )
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights
-from loopdropout_trainer.recipe import load_recipe, model_path
-from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_results
+from loopdropout_trainer.recipe import model_path
+from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_recipe, read_results
 from loopdropout_trainer.standalone import write_code
 from loopdropout_trainer.tokenizers import end_token_ids
 
@@ -493,12 +493,11 @@ def write_model_card(
 def read_card_fields(folder: str | Path) -> dict[str, Any]:
     """Return the arguments `dataset`, `recipe` and `results` of `write_model_card` from the folder of a run."""
     folder = Path(folder)
-    path = folder / RECIPE_FILE
-    recipe = load_recipe(path) if path.is_file() else {}
+    recipe = read_recipe(folder)
     names = [str(recipe[name]) for name in ("preparation", "dataset_name") if recipe.get(name)]
     return {
         "dataset": " ".join(names) or None,
-        "recipe": path.read_text(encoding="utf-8") if recipe else None,
+        "recipe": (folder / RECIPE_FILE).read_text(encoding="utf-8") if recipe else None,
         "results": [row for row in read_results(folder) if row["folder"] == str(folder)],
     }
 

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
@@ -69,23 +69,29 @@ inherited field. `--import FILE ...` first runs Python files, which can register
 rules, models and rewards, and allows task files of lm-eval."""
 
 
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """Return a field of a script's dataclass, with its text in `--help`. The default `...` makes it required."""
+    metadata |= {"help": help}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=MISSING if default is ... else default, metadata=metadata)
+
+
 @dataclass
 class ModelArguments:
     """The looped model, and the number of CPU threads, which it sets."""
 
     help_title = "Model"
 
-    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a looped model, or `tiny-ouro`."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the Hub."})
-    num_loops: int | None = field(default=None, metadata={"help": "Recurrence depth K. Default: the model's own."})
-    dtype: Literal["bfloat16", "float16", "float32"] = field(
-        default="bfloat16", metadata={"help": "Data type of the frozen base weights."}
+    model_name_or_path: str = option(..., "Hub name or folder of a looped model, or `tiny-ouro`.")
+    model_revision: str = option("main", "Branch, tag or commit on the Hub.")
+    num_loops: int | None = option(None, "Recurrence depth K. Default: the model's own.")
+    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "Data type of the frozen base weights.")
+    attn_implementation: str = option("sdpa", "sdpa, eager, flash_attention_2, ...")
+    chat_template: str | None = option(
+        None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."
     )
-    attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2, ..."})
-    chat_template: str | None = field(
-        default=None, metadata={"help": "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."}
-    )
-    num_threads: int | None = field(default=None, metadata={"help": "CPU threads per process. Default: torch's own."})
+    num_threads: int | None = option(None, "CPU threads per process. Default: torch's own.")
 
     def __post_init__(self):
         if self.num_threads is not None:

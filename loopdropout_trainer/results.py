@@ -61,18 +61,22 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
     Raises:
         UserError: if a folder does not exist, or a file is not readable.
     """
-    from loopdropout_trainer.recipe import load_recipe
-
     rows = []
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"The folder {folder} does not exist.")
         for path in sorted(Path(folder).rglob(RESULTS_FILE)):
-            recipe_path = path.with_name(RECIPE_FILE)
-            recipe = load_recipe(recipe_path) if recipe_path.exists() else {}
-            columns = {f"recipe_{name}": value for name, value in recipe.items()}
+            columns = {f"recipe_{name}": value for name, value in read_recipe(path.parent).items()}
             rows += [{**columns, **row, "folder": str(path.parent)} for row in _read_lines(path)]
     return rows
+
+
+def read_recipe(folder: str | Path) -> dict[str, Any]:
+    """Return the recipe of the run in a folder, or an empty dict."""
+    from loopdropout_trainer.recipe import load_recipe
+
+    path = Path(folder, RECIPE_FILE)
+    return load_recipe(path) if path.is_file() else {}
 
 
 def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:

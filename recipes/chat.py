@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +33,8 @@ from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.hub import adapter_folder, add_end_tokens, load_model
 from loopdropout_trainer.looped import expand_gates, find_looped_model, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.recipe import build, load_recipe, name_words, parse
-from loopdropout_trainer.results import RECIPE_FILE
+from loopdropout_trainer.recipe import build, name_words, option, parse
+from loopdropout_trainer.results import read_recipe
 from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 
 
@@ -44,20 +44,16 @@ class ChatArguments:
 
     first_words = "MODEL [PROMPT]"
 
-    model: str = field(metadata={"help": "Folder or Hub name of an adapter or a model, or `tiny-ouro`."})
-    prompt: str | None = field(default=None, metadata={"help": "Prompt. Default: each line of the standard input."})
-    num_loops: list[int] | None = field(
-        default=None, metadata={"help": "Recurrence depths. Default: the depth of the training."}
+    model: str = option(..., "Folder or Hub name of an adapter or a model, or `tiny-ouro`.")
+    prompt: str | None = option(None, "Prompt. Default: each line of the standard input.")
+    num_loops: list[int] | None = option(None, "Recurrence depths. Default: the depth of the training.")
+    gates: list[str] | None = option(
+        None, "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."
     )
-    gates: list[str] | None = field(
-        default=None,
-        metadata={"help": "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."},
+    prompt_template: str | None = option(
+        None, "Text with a {field} for the prompt. Default: as in the training, else the chat template."
     )
-    prompt_template: str | None = field(
-        default=None,
-        metadata={"help": "Text with a {field} for the prompt. Default: as in the training, else the chat template."},
-    )
-    max_new_tokens: int = field(default=256, metadata={"help": "Maximum number of tokens of an answer."})
+    max_new_tokens: int = option(256, "Maximum number of tokens of an answer.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,8 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     add_end_tokens(looped, end_token_ids(tokenizer))
 
     # Format of the prompts
-    recipe = folder / RECIPE_FILE
-    (data_args,) = build([DataArguments], load_recipe(recipe) if recipe.is_file() else {})
+    (data_args,) = build([DataArguments], read_recipe(folder))
     template = args.prompt_template or (data_args.template and data_args.template + data_args.prompt_end)
     is_chat = bool(tokenizer.chat_template and not template)
     if is_chat:

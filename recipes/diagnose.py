@@ -13,21 +13,16 @@ for a LoRA adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-from sft import AdapterArguments, ScriptArguments, print_table, saved_recipe
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from sft import AdapterArguments, ScriptArguments, TaskArguments, print_table
 
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
-    Batch,
     depth_matrix,
     label_batches,
     readouts,
@@ -39,8 +34,8 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, load_benchmarks
 from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import ModelArguments, name_folders, parse, recipe_dict
-from loopdropout_trainer.results import compare_recipes, write_results
+from loopdropout_trainer.recipe import ModelArguments, name_folders, option, parse, recipe_dict
+from loopdropout_trainer.results import compare_recipes, read_recipe, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -48,30 +43,19 @@ DIAGNOSTICS = ("single_loop", "readouts", "depth_matrix")
 
 
 @dataclass
-class DiagnoseArguments:
+class DiagnoseArguments(TaskArguments):
     """The adapters, the diagnostics and the examples."""
 
     first_words = "[RECIPE.yaml] [ADAPTER ...]"
 
-    adapters: list[str] = field(default_factory=list, metadata={"help": "Folders or Hub names of adapters."})
-    diagnostics: list[str] = field(
-        default_factory=lambda: [*DIAGNOSTICS], metadata={"help": "Diagnostics to run.", "choices": DIAGNOSTICS}
+    adapters: list[str] = option([], "Folders or Hub names of adapters.")
+    diagnostics: list[str] = option([*DIAGNOSTICS], "Diagnostics to run.", choices=DIAGNOSTICS)
+    task: str = option(
+        DEVELOPMENT, "Task whose reference solutions are scored, or `development` for held-out examples."
     )
-    task: str = field(
-        default=DEVELOPMENT,
-        metadata={"help": "Task whose reference solutions are scored, or `development` for held-out examples."},
-    )
-    num_examples: int = field(default=500, metadata={"help": "Maximum number of examples."})
-    depths: list[int] | None = field(
-        default=None,
-        metadata={"help": "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth."},
-    )
-    own_benchmarks: dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."},
-    )
-    benchmark_revisions: dict[str, str] | None = field(
-        default=None, metadata={"help": "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."}
+    num_examples: int = option(500, "Maximum number of examples.")
+    depths: list[int] | None = option(
+        None, "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth."
     )
 
 
@@ -86,17 +70,26 @@ def main(argv: list[str] | None = None) -> None:
         model_args.model_name_or_path, model_args.model_revision, chat_template=model_args.chat_template
     )
     with training_args.main_process_first():
-        adapters = [find_adapter(name) for name in args.adapters]
-        examples = load_examples(args, data_args, tokenizer, training_args.max_length)
+        adapters = [find_adapter(name, name) for name in args.adapters]
+        if args.task == DEVELOPMENT:
+            examples = load_datasets(data_args, tokenizer, training_args.max_length).get("eval")
+        else:
+            (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
+            examples = reference_examples(task, args.num_examples)
+    if examples is None:
+        raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
     batches = label_batches(
-        examples,
+        [*islice(examples, args.num_examples)],
         tokenizer,
         training_args.per_device_eval_batch_size,
         training_args.completion_only_loss,
         training_args.assistant_only_loss,
     )
     for folder, _ in adapters if args.task == DEVELOPMENT else ():
-        check_data(folder, recipe_dict(data_args))
+        saved = read_recipe(folder)
+        others = saved.keys() - DataArguments.__dataclass_fields__.keys()
+        if saved and (difference := compare_recipes(saved, recipe_dict(data_args), others)):
+            raise UserError(f"The recipe must have the data of the adapter in {folder}, but {difference}.")
 
     # Measurement
     rows = []
@@ -104,7 +97,11 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(
             model_args.model_name_or_path, adapter=folder, device=training_args.device, **model_args.load_kwargs
         )
-        measured = [{**facts, "task": args.task, **row} for row in measure(model, batches, args)]
+        depths = args.depths or range(1, 2 * find_looped_model(model).num_loops + 1)
+        measured = [*single_loop(model, batches)] if folder and "single_loop" in args.diagnostics else []
+        measured += readouts(model, batches) if "readouts" in args.diagnostics else []
+        measured += depth_matrix(model, batches, depths) if "depth_matrix" in args.diagnostics else []
+        measured = [{**facts, "task": args.task, **row} for row in measured]
         if training_args.process_index == 0:
             write_results(training_args.output_dir, measured)
         rows += measured
@@ -116,51 +113,20 @@ def main(argv: list[str] | None = None) -> None:
         print(f"The results are in {training_args.output_dir}")
 
 
-def find_adapter(name: str) -> tuple[Path, dict[str, Any]]:
+def find_adapter(path: str, name: str) -> tuple[Path, dict]:
     """Return the folder of an adapter, and the columns of its results."""
-    folder = adapter_folder(name)
-    facts = {"method": name, "adapter": name}
+    folder = adapter_folder(path)
+    facts = {"method": name, "adapter": path}
     for row in read_card_fields(folder)["results"]:
         if row["task"] == "training":
             facts |= {column: row[column] for column in ("method", "seed", "step")}
     return folder, facts
 
 
-def load_examples(
-    args: DiagnoseArguments, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> list[dict[str, Any]]:
-    """Return the held-out examples of the training, or the prompts of a task with their reference solutions."""
-    if args.task != DEVELOPMENT:
-        (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
-        return reference_examples(task, args.num_examples)
-    datasets = load_datasets(data_args, tokenizer, max_length)
-    if "eval" not in datasets:
-        raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
-    return list(islice(datasets["eval"], args.num_examples))
-
-
-def check_data(folder: Path, data: Mapping[str, Any]) -> None:
-    """Raise `UserError` if the held-out examples may have been part of an adapter's training."""
-    saved = saved_recipe(folder)
-    others = {*saved} - DataArguments.__dataclass_fields__.keys()
-    if saved and (difference := compare_recipes(saved, data, others)):
-        raise UserError(f"The recipe must have the data of the adapter in {folder}, but {difference}.")
-
-
-def measure(model: nn.Module, batches: list[Batch], args: DiagnoseArguments) -> Iterator[dict[str, Any]]:
-    """Yield the results of the diagnostics that apply to a model."""
-    if "single_loop" in args.diagnostics and hasattr(model, "peft_config"):
-        yield from single_loop(model, batches)
-    if "readouts" in args.diagnostics:
-        yield from readouts(model, batches)
-    if "depth_matrix" in args.diagnostics:
-        yield from depth_matrix(model, batches, args.depths or range(1, 2 * find_looped_model(model).num_loops + 1))
-
-
-def print_results(rows: list[dict[str, Any]]) -> None:
+def print_results(rows: list[dict]) -> None:
     """Print the loss reductions with advice for LoRA, or the first metric if they were not measured."""
     results = pd.DataFrame(rows)
-    reductions = results[results["metric"] == "loss_reduction"]
+    reductions = results.query("metric == 'loss_reduction'")
     if reductions.empty:
         metric, unit = results[["metric", "unit"]].iloc[0]
         column = "num_loops" if metric == "depth_loss" else "loop"

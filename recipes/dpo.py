@@ -9,20 +9,7 @@ Each example has a `chosen` and a `rejected` completion, and usually their
 
 from __future__ import annotations
 
-from sft import (
-    AdapterArguments,
-    ScriptArguments,
-    evaluate,
-    evaluate_base,
-    is_complete,
-    is_trained,
-    load_tasks,
-    plan_runs,
-    print_data,
-    print_results,
-    save,
-    train,
-)
+from sft import AdapterArguments, ScriptArguments, evaluate, evaluate_base, finish, load_tasks, plan_runs, save, train
 
 from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
@@ -48,38 +35,35 @@ def main(argv: list[str] | None = None) -> None:
             "The examples must have the columns `chosen` and `rejected`. `column_mapping` renames columns."
         )
     dataset = dataset.select_columns(columns)
-    print_data(dataset, training_args)
-    tasks = load_tasks(script_args, data_args.preparation, dataset.get("eval"))
+    tasks = load_tasks(runs[0], dataset)
     if script_args.dry_run:
         return
 
-    progress = JobProgressCallback(sum(not is_trained(args) for args, _ in runs))
-    for args, recipe in runs:
-        if is_complete(args, recipe):
+    progress = JobProgressCallback(sum(not run.is_trained for run in runs))
+    for run in runs:
+        if run.is_complete:
             continue
 
         # Training
-        load_kwargs = {**model_args.load_kwargs, **(args.model_init_kwargs or {})}
-        model = load_model(model_args.model_name_or_path, **load_kwargs)
+        load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
         trainer = LoopDropoutDPOTrainer(
-            model=model,
-            args=args,
+            model=load_model(model_args.model_name_or_path, **load_kwargs),
+            args=run.args,
             train_dataset=dataset["train"],
             eval_dataset=dataset.get("eval"),
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
         progress.attach(trainer)
-        if script_args.evaluate_base and args is training_args:
-            evaluate_base(trainer, script_args, recipe, tasks)
-        train(trainer, recipe)
+        evaluate_base(trainer, run, tasks)
+        train(trainer, run)
 
         # Evaluation and merging
-        evaluate(trainer, script_args, recipe, tasks)
-        save(trainer, recipe, merge=script_args.merge and args is training_args)
+        evaluate(trainer, run, tasks)
+        save(trainer, run)
 
     if training_args.process_index == 0:
-        print_results([args.output_dir for args, _ in runs])
+        finish(runs)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,24 @@ evaluation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from accelerate import PartialState
-from sft import AdapterArguments, BenchmarkArguments, ScriptArguments, saved_recipe
+from diagnose import find_adapter
+from sft import AdapterArguments, BenchmarkArguments, ScriptArguments
 from transformers.utils import find_adapter_config_file
 
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
+from loopdropout_trainer.hub import load_model
 from loopdropout_trainer.looped import expand_gates, find_looped_model
-from loopdropout_trainer.recipe import ModelArguments, dump_recipe, name_folders, parse, recipe_dict
-from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, write_results
+from loopdropout_trainer.recipe import ModelArguments, dump_recipe, name_folders, option, parse, recipe_dict
+from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, read_recipe, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -40,36 +40,27 @@ class EvaluationArguments(BenchmarkArguments):
 
     first_words = "[RECIPE.yaml] [MODEL ...]"
 
-    benchmarks: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."},
+    benchmarks: list[str] = option([], "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).")
+    adapter: list[str] = option(
+        ["none"], "Adapters and models as PATH or NAME=PATH, folders or Hub names. `none` is the base model."
     )
-    adapter: list[str] = field(
-        default_factory=lambda: ["none"],
-        metadata={"help": "Adapters and models as PATH or NAME=PATH, folders or Hub names. `none` is the base model."},
+    at_depths: list[int] | None = option(
+        None, "Recurrence depths. Default: `num_loops`, or the depth of the training."
     )
-    at_depths: list[int] | None = field(
-        default=None, metadata={"help": "Recurrence depths. Default: `num_loops`, or the depth of the training."}
+    gates: list[str] | None = option(
+        None, "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."
     )
-    gates: list[str] | None = field(
-        default=None,
-        metadata={"help": "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."},
+    readout: int | None = option(None, "Loop (from 1) whose readout gives the logits. Default: the last loop.")
+    apply_chat_template: bool | None = option(
+        None, "Whether prompts are turns of a chat. Default: as each task defines."
     )
-    readout: int | None = field(
-        default=None, metadata={"help": "Loop (from 1) whose readout gives the logits. Default: the last loop."}
+    system_instruction: str | None = option(None, "System turn of the chat.")
+    max_new_tokens: int | None = option(None, "Maximum number of tokens of an answer. Default: as each task defines.")
+    averages: dict[str, list[str]] | None = option(
+        None, "Averages of tasks in the table, as a mapping name: [task, ...] (JSON)."
     )
-    apply_chat_template: bool | None = field(
-        default=None, metadata={"help": "Whether prompts are turns of a chat. Default: as each task defines."}
-    )
-    system_instruction: str | None = field(default=None, metadata={"help": "System turn of the chat."})
-    max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Maximum number of tokens of an answer. Default: as each task defines."}
-    )
-    averages: dict[str, list[str]] | None = field(
-        default=None, metadata={"help": "Averages of tasks in the table, as a mapping name: [task, ...] (JSON)."}
-    )
-    output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
-    use_cpu: bool = field(default=False, metadata={"help": "Whether to run on the CPU only."})
+    output_dir: str = option("outputs/evaluation", "Folder of the results.")
+    use_cpu: bool = option(False, "Whether to run on the CPU only.")
 
     def __post_init__(self):
         if not self.benchmarks:
@@ -83,10 +74,9 @@ class EvaluationArguments(BenchmarkArguments):
     @property
     def adapters(self) -> list[tuple[str, str | None]]:
         """Name and path of each adapter. The model without an adapter has the path None."""
-        pairs = [text.split("=", 1) if "=" in text else ["", text] for text in self.adapter]
         return [
             (name or "base", None) if path == "none" else (name or Path(path).resolve().name, path)
-            for name, path in pairs
+            for name, _, path in (text.rpartition("=") for text in self.adapter)
         ]
 
 
@@ -94,8 +84,8 @@ class EvaluationArguments(BenchmarkArguments):
 class BaseArguments(ModelArguments):
     """The base model."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub name or folder of the base model. Default: as in adapter_config.json."}
+    model_name_or_path: str | None = option(
+        None, "Hub name or folder of the base model. Default: as in adapter_config.json."
     )
 
 
@@ -104,7 +94,10 @@ def main(argv: list[str] | None = None) -> None:
     argv = name_folders(argv, "adapter")
     arguments = args, model_args = parse((EvaluationArguments, BaseArguments), argv, __doc__, unread_types=training)
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
-    check_folder(args.output_dir, recipe_dict(model_args))
+    saved = read_recipe(args.output_dir)
+    others = saved.keys() - ModelArguments.__dataclass_fields__.keys()
+    if saved and (difference := compare_recipes(saved, recipe_dict(model_args), {*others, "num_loops"})):
+        raise UserError(f"{args.output_dir} holds results of another model: {difference}. Set another `output_dir`.")
 
     # Tasks, adapters and models
     tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
@@ -151,27 +144,14 @@ def main(argv: list[str] | None = None) -> None:
         print(f"The results are in {args.output_dir}")
 
 
-def check_folder(output_dir: str, model_settings: dict[str, Any]) -> None:
-    """Raise `UserError` if a folder holds results of another model."""
-    saved = {
-        name: value for name, value in saved_recipe(output_dir).items() if name in ModelArguments.__dataclass_fields__
-    }
-    difference = compare_recipes({**saved, "num_loops": None}, {**model_settings, "num_loops": None})
-    if saved and difference:
-        raise UserError(f"{output_dir} holds results of another model: {difference}. Set another `output_dir`.")
-
-
-def find_model(name: str, path: str | None) -> tuple[Path | None, dict[str, Any]]:
+def find_model(name: str, path: str | None) -> tuple[Path | None, dict]:
     """Return the folder of an adapter, or None for a model, and the columns of its results."""
-    if path is None or not find_adapter_config_file(path):
-        return None, {"method": "base model"} if path is None else {"method": name, "model": path}
-    folder = adapter_folder(path)
-    trained = [row for row in read_card_fields(folder)["results"] if row["task"] == "training"]
-    columns = {column: trained[0][column] for column in ("method", "seed", "step")} if trained else {"method": name}
-    return folder, {**columns, "adapter": path}
+    if path and find_adapter_config_file(path):
+        return find_adapter(path, name)
+    return None, {"method": name, "model": path} if path else {"method": "base model"}
 
 
-def results_table(rows: list[dict[str, Any]], averages: dict[str, list[str]]) -> str:
+def results_table(rows: list[dict], averages: dict[str, list[str]]) -> str:
     """Return a table with a line for each task or average, and a column for each adapter, depth and gates."""
     results = pd.DataFrame(rows)
     results = results[~results["metric"].str.startswith("accuracy_by_")]

@@ -7,11 +7,11 @@ Adapters in that format need no conversion: every command reads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.hub import export_authors_format
-from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.recipe import name_words, option, parse
 
 
 @dataclass
@@ -20,8 +20,8 @@ class ExportArguments:
 
     first_words = "ADAPTER"
 
-    adapter: str = field(metadata={"help": "Folder or Hub name of the adapter."})
-    output_dir: str = field(metadata={"help": "Folder for the adapter in the authors' format."})
+    adapter: str = option(..., "Folder or Hub name of the adapter.")
+    output_dir: str = option(..., "Folder for the adapter in the authors' format.")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,31 +10,18 @@ below, and `--field value` overrides it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from sft import (
-    AdapterArguments,
-    ScriptArguments,
-    evaluate,
-    evaluate_base,
-    is_complete,
-    is_trained,
-    load_tasks,
-    plan_runs,
-    print_data,
-    print_results,
-    save,
-    train,
-)
+from sft import AdapterArguments, ScriptArguments, evaluate, evaluate_base, finish, load_tasks, plan_runs, save, train
 
 from loopdropout_trainer.config import LoopDropoutGRPOConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
-from loopdropout_trainer.errors import UserError, closest_match, run_script
+from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
 from loopdropout_trainer.hub import load_model
 from loopdropout_trainer.progress import JobProgressCallback
-from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
+from loopdropout_trainer.recipe import ModelArguments, option, parse, recipe_dict
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -43,17 +30,7 @@ from loopdropout_trainer.tokenizers import load_tokenizer
 class RewardArguments:
     """Rewards of completions."""
 
-    rewards: list[str] = field(
-        default_factory=lambda: ["gsm8k_strict"],
-        metadata={"help": f"Names among {', '.join(REWARDS)}, which are added by `reward_weights`."},
-    )
-
-    def __post_init__(self):
-        for name in self.rewards:
-            if name not in REWARDS:
-                raise UserError(
-                    f"`rewards` must be among {', '.join(REWARDS)}, got {name!r}.{closest_match(name, REWARDS)}"
-                )
+    rewards: list[str] = option(["gsm8k_strict"], "Rewards, which are added by `reward_weights`.", choices=REWARDS)
 
 
 def add_answer(example: dict[str, Any]) -> dict[str, str]:
@@ -74,39 +51,36 @@ def main(argv: list[str] | None = None) -> None:
     if not {"prompt", "completion"} <= {*dataset["train"].column_names}:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
     dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
-    print_data(dataset, training_args)
-    tasks = load_tasks(script_args, data_args.preparation, dataset.get("eval"))
+    tasks = load_tasks(runs[0], dataset)
     if script_args.dry_run:
         return
 
-    progress = JobProgressCallback(sum(not is_trained(args) for args, _ in runs))
-    for args, recipe in runs:
-        if is_complete(args, recipe):
+    progress = JobProgressCallback(sum(not run.is_trained for run in runs))
+    for run in runs:
+        if run.is_complete:
             continue
 
         # Training
-        load_kwargs = {**model_args.load_kwargs, **(args.model_init_kwargs or {})}
-        model = load_model(model_args.model_name_or_path, **load_kwargs)
+        load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
         trainer = LoopDropoutGRPOTrainer(
-            model=model,
+            model=load_model(model_args.model_name_or_path, **load_kwargs),
             reward_funcs=[REWARDS[name] for name in reward_args.rewards],
-            args=args,
+            args=run.args,
             train_dataset=dataset["train"],
             eval_dataset=dataset.get("eval"),
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
         progress.attach(trainer)
-        if script_args.evaluate_base and args is training_args:
-            evaluate_base(trainer, script_args, recipe, tasks)
-        train(trainer, recipe)
+        evaluate_base(trainer, run, tasks)
+        train(trainer, run)
 
         # Evaluation and merging
-        evaluate(trainer, script_args, recipe, tasks)
-        save(trainer, recipe, merge=script_args.merge and args is training_args)
+        evaluate(trainer, run, tasks)
+        save(trainer, run)
 
     if training_args.process_index == 0:
-        print_results([args.output_dir for args, _ in runs])
+        finish(runs)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ quantized and dequantized again, unless you set `--model_name_or_path`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +25,7 @@ from loopdropout_trainer.hub import (
     push_merged_to_hub,
     read_card_fields,
 )
-from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.recipe import name_words, option, parse
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -35,26 +35,21 @@ class MergeArguments:
 
     first_words = "ADAPTER"
 
-    adapter: str = field(metadata={"help": "Folder or Hub name of the adapter."})
-    output_dir: str | None = field(
-        default=None, metadata={"help": "Folder for the merged model. Default: `merged` in the adapter's folder."}
+    adapter: str = option(..., "Folder or Hub name of the adapter.")
+    output_dir: str | None = option(None, "Folder for the merged model. Default: `merged` in the adapter's folder.")
+    model_name_or_path: str | None = option(
+        None, "Hub name or folder of the base model. Default: as in adapter_config.json."
     )
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub name or folder of the base model. Default: as in adapter_config.json."}
+    model_revision: str | None = option(None, "Branch, tag or commit of the base model.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "Data type of the merged weights. Default: the base model's."
     )
-    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the base model."})
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
-        default="auto", metadata={"help": "Data type of the merged weights. Default: the base model's."}
+    scale: float = option(1.0, "Factor of the update.")
+    standalone: bool = option(
+        False, "Whether to write the code of the model class, so that the model loads without this package."
     )
-    scale: float = field(default=1.0, metadata={"help": "Factor of the update."})
-    standalone: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to write the code of the model class, so that the model loads without this package."
-        },
-    )
-    hub_model_id: str | None = field(default=None, metadata={"help": "Name on the Hub (`user/model`) to push to."})
-    hub_private_repo: bool | None = field(default=None, metadata={"help": "Whether a new repository is private."})
+    hub_model_id: str | None = option(None, "Name on the Hub (`user/model`) to push to.")
+    hub_private_repo: bool | None = option(None, "Whether a new repository is private.")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -48,8 +48,8 @@ from __future__ import annotations
 import argparse
 import json
 import zlib
-from collections.abc import Iterable, Mapping
-from itertools import cycle, zip_longest
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,22 @@ from loopdropout_trainer.diagnostics import answer_decomposition, compare_answer
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.recipe import load_recipe
-from loopdropout_trainer.results import COLUMNS, RECIPE_FILE, UNCOMPARED, compare_recipes, read_results, read_samples
+from loopdropout_trainer.results import COLUMNS, UNCOMPARED, read_recipe, read_results, read_samples
 
 
-TABLES = Path(__file__).parent / "tables"
-
-NO_EFFECT = UNCOMPARED | {
+NO_EFFECT = {
     *("seed", "data_seed", "gate_seed", "evaluate_base", "merge", "adapter", "at_depths", "gates"),
     *("benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
 }
-IGNORED = {"value", "seed", "folder", "run", "adapter", "samples", *(f"recipe_{name}" for name in NO_EFFECT)}
+IGNORED = {
+    "value",
+    "seed",
+    "folder",
+    "run",
+    "adapter",
+    "samples",
+    *(f"recipe_{name}" for name in UNCOMPARED | NO_EFFECT),
+}
 """Columns in which the results of one mean may differ."""
 
 OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
@@ -104,8 +110,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         training = Path(row.get("adapter") or row["folder"]).resolve()
         row["run"] = str(training)
         settings = {name for name in row if name.startswith("recipe_")}
-        if row.get("adapter") and (training / RECIPE_FILE).exists():
-            recipe = load_recipe(training / RECIPE_FILE)
+        if row.get("adapter") and (recipe := read_recipe(training)):
             row |= dict.fromkeys(settings) | {f"recipe_{name}": value for name, value in recipe.items()}
         if row["method"] == "base model":
             row |= dict.fromkeys(settings - OF_BASE)
@@ -117,14 +122,13 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     return results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
 
 
-def select(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the results whose columns have the wanted values, or one of a list of values.
 
     Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
     """
     for name, value in wanted.items():
-        column = results.reindex(columns=[name])[name]
-        results = results[column.isin(value if isinstance(value, list) else [value])]
+        results = results[results.reindex(columns=[name])[name].isin(pd.Series(value))]
     if not wanted.keys() & {"gates", "loop"}:
         results = results[results["gates"].isin(["unit", "none"]) & results["loop"].isna()]
     if not wanted.keys() & {"num_loops", "loop"}:
@@ -132,21 +136,26 @@ def select(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     return results
 
 
-def average(rows: pd.DataFrame, place: str) -> pd.Series:
+def differing(results: pd.DataFrame) -> list[str]:
+    """Return the columns in which the results of one mean must not differ, but do."""
+    results = results[results.columns.difference([*IGNORED])]
+    return [*results.columns[results.nunique() + results.isna().any() > 1]]
+
+
+def average(rows: pd.DataFrame) -> pd.Series:
     """Return the values by seed.
 
     Raises:
-        UserError: if the results differ in more than the seed, with `place` and the first difference.
+        UserError: if the results differ in more than the seed, or a seed has two results.
     """
-    first, *others = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    for other in others:
-        if difference := compare_recipes(first, other, IGNORED):
-            raise UserError(
-                f"{place}: {difference} between {first['folder']} and {other['folder']}. Do not average them."
-            )
+    for name in differing(rows):
+        values = ", ".join(map(str, rows[name].unique()))
+        raise UserError(
+            f"`{name}` differs ({values}) between the results in {[*rows['folder']]}. Do not average them."
+        )
     values = rows.drop_duplicates(["seed", "value"]).set_index("seed")["value"].sort_index()
     if values.index.has_duplicates:
-        raise UserError(f"{place}: one seed has two results, in {[*rows['folder']]}.")
+        raise UserError(f"One seed has two results, in {[*rows['folder']]}.")
     return values
 
 
@@ -156,30 +165,26 @@ def mean_sd(values: pd.Series, decimals: int = 2) -> str:
     return f"{values.mean():.{decimals}f}{spread}"
 
 
-def answers(ours: pd.DataFrame, other: pd.DataFrame, seed: int) -> list[list[dict[str, Any]]]:
-    """Return the samples of two settings for a seed."""
-    return [read_samples(side.drop_duplicates("seed").set_index("seed").loc[seed]) for side in (ours, other)]
+def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part: str | None = None) -> str:
+    """Return the difference between two settings, paired by seed, with its 95% interval (Student's t).
 
-
-def differences(ours: pd.DataFrame, other: pd.DataFrame, place: str, part: str | None = None) -> pd.Series:
-    """Return ours - other by seed, of the seeds that both settings have.
-
-    `part`: part of the difference by `answer_decomposition`, such as `gain_both_answered`.
+    The interval of a single seed is over problems. `part`: part of the difference by `answer_decomposition`, such as
+    `gain_both_answered`.
     """
-    gains = (average(ours, place) - average(other, place)).dropna()
-    for seed in gains.index if part else ():
-        parts = answer_decomposition(*answers(ours, other, seed))
-        gains[seed] = next(row["value"] for row in parts if row["metric"] == part)
-    return gains
-
-
-def with_interval(gains: pd.Series, decimals: int = 2) -> str:
-    """Return the mean over seeds with its 95% interval (Student's t), or the gain of a single seed."""
-    if not len(gains):
-        return "–"
-    interval = stats.ttest_1samp(gains, 0).confidence_interval() if len(gains) > 1 else ()
-    mean, *limits = [f"{value:+.{decimals}f}" for value in (gains.mean(), *interval)]
-    return f"{mean} [{', '.join(limits)}]" if limits else mean
+    gains = (average(ours) - average(other)).dropna()
+    samples = lambda seed: [
+        read_samples(side.drop_duplicates("seed").set_index("seed").loc[seed]) for side in (ours, other)
+    ]
+    if part:
+        parts = [pd.DataFrame(answer_decomposition(*samples(seed))).set_index("metric") for seed in gains.index]
+        gains[:] = [values["value"][part] for values in parts]
+    elif len(gains) == 1 and pd.concat([ours, other])["samples"].notna().all():
+        return str(compare_answers(*samples(gains.index[0])))
+    if len(gains) < 2:
+        return "".join(f"{gain:+.{decimals}f}" for gain in gains) or "–"
+    test = stats.ttest_1samp(gains, 0)
+    mean, low, high = [f"{value:+.{decimals}f}" for value in (gains.mean(), *test.confidence_interval())]
+    return f"{mean} [{low}, {high}]" + ", not significant" * bool(test.pvalue >= 0.05)
 
 
 # Tables
@@ -187,45 +192,42 @@ def with_interval(gains: pd.Series, decimals: int = 2) -> str:
 OPTIONS = {"of", "show", "minus", "part", "average_of", "decimals", "scale"}
 
 
-def find(results: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the selected results, by default accuracies. Raise `Missing` if there are none, or not of all wanted seeds."""
     rows = select(results, {"metric": "accuracy", **wanted})
-    seeds = wanted.get("seed")
-    lacking = {*seeds} - {*rows["seed"]} if isinstance(seeds, list) else not len(rows)
-    if lacking:
+    if rows.empty or not {*rows["seed"]}.issuperset(pd.Series(wanted.get("seed", rows["seed"]))):
         raise Missing(f"no result with {wanted}")
     return rows
 
 
-def fill_cell(results: pd.DataFrame, cell: Mapping[str, Any], place: str) -> str:
+def fill_cell(results: pd.DataFrame, cell: dict) -> str:
     """Return the text of a cell.
 
     Args:
         results: from `load_results`.
         cell: options of `OPTIONS`, and for other columns the values that select the results.
-        place: start of error messages.
     """
-    show, decimals = cell.get("show", "mean"), cell.get("decimals", 2)
+    options = {"show": "mean", "decimals": 2, "scale": 1, **cell}
+    show, decimals = options["show"], options["decimals"]
     if "recipe" in cell:
         return str(load_recipe(cell["recipe"])[show])
     wanted = {name: value for name, value in cell.items() if name not in OPTIONS}
     if "average_of" in cell:
-        by_task = {task: average(find(results, {**wanted, "task": task}), place) for task in cell["average_of"]}
-        return mean_sd(pd.DataFrame(by_task).dropna().mean(axis=1), decimals)
+        by_task = [average(find(results, {**wanted, "task": task})) for task in cell["average_of"]]
+        return mean_sd(pd.concat(by_task, axis=1).dropna().mean(axis=1), decimals)
     rows = find(results, wanted)
+    if "minus" in cell:
+        return difference(rows, find(results, {**wanted, **cell["minus"]}), decimals, cell.get("part"))
     if "of" in cell:
         costs = find(results, {"task": "training", "metric": cell["of"]})
         rows = costs[costs["run"].isin(rows["run"])]
-    if "minus" in cell:
-        other = find(results, {**wanted, **cell["minus"]})
-        return with_interval(differences(rows, other, place, cell.get("part")), decimals)
-    values = average(rows, place) * cell.get("scale", 1)
+    values = average(rows) * options["scale"]
     if show == "mean":
         return mean_sd(values, decimals)
     return " / ".join(f"{value:.{decimals}f}" for value in values) if show == "seeds" else f"{rows[show].iloc[0]:g}"
 
 
-def build_table(spec: Mapping[str, Any], results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return a table with one line for each number, next to the paper's, and a list of the missing numbers.
 
     Args:
@@ -238,13 +240,12 @@ def build_table(spec: Mapping[str, Any], results: pd.DataFrame) -> tuple[pd.Data
         for (title, column), head in zip(spec["heads"].items(), row, strict=False):
             ((heads[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
             wanted = {**wanted, **selection}
-        names = ", ".join(heads.values())
         for (title, column), paper in zip_longest(spec["columns"].items(), row[len(heads) :]):
             try:
-                number = fill_cell(results, {**wanted, **column}, f"{spec['label']}, {names}, {title}")
+                number = fill_cell(results, {**wanted, **column})
             except Missing as reason:
                 number = "–"
-                missing.append(f"Missing: {names}, {title}: {reason}.")
+                missing.append(f"Missing: {', '.join(heads.values())}, {title}: {reason}.")
             lines.append({**heads, "column": title, "here": number, "paper": paper})
     return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
 
@@ -256,9 +257,8 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
     """Add `label`: the method, and the settings of its recipe in which its runs differ."""
     results = results.assign(label=results["method"])
     for _, rows in results.groupby("method"):
-        for name in rows.filter(like="recipe_").columns.difference([*IGNORED]):
-            if rows[name].nunique(dropna=False) > 1:
-                results.loc[rows.index, "label"] += [f", {name[7:]} = {value}" for value in rows[name]]
+        for name in differing(rows.filter(like="recipe_")):
+            results.loc[rows.index, "label"] += [f", {name[7:]} = {value}" for value in rows[name]]
     return results
 
 
@@ -268,32 +268,17 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
     A method is compared with the LoRA of the same settings, or with the only LoRA. The 95% intervals are over seeds. For a
     single seed they are over problems.
     """
-    rows = labelled(select(results, {"metric": "accuracy", "num_loops": [*results["num_loops"].unique()]}))
+    rows = labelled(select(results, {"metric": "accuracy", "num_loops": results["num_loops"]}))
     lines = []
     for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
         by_label = dict(tuple(part.groupby("label", sort=False)))
         for label, ours in by_label.items():
             method = ours["method"].iloc[0]
             lora = by_label.get(label.replace(method, "LoRA", 1), by_label.get("LoRA"))
-            line = {"task": task, "K": f"{depth:g}", "method": label, "accuracy": mean_sd(average(ours, label))}
+            line = {"task": task, "K": f"{depth:g}", "method": label, "accuracy": mean_sd(average(ours))}
             is_compared = lora is not None and method not in ("LoRA", "base model")
-            lines.append({**line, "minus LoRA": show_difference(ours, lora, label) if is_compared else ""})
+            lines.append({**line, "minus LoRA": difference(ours, lora) if is_compared else ""})
     return pd.DataFrame(lines)
-
-
-def show_difference(ours: pd.DataFrame, other: pd.DataFrame, place: str) -> str:
-    """Return a difference with its 95% interval over seeds, or over problems for a single seed."""
-    gains = differences(ours, other, place)
-    if len(gains) == 1 and ours["samples"].notna().all() and other["samples"].notna().all():
-        return str(compare_answers(*answers(ours, other, gains.index[0])))
-    is_open = len(gains) > 1 and stats.ttest_1samp(gains, 0).pvalue >= 0.05
-    return with_interval(gains, 1) + ", not significant" * is_open
-
-
-def cost_table(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the costs of the trainings, means over seeds, by method."""
-    rows = labelled(results[results["metric"].isin(COSTS)])
-    return rows.pivot_table("value", "label", "metric").round(2).reset_index().astype(str)
 
 
 # Figures (plotnine is imported in the functions, because sweeps do not need it)
@@ -311,15 +296,10 @@ COLORS = {
 OTHER_COLORS = ["#000000", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
 
 
-def color_of(method: str) -> str:
-    """Return the color of a method, the same one in every figure."""
-    return COLORS.get(method) or OTHER_COLORS[zlib.crc32(method.encode()) % len(OTHER_COLORS)]
-
-
 def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Return `mean` and `sd` over seeds for each value of the columns `by`, with panels and labels in their order."""
-    values = {key: average(part, str(key)) for key, part in rows.groupby(by, sort=False)}
-    data = pd.DataFrame([[*key, own.mean(), own.std()] for key, own in values.items()], columns=[*by, "mean", "sd"])
+    values = [(key, average(part)) for key, part in rows.groupby(by, sort=False)]
+    data = pd.DataFrame([[*key, own.mean(), own.std()] for key, own in values], columns=[*by, "mean", "sd"])
     for name in {"panel", "label"} & {*by}:
         data[name] = pd.Categorical(data[name], data[name].unique())
     return data.fillna({"sd": 0.0})
@@ -334,10 +314,11 @@ def decorate(plot: Any, title: str, x_label: str, y_label: str, num_panels: int 
         + p9.labs(title=title, x=x_label, y=y_label)
         + p9.theme_minimal(base_size=10)
         + p9.theme(
-            figure_size=(max(5.0, 3.4 * num_panels), 3.8),
+            figure_size=(max(5.0, 3.4 * num_panels), 4.4),
             plot_title=p9.element_text(size=12),
             plot_background=p9.element_rect(fill="white", color="white"),
             legend_position="bottom",
+            legend_direction="vertical",
             legend_title=p9.element_blank(),
             legend_key_width=24,
             panel_grid_minor=p9.element_blank(),
@@ -355,10 +336,11 @@ def line_plot(data: pd.DataFrame, x: str, x_label: str, y_label: str, title: str
     import plotnine as p9
 
     labels = data["label"].unique()
-    colors = [color_of(label.split(", ")[0]) for label in labels]
+    methods = [label.split(", ")[0] for label in labels]
+    # A method has the same color in every figure.
+    colors = [COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)] for name in methods]
     ticks = sorted(data[x].unique())
     scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
-    legend = lambda: p9.guide_legend(ncol=max(1, 90 // (12 + max(map(len, labels)))))
     plot = (
         p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
         + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
@@ -367,8 +349,7 @@ def line_plot(data: pd.DataFrame, x: str, x_label: str, y_label: str, title: str
         + p9.facet_wrap("panel", scales="free")
         + p9.scale_color_manual(colors)
         + p9.scale_fill_manual(colors)
-        + p9.scale_shape_manual([shape for shape, _ in zip(cycle("os^Dv<>P"), labels, strict=False)])
-        + p9.guides(color=legend(), fill=legend(), shape=legend())
+        + p9.scale_shape_manual([*"os^Dv<>P" * len(labels)][: len(labels)])
         + scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
     )
     return decorate(plot, title, x_label, y_label, data["panel"].nunique())
@@ -378,51 +359,43 @@ def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, ti
     """Return a matrix of the means with their numbers, the first row on top."""
     import plotnine as p9
 
-    data = data.assign(**{name: data[name].astype(int).astype(str) for name in (x, y)})
-    order = lambda name: sorted(data[name].unique(), key=int)
     plot = (
         p9.ggplot(data, p9.aes(x, y))
         + p9.geom_tile(p9.aes(fill="mean"), color="white")
         + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}", size=9)
         + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
-        + p9.scale_x_discrete(limits=order(x))
-        + p9.scale_y_discrete(limits=order(y)[::-1])
+        + p9.scale_x_continuous(breaks=data[x].unique())
+        + p9.scale_y_reverse(breaks=data[y].unique())
         + p9.facet_wrap("panel")
     )
     return decorate(plot, title, x_label, y_label, data["panel"].nunique())
 
 
-def gates_plot(num_loops: int, p: float, seed: int, **labels: str) -> Any:
+def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
     """Return the gates of eight examples, as a training draws them, and the gates of inference."""
     draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=num_loops)
     gates = pd.DataFrame(make_rule("loop_dropout", p=p).sample(draw).tolist())  # [K, 8]
-    training = gates.stack().rename_axis(["loop", "example"]).reset_index(name="mean").assign(panel="training")
-    training[["loop", "example"]] += 1
-    both = pd.concat([training, training.assign(panel="inference", mean=1.0)])
-    return heat_plot(
-        both.assign(panel=pd.Categorical(both["panel"], ["training", "inference"])), "loop", "example", **labels
-    )
+    data = gates.melt(var_name="example", value_name="mean", ignore_index=False).reset_index(names="loop") + [1, 1, 0]
+    return pd.concat([data.assign(panel="during training"), data.assign(panel="inference", mean=1.0)])
 
 
-def build_figure(spec: Mapping[str, Any], results: pd.DataFrame) -> Any:
+def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
     labels = {name: spec[name] for name in ("title", "x_label", "y_label")}
     if spec["figure"] == "gates":
-        return gates_plot(**spec["filter"], **labels)
+        return heat_plot(draw_gates(**spec["filter"]), "loop", "example", **labels)
     x = spec["x"]
 
-    def rows_of(change: Mapping[str, Any]) -> pd.DataFrame:
-        wanted = {x: [*results[x].dropna().unique()], **spec["filter"], **change}
+    def points_by(*by: str, **change: Any) -> pd.DataFrame:
+        wanted = {x: results[x].dropna(), **spec["filter"], **change}
         panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
-        return pd.concat(panels).assign(label=lambda rows: rows["method"])
+        return points(pd.concat(panels).assign(label=lambda rows: rows["method"]), ["panel", *by, x])
 
     if spec["figure"] == "heat":
-        by = ["panel", x, spec["y"]]
-        both = points(rows_of({}), by).merge(
-            points(rows_of(spec["minus"]), by), on=by, suffixes=("_of_ours", "_of_other")
-        )
-        return heat_plot(both.assign(mean=both["mean_of_ours"] - both["mean_of_other"]), x, spec["y"], **labels)
-    return line_plot(points(rows_of({}), ["panel", "label", x]), x, **labels)
+        ours, other = points_by(spec["y"]), points_by(spec["y"], **spec["minus"])
+        both = ours.merge(other, on=["panel", spec["y"], x], suffixes=("_ours", ""))
+        return heat_plot(both.assign(mean=both["mean_ours"] - both["mean"]), x, spec["y"], **labels)
+    return line_plot(points_by("label"), x, **labels)
 
 
 def overview_figure(results: pd.DataFrame) -> Any:
@@ -431,12 +404,12 @@ def overview_figure(results: pd.DataFrame) -> Any:
     Args:
         results: from `load_results`.
     """
-    accuracy = results[results["metric"] == "accuracy"]
+    accuracy = results.query("metric == 'accuracy'")
     task = accuracy["task"].iloc[0]
-    accuracy = accuracy[accuracy["task"] == task]
+    accuracy = accuracy.query("task == @task")
     panels = {
         "accuracy with K loops": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
-        "loss reduction, only loop t": results[results["metric"] == "loss_reduction"],
+        "loss reduction, only loop t": results.query("metric == 'loss_reduction'"),
         "accuracy, only loop t": accuracy,
     }
     rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
@@ -462,46 +435,44 @@ def print_table(table: pd.DataFrame, title: str) -> None:
     Console(width=80, markup=False, highlight=False).print(grid)
 
 
-def save_table(table: pd.DataFrame, title: str, path: Path, notes: Iterable[str] = ()) -> None:
+def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = ()) -> None:
     """Print a table, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
     print_table(table, title)
     print(*notes, sep="\n")
-    texts = {
-        "md": "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""]),
-        "tex": table.to_latex(index=False, escape=True, caption=title, label=f"tab:{path.name}"),
-        "csv": table.to_csv(index=False),
-    }
-    for ending, text in texts.items():
-        Path(f"{path}.{ending}").write_text(text, encoding="utf-8")
+    markdown = "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""])
+    path.with_suffix(".md").write_text(markdown, encoding="utf-8")
+    table.to_latex(path.with_suffix(".tex"), index=False, escape=True, caption=title, label=f"tab:{path.name}")
+    table.to_csv(path.with_suffix(".csv"), index=False)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", help="Folders of runs. All folders below them are read.")
     parser.add_argument("--tables", nargs="+", default=[], help="Names in recipes/tables, YAML files, or `all`.")
-    parser.add_argument("--output_dir", default="report", help="Folder of the report (default: report).")
+    parser.add_argument("--output_dir", default="report", type=Path, help="Folder of the report (default: report).")
     arguments = parser.parse_args(argv)
-    results, output_dir = load_results(*arguments.folders), Path(arguments.output_dir)
+    results, output_dir = load_results(*arguments.folders), arguments.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
 
     # Tables and figures of YAML files
-    known = {path.stem: path for path in sorted(TABLES.glob("*.yaml"))}
+    known = {path.stem: path for path in sorted(Path(__file__).with_name("tables").glob("*.yaml"))}
     for name in known if arguments.tables == ["all"] else arguments.tables:
         spec = load_recipe(known.get(name, name))
         path = output_dir / Path(name).stem
-        if "figure" not in spec:
-            table, missing = build_table(spec, results)
-            save_table(table, spec["title"], path, [*missing, *(spec["made_by"] if missing else [])])
-            continue
         try:
-            save_figure(build_figure(spec, results), path)
+            if "figure" in spec:
+                save_figure(build_figure(spec, results), path)
+            else:
+                table, missing = build_table(spec, results)
+                save_table(table, spec["title"], path, [*missing, *(spec["made_by"] if missing else [])])
         except Missing as reason:
             print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
 
     # Summary
     if not arguments.tables:
-        save_table(cost_table(results), "Costs of the training", output_dir / "costs")
-        if (results["metric"] == "accuracy").any():
+        costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
+        save_table(costs.round(2).reset_index().astype(str), "Costs of the training", output_dir / "costs")
+        if "accuracy" in {*results["metric"]}:
             note = "The 95% intervals are over seeds, or over problems if there is one seed."
             save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
             save_figure(overview_figure(results), output_dir / "overview")

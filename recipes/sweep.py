@@ -26,9 +26,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from report import ACCURACY_TITLE, accuracy_table, load_results, print_table
 
 from loopdropout_trainer.errors import UserError, closest_match, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, option, override, parse
 from loopdropout_trainer.results import UNCOMPARED, compare_recipes, is_finished, read_results, read_run, write_run
 
 
@@ -56,43 +57,39 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 NON_FINITE = (-math.inf, -math.inf)
 
 
-def setting(default: Any, help: str) -> Any:
-    return field(default_factory=lambda: default, metadata={"help": help})
-
-
 @dataclass
 class Part:
     """The runs of one comparison. A sweep has these fields for all of its parts, and a part may replace them."""
 
-    learning_rates: list[float] = setting([], "Candidates for every method.")
-    methods: list[dict[str, Any]] = setting(
+    learning_rates: list[float] = option([], "Candidates for every method.")
+    methods: list[dict[str, Any]] = option(
         ["lora", "loop_dropout"],
         "Rules, recipes (.yaml), or a mapping of names to a rule, a recipe or settings. A part lists names.",
     )
-    seeds: list[int] = setting([101, 102, 103], "Training seeds. The first one chooses the learning rate.")
-    full_grid: bool = setting(False, "Train every seed with every learning rate and choose none.")
-    extend_grid: bool = setting(
+    seeds: list[int] = option([101, 102, 103], "Training seeds. The first one chooses the learning rate.")
+    full_grid: bool = option(False, "Train every seed with every learning rate and choose none.")
+    extend_grid: bool = option(
         False, "Add up to four learning rates while the best one is the smallest or the largest."
     )
-    settings: dict[str, Any] = setting({}, "Fields of every recipe (JSON). With its own, a part renames its methods.")
-    measure: dict[str, Any] = setting({}, "Fields of the evaluation of the final runs (JSON).")
+    settings: dict[str, Any] = option({}, "Fields of every recipe (JSON). With its own, a part renames its methods.")
+    measure: dict[str, Any] = option({}, "Fields of the evaluation of the final runs (JSON).")
 
 
 @dataclass
 class SweepArguments(Part):
     """A sweep."""
 
-    recipe: str = setting("", "Recipe that all methods start from.")
-    script: str = setting("sft", "Training script: sft, dpo or grpo.")
-    parts: dict[str, Any] = setting({}, "Comparisons by name, in order of priority.")
-    only: list[str] = setting([], "Parts to run. Default: all.")
-    rate_factors: dict[str, Any] = setting({}, "Factors on the learning rates by method (JSON).")
-    select_on: str = setting(DEVELOPMENT, "Task that chooses the learning rate, or `eval_loss`.")
-    output_dir: str = setting("outputs/sweep", "Folder of all runs.")
-    launcher: str = setting("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
-    workers: int = setting(1, "Number of runs at a time, each on its own GPU.")
-    print_commands: bool = setting(False, "Print the commands of the runs that can start, and stop.")
-    dry_run: bool = setting(False, "Print the number of trainings, and stop.")
+    recipe: str = option("", "Recipe that all methods start from.")
+    script: str = option("sft", "Training script: sft, dpo or grpo.")
+    parts: dict[str, Any] = option({}, "Comparisons by name, in order of priority.")
+    only: list[str] = option([], "Parts to run. Default: all.")
+    rate_factors: dict[str, Any] = option({}, "Factors on the learning rates by method (JSON).")
+    select_on: str = option(DEVELOPMENT, "Task that chooses the learning rate, or `eval_loss`.")
+    output_dir: str = option("outputs/sweep", "Folder of all runs.")
+    launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
+    workers: int = option(1, "Number of runs at a time, each on its own GPU.")
+    print_commands: bool = option(False, "Print the commands of the runs that can start, and stop.")
+    dry_run: bool = option(False, "Print the number of trainings, and stop.")
 
 
 class Run(NamedTuple):
@@ -131,24 +128,25 @@ class Sweep:
         self.arguments = arguments
         self.output_dir = Path(arguments.output_dir)
         self.script = Path(__file__).with_name(f"{arguments.script}.py")
-        self.recipes: dict[str, dict[str, Any]] = {}  # by method
-        self.measured: dict[str, dict[str, Any]] = {}
-        self.definitions = _definitions(arguments.methods)
+        self.recipes: dict[str, dict] = {}  # by method
+        self.measured: dict[str, dict] = {}
+        methods = arguments.methods
+        self.definitions = methods[0] if isinstance(methods[0], dict) else {Path(name).stem: name for name in methods}
         parts = arguments.parts or {"all": {}}
         _check_names("only", arguments.only, parts)
         _check_names("rate_factors", arguments.rate_factors, self.definitions)
         self.parts = {name: self._part(name, own or {}) for name, own in parts.items()}
-        self.selected_parts = {name: self.parts[name] for name in arguments.only or parts}
+        self.selected_parts = [self.parts[name] for name in arguments.only or parts]
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[Run] = set()
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
 
-    def _part(self, name: str, own: dict[str, Any]) -> Part:
+    def _part(self, name: str, own: dict) -> Part:
         """Return a part, with the fields of the sweep where it has none, and add its methods to `recipes`."""
         _check_names(f"parts.{name}", own, Part.__dataclass_fields__)
         shared = {field: getattr(self.arguments, field) for field in Part.__dataclass_fields__}
-        part = Part(**{**shared, "methods": list(self.definitions), "settings": {}, **own})
+        part = Part(**{**shared, "methods": [*self.definitions], "settings": {}, **own})
         part.measure = {**shared["measure"], **part.measure}
         part.learning_rates = sorted(part.learning_rates)
         part.full_grid |= len(part.learning_rates) == 1
@@ -156,14 +154,14 @@ class Sweep:
         _check_names(f"parts.{name}.measure", part.measure, MEASURED)
         if not part.learning_rates or not part.seeds:
             raise UserError(f"The part `{name}` must have `learning_rates` and `seeds`.")
-        definitions = {f"{method}@{name}" if part.settings else method: method for method in part.methods}
-        for own_name, method in definitions.items():
-            self.recipes.setdefault(own_name, self._recipe(self.definitions[method], part.settings))
-            self.measured.setdefault(own_name, part.measure)
-        part.methods = [*definitions]
+        suffix = f"@{name}" * bool(part.settings)
+        for method in part.methods:
+            self.recipes.setdefault(method + suffix, self._recipe(self.definitions[method], part.settings))
+            self.measured.setdefault(method + suffix, part.measure)
+        part.methods = [method + suffix for method in part.methods]
         return part
 
-    def _recipe(self, definition: str | dict[str, Any], of_part: dict[str, Any]) -> dict[str, Any]:
+    def _recipe(self, definition: str | dict, of_part: dict) -> dict:
         """Return the settings of a method, without learning rate and seed."""
         path = self.arguments.recipe
         if isinstance(definition, str):
@@ -175,10 +173,9 @@ class Sweep:
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
         return recipe
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> dict:
         """Return the recipe of a run."""
-        recipe = self.recipes[run.method]
-        measure = self.measured[run.method]
+        recipe, measure = self.recipes[run.method], self.measured[run.method]
         if run.selects:
             select_on = self.arguments.select_on
             recipe = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
@@ -186,12 +183,15 @@ class Sweep:
             measure["benchmarks"] = [] if select_on == "eval_loss" else [select_on]
             if select_on == DEVELOPMENT:
                 measure["single_loop_batches"] = 16  # the held-out loss breaks ties
-        of_run = {
+        return {
+            **recipe,
+            "evaluate_base": False,
+            **measure,
             "learning_rate": run.learning_rate,
             "seed": run.seed,
             "run_name": f"{self.output_dir.name}/{run.name}",
+            "resume_from_checkpoint": "true",
         }
-        return {**recipe, "evaluate_base": False, **measure, **of_run, "resume_from_checkpoint": "true"}
 
     # Learning rates and runs
 
@@ -202,29 +202,25 @@ class Sweep:
         """
         factor = self.arguments.rate_factors.get(method.split("@")[0], 1.0)
         rates = [_rounded(factor * rate) for rate in part.learning_rates]
-        extensions = 4 if part.extend_grid and not part.full_grid else 0
+        limit = len(rates) + (4 if part.extend_grid and not part.full_grid else 0)
         while True:
             scores = {rate: self.score(Run(method, rate, part.seeds[0], True)) for rate in rates}
             is_known = None not in scores.values() and max(scores.values()) > NON_FINITE
             best = max(scores, key=scores.get) if is_known else None
             edge = {rates[0]: "smallest", rates[-1]: "largest"}.get(best)
-            if edge is None or extensions == 0:
+            if edge is None or len(rates) == limit:
                 return Choice(rates, best, edge, self._describe_tie(scores, best) if best else "")
-            extensions -= 1
-            if edge == "smallest":
-                rates = [_rounded(rates[0] ** 2 / rates[1]), *rates]
-            else:
-                rates = [*rates, _rounded(rates[-1] ** 2 / rates[-2])]
+            last, outermost = rates[1::-1] if edge == "smallest" else rates[-2:]
+            rates = sorted([*rates, _rounded(outermost**2 / last)])
 
     def _describe_tie(self, scores: dict[float, tuple[float, float]], best: float) -> str:
         """Return a remark if other learning rates have the score of the best one."""
         equal = {rate: loss for rate, (score, loss) in scores.items() if score == scores[best][0]}
         if len(equal) == 1:
             return ""
-        names = "All learning rates" if len(equal) == len(scores) else " and ".join(f"{rate:g}" for rate in equal)
+        names = " and ".join(f"{rate:g}" for rate in equal)
         reason = "The held-out loss decided." if len({*equal.values()}) > 1 else "The smallest one was chosen."
-        missing = " No held-out loss was measured." if -math.inf in equal.values() else ""
-        return f"The selection was uninformative. {names} have equal scores on {self.arguments.select_on}.{missing} {reason}"
+        return f"The selection was uninformative. {names} have equal scores on {self.arguments.select_on}. {reason}"
 
     def runs_of(self, part: Part) -> list[Run]:
         """Return the runs of a part that have a learning rate, in the order of their seeds."""
@@ -240,23 +236,22 @@ class Sweep:
     def pending(self) -> list[Run]:
         """Return the runs that can start or have started, in order of priority."""
         pending = {}
-        for part in self.selected_parts.values():
+        for part in self.selected_parts:
             for run in self.runs_of(part):
                 if not self.is_done(run):
                     pending.setdefault(run.name, run)
-        return list(pending.values())
+        return [*pending.values()]
 
-    def plan(self) -> str:
-        """Return the number of trainings that each part adds, without extended grids."""
-        trainings, lines = set(), ["Trainings"]
-        for name, part in self.selected_parts.items():
-            before = len(trainings)
+    def num_trainings(self) -> int:
+        """Return the number of trainings, without extended grids."""
+        trainings = set()
+        for part in self.selected_parts:
             for method, seed in product(part.methods, part.seeds):
                 tries_all = part.full_grid or seed == part.seeds[0]
-                rates = self.choice(part, method).rates if tries_all else [None]
-                trainings |= {(method, rate, seed) for rate in rates}
-            lines.append(f"{name}: {len(trainings) - before}")
-        return "\n".join([*lines, f"all: {len(trainings)}"])
+                trainings |= {
+                    (method, rate, seed) for rate in (self.choice(part, method).rates if tries_all else [None])
+                }
+        return len(trainings)
 
     # The state of a run, from its folder
 
@@ -308,7 +303,7 @@ class Sweep:
                     worker.result()
             except BaseException:
                 self.stopped.set()
-                for process in list(self.processes):
+                for process in self.processes.copy():
                     os.killpg(process.pid, signal.SIGTERM)  # each training saves a checkpoint
                 raise
 
@@ -318,11 +313,8 @@ class Sweep:
             for run in runs:
                 folder = self.output_dir / run.name
                 folder.mkdir(parents=True, exist_ok=True)
-                with open(folder / "sweep.lock", "w") as lock:
-                    try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:  # another worker trains it
-                        continue
+                with open(folder / "sweep.lock", "w") as lock, suppress(BlockingIOError):  # another worker trains it
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if not self.is_done(run):
                         self._train(run, gpu, lock.fileno())
                         break
@@ -376,17 +368,7 @@ class Sweep:
         (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
-def _definitions(methods: list[Any]) -> dict[str, Any]:
-    """Return the definition of each method by its name, which is the file name of a recipe."""
-    if isinstance(methods[0], dict):
-        return methods[0]
-    definitions = {method.removesuffix(".yaml").rpartition("/")[2]: method for method in methods}
-    if len(definitions) < len(methods):
-        raise UserError(f"`methods` must have different names, got {', '.join(methods)}.")
-    return definitions
-
-
-def _check_names(field: str, names: Collection[str], choices: Collection[str]) -> None:
+def _check_names(field: str, names: Iterable[str], choices: Iterable[str]) -> None:
     for name in names:
         if name not in choices:
             raise UserError(f"`{field}` has no {name!r}.{closest_match(name, choices)}")
@@ -408,10 +390,9 @@ def main(argv: list[str] | None = None) -> None:
     (arguments,) = parse((SweepArguments,), argv, __doc__)
     sweep = Sweep(arguments)
     if arguments.dry_run:
-        print(sweep.plan())
+        print(f"{sweep.num_trainings()} trainings")
     elif arguments.print_commands:
-        for run in sweep.pending():
-            print(shlex.join(sweep.command(run)))
+        print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         sweep.train_all()
