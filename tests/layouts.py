@@ -43,7 +43,6 @@ class Layout:
 
 LAYOUTS = {
     "one process, batch 8": Layout(None, 1, 8, distributed_type="NO"),
-    "one process, accumulation 2x4": Layout("one_gpu", 1, 4, 2, distributed_type="NO"),
     "ddp": Layout("ddp", 2, 4),
     "ddp, accumulation": Layout("ddp", 2, 2, 2),
     "ddp, four processes": Layout("ddp", 4, 2),
@@ -53,7 +52,6 @@ LAYOUTS = {
     "zero3_offload": Layout("zero3_offload", 2, 4, distributed_type="DEEPSPEED"),
     "fsdp2": Layout("fsdp2", 2, 4, distributed_type="FSDP"),
 }
-REFERENCE = "one process, batch 8"
 
 
 RUNS = {

@@ -13,6 +13,7 @@ from conftest import ROOT, SAMPLES, TINY_OURO_PATH, byte_tokenizer, load_script,
 from datasets import Dataset
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import (
     DataArguments,
     hold_out_after_100k,
@@ -232,12 +233,11 @@ def test_tulu2_draw_does_not_depend_on_held_out_number(load, bytes_tokenizer):
 
 
 def test_arithmetic_holds_out_the_first_problems(tokenizer):
-    make = lambda number: load_datasets(DataArguments("arithmetic", num_train_examples=number), tokenizer)
-    few, many = make(3), make(50)
-    assert few["eval"].to_list() == many["eval"].to_list() and few["train"].to_list() == many["train"].to_list()[:3]
-    assert len(few["eval"]) == 200
+    data = load_datasets(DataArguments("arithmetic", num_train_examples=3), tokenizer)
+    first = {f"Question: {question}\nAnswer:" for question in arithmetic_problems("train", 200)["question"]}
+    assert {*data["eval"]["prompt"]} == first and not first & {*data["train"]["prompt"]}
     pairs = load_datasets(DataArguments("arithmetic_pairs", num_train_examples=3), tokenizer)["train"]
-    assert pairs["chosen"][:] == few["train"]["completion"][:] and pairs["prompt"][:] == few["train"]["prompt"][:]
+    assert pairs["chosen"][:] == data["train"]["completion"][:] and pairs["prompt"][:] == data["train"]["prompt"][:]
     assert all(pair["rejected"] != pair["chosen"] for pair in pairs)
 
 

@@ -34,7 +34,6 @@ from loopdropout_trainer import (
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.lora import add_gates
 
 
 if FOREIGN["dory"] is None:
@@ -202,9 +201,3 @@ def test_adapter_of_a_named_model_stays_in_the_block(dory, tmp_path, tokenizer, 
     names = {name.rpartition(".lora_A")[0] for name in trained_parameters(trainer.model) if "lora_A" in name}
     assert len(names) == {None: 16, "all-linear": 16}.get(targets if not isinstance(targets, list) else 0, 6)
     assert trainer.num_loops == 4 and all(name.split(".")[4] in ("2", "3") for name in names)
-
-
-def test_adapter_on_all_layers_raises():
-    peft_model = get_peft_model(tiny_dory(), LoraConfig(target_modules="all-linear"))
-    with pytest.raises(UserError, match="`model.layers.0.*write `get_peft_model.model, default_peft_config"):
-        add_gates(peft_model)

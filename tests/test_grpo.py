@@ -85,7 +85,7 @@ def test_gated_policy_and_ungated_reference(make, pretrained):
         assert distance < 1e-4, name
 
 
-@pytest.mark.parametrize("fields", [{}, {"beta": 0.1}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("fields", [{"beta": 0.1}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_unit_gates_train_as_trl(make, fields):
     fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False}
     trainers = []

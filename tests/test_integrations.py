@@ -100,9 +100,9 @@ HANDLE = f"""
 import sys
 sys.modules.update(dict.fromkeys(["trl", "datasets", "lm_eval", "evaluate"]))  # importing one raises ImportError
 import torch
+from loopdropout_trainer import LoopDescription, foreign, loop_dropout, looped
 from transformers import AutoModelForCausalLM
 from peft import LoraConfig, get_peft_model
-from loopdropout_trainer import loop_dropout
 model = get_peft_model(AutoModelForCausalLM.from_pretrained("{MODEL}"), LoraConfig(target_modules={MODULES}))
 handle = loop_dropout(model.train(), p=0.5, seed=0)
 ids = torch.arange(8).view(2, 4)
@@ -111,5 +111,5 @@ assert handle.num_draws == 1
 """
 
 
-def test_handle_needs_neither_trl_nor_datasets(tmp_path):
+def test_interfaces_need_neither_trl_nor_datasets(tmp_path):
     run("-c", HANDLE, folder=tmp_path)

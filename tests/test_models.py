@@ -181,9 +181,9 @@ def test_adapters_stay_in_the_recurrent_block(make):
     assert set(one) == {names[0], "lm_head"}  # which is an error when gates are added
 
 
-@pytest.mark.parametrize("name", ["ouro", "huginn", "loopus"])
-def test_all_linear_outside_the_block_raises(name):
-    peft_model = get_peft_model(TINY[name](), LoraConfig(target_modules="all-linear"))
+@pytest.mark.parametrize("make", [*MAKERS[:3], DORY])  # with layers outside
+def test_all_linear_outside_the_block_raises(make):
+    peft_model = get_peft_model(make(), LoraConfig(target_modules="all-linear"))
     with pytest.raises(UserError, match="or write `get_peft_model.model, default_peft_config.model, your_config"):
         add_gates(peft_model)
 

@@ -22,7 +22,7 @@ from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 SCRIPTS = {name: load_script(f"recipes/{name}.py") for name in ("sft", "dpo", "grpo")}
 TOKEN = "hf_averysecrettokenofsomeone"
 SHORT = (
-    "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 4 --save_steps 2 --logging_steps 1"
+    "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 2 --save_steps 2 --logging_steps 1"
 )
 WORDS = ["quickstart.yaml", *SHORT.split(), "--depths", "2", "4", "--lora_dropout", "0.1", "--hub_token", TOKEN]
 FEW_MEASUREMENTS = ["--evaluate_base", "false", "--single_loop_accuracy", "false", "--depths", "4", "--merge", "false"]
@@ -77,7 +77,7 @@ def test_sft_trains_and_measures_both_rules(quickstart):
         "Input dropout": (0, 6, 4),
     }
     scores = [row for row in rows if row["metric"] == "accuracy"]
-    assert {row["task"] for row in scores} == {"arithmetic_easy_test"} and {row["n"] for row in scores} == {4}
+    assert {row["task"] for row in scores} == {"arithmetic_easy_test"} and {row["n"] for row in scores} == {2}
     places = [("unit", 4), ("unit", 2), *((f"loop {loop}", 4) for loop in (1, 2, 3, 4))]
     for method in trained:
         assert [(row["gates"], row["num_loops"]) for row in scores if row["method"] == method] == places
