@@ -291,10 +291,11 @@ def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
     (trained / "recipe.yaml").write_text(f"preparation: gsm8k\ntrain_files: [{base}/rows.jsonl]\n")
     row = {"metric": "accuracy", "task": "gsm8k", "unit": "%", "num_loops": 4, "n": 1319}
     rows = [{**row, "value": 61.5, "gates": "unit"}, {**row, "value": 40.25, "gates": "none"}]
-    write_results(trained, [*rows, {**row, "value": 50.0, "gates": "loop 1"}])
+    rows += [{**rows[0], "value": 30.0, "num_loops": 2}, {**row, "value": 50.0, "gates": "loop 1"}]
+    write_results(trained, rows)
     load_script("recipes/merge.py").main([str(trained)])
     card = card_of(trained / "merged")
-    assert "| gsm8k | 61.50 | 1319 | 40.25 |" in card and "50.0" not in card
+    assert "| gsm8k | 4 | 61.50 | 1319 | 40.25 |" in card and "| gsm8k | 2 | 30.00 |" in card and "50.0" not in card
     assert "preparation: gsm8k" in card and "[rows.jsonl]" in card and str(base) not in card
     torch.testing.assert_close(
         load(trained / "merged")(IDS).logits, load_model(trained)(IDS).logits, atol=2e-5, rtol=1e-4
