@@ -346,8 +346,9 @@ def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
             return read_files(files)
         options = {"revision": args.dataset_revision, "split": args.dataset_split}
         return load_dataset(args.dataset_name, args.dataset_config, **options)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"{files or args.dataset_name} cannot be loaded: {error.__cause__ or error}") from error
+    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
+        reason = str(error.__cause__ or error) or "a file is empty"
+        raise UserError(f"{files or args.dataset_name} cannot be loaded: {reason}") from error
 
 
 def read_files(files: str | Sequence[str]) -> Dataset:

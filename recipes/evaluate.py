@@ -29,7 +29,15 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import load_model
 from loopdropout_trainer.looped import expand_gates, find_looped_model
-from loopdropout_trainer.recipe import ModelArguments, dump_recipe, name_folders, option, parse, recipe_dict
+from loopdropout_trainer.recipe import (
+    ModelArguments,
+    dump_recipe,
+    model_path,
+    name_folders,
+    option,
+    parse,
+    recipe_dict,
+)
 from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, read_recipe, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -146,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def find_model(name: str, path: str | None) -> tuple[Path | None, dict]:
     """Return the folder of an adapter, or None for a model, and the columns of its results."""
-    if path and find_adapter_config_file(path):
+    if path and find_adapter_config_file(model_path(path)):
         return find_adapter(path, name)
     return None, {"method": name, "model": path} if path else {"method": "base model"}
 

@@ -319,6 +319,7 @@ WRONG = {
     "steps": ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
     "missing file": ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
     "broken file": ({"train_files": ["{broken}"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
+    "empty file": ({"train_files": ["{empty}"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
     "columns": (
         {"preparation": "gsm8k", "train_files": ["{rows}"]},
         "must have answer, question, got the columns prompt, c",
@@ -338,9 +339,10 @@ WRONG = {
 
 @pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_data_arguments(write, tokenizer, tmp_path, fields, message):
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.jsonl").write_text('{"a": \n')
     write([PAIR] * 3), write([{"a": "b"}], "other.jsonl"), write([{"messages": MADE_UP[0]}], "chat.jsonl")
-    paths = {name: tmp_path / f"{name}.jsonl" for name in ("broken", "rows", "other", "chat")}
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("empty", "broken", "rows", "other", "chat")}
     fields = {**fields, "train_files": [path.format(**paths) for path in fields.get("train_files", [])]}
     with pytest.raises(UserError, match=message):
         load_datasets(DataArguments(**fields), tokenizer, max_length=100)

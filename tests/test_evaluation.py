@@ -490,6 +490,11 @@ def test_script_names_what_changed(saved, tmp_path):
         SCRIPT.main([*command, "--adapter", "a/x", "b/x"])
 
 
+def test_script_finds_tiny_ouro_offline(monkeypatch):
+    monkeypatch.setitem(SCRIPT.main.__globals__, "find_adapter_config_file", lambda path: not Path(path).is_dir())
+    assert SCRIPT.find_model("tiny-ouro", "tiny-ouro") == (None, {"method": "tiny-ouro", "model": "tiny-ouro"})
+
+
 def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
     options = ["--dtype", "float32", "--benchmarks", "arithmetic_test", "--benchmark_limit", "2", "--use_cpu", "true"]
     options += ["--max_new_tokens", "4"]

@@ -60,7 +60,13 @@ def default_peft_config(
         peft_config.target_modules = set(names)
         if peft_config.layers_to_transform is not None:  # PEFT ignores it for full names
             peft_config.target_modules = {name.rpartition(".")[2] for name in names}
-    elif peft_config.layers_to_transform is None:
+        return peft_config
+    if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules() for target in targets):
+        known = sorted({name.rpartition(".")[2] for name in names})
+        raise UserError(
+            f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(targets)}."
+        )
+    if peft_config.layers_to_transform is None:
         peft_config.target_modules = {name for target in targets for name in _in_block(target, names, model)}
     return peft_config
 
