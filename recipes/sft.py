@@ -28,6 +28,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from peft import LoraConfig
 from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
 
 from loopdropout_trainer.callbacks import NonFiniteGradientError, newest_checkpoint
@@ -183,6 +184,8 @@ def main(argv: list[str] | None = None) -> None:
     dataset = load_datasets(data_args, tokenizer, training_args.max_length)
     tasks = load_tasks(runs[0], dataset)
     if script_args.preview is not None:
+        if not 0 <= script_args.preview < len(dataset["train"]):
+            raise UserError(f"`preview` must be from 0 to {len(dataset['train']) - 1}, got {script_args.preview}.")
         losses = training_args.completion_only_loss, training_args.assistant_only_loss
         print(preview(label_example(dataset["train"][script_args.preview], tokenizer, *losses), tokenizer))
     if script_args.dry_run:
@@ -230,6 +233,11 @@ def plan_runs(script_args: ScriptArguments, training_args: TrainingArguments, re
     """
     if script_args.push_merged_to_hub and not training_args.hub_model_id:
         raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
+    try:
+        for tracker in get_reporting_integration_callbacks(training_args.report_to):
+            tracker()
+    except (ValueError, RuntimeError) as error:  # an unknown tracker, or one that is not installed
+        raise UserError(f"`report_to`: {error}") from error
     runs = [Run(script_args, training_args, recipe)]
     for rule in dict.fromkeys(script_args.compare_with or ()):
         if rule != training_args.rule:

@@ -368,5 +368,6 @@ def test_own_data_page_shows_real_output(tmp_path, monkeypatch):
                 load_script("recipes/sft.py").main(shlex.split(run)[2:])
         outputs.append(out.getvalue())
     assert outputs[0] == printed
-    assert "LoRA" in outputs[1] and (tmp_path / "outputs/mine/lora/adapter_model.safetensors").exists()
+    assert "LoRA" in outputs[1] and "eval_loss" in outputs[1]
+    assert (tmp_path / "outputs/mine/lora/adapter_model.safetensors").exists()
     assert outputs[2].startswith(printed[printed.index("Question:") :])

@@ -272,6 +272,8 @@ MISTAKES = [
     ("sft", {"single_loop_batches": 1, "num_eval_examples": 0}, "`num_eval_examples` must be at least 1"),
     ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
     ("sft", {"lora_target_modules": ["q_projj"]}, "must be modules of the model, such as down_proj, "),
+    ("sft", {"report_to": "wandbb"}, "`report_to`: wandbb is not supported, only "),
+    ("sft", {"preview": 6}, "`preview` must be from 0 to 5, got 6."),
     ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),
     ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
     ("dpo", {"preparation": "arithmetic"}, "The examples must have the columns `chosen` and `rejected`."),

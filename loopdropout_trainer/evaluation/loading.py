@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -240,5 +241,6 @@ def _find_manager(name: str) -> TaskManager:
 
 @functools.cache
 def _load_manager(folder: str | None, include_defaults: bool) -> TaskManager:
+    logging.getLogger("lm_eval.tasks._index").addFilter(lambda record: "overrides existing" not in str(record.msg))
     paths = [str(TASKS), *([str(_LM_EVAL / folder)] if folder else [])]
     return TaskManager(include_path=paths, include_defaults=include_defaults)
