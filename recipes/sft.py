@@ -274,6 +274,8 @@ def print_plan(runs: list[Run]) -> None:
     get = lambda *names: " ".join(str(recipe[name]) for name in names if recipe.get(name))
     length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
     size, rate = f"{examples_per_step(args)} examples per step", f"learning rate {args.learning_rate:g}"
+    new = [run.args.output_dir for run in runs if not (run.is_trained or run.args.resume_from_checkpoint)]
+    unused = ", ".join(filter(None, map(newest_checkpoint, new)))
     plan = {
         "model": get("model_name_or_path", "model_revision"),
         "rules": ", ".join(run.title + (f" (p = {run.args.p})" if run.args.p is not None else "") for run in runs),
@@ -282,6 +284,7 @@ def print_plan(runs: list[Run]) -> None:
         "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
         "output_dir": args.output_dir,
         "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
+        "not used": unused and f"{unused}. Add `--resume_from_checkpoint true` to continue from there.",
     }
     print("\n".join(f"{name:<12}{text}" for name, text in plan.items() if text), flush=True)
 

@@ -197,6 +197,12 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     assert ("train_seconds" in resumed) == (last_step < 6)
 
 
+def test_plan_names_an_unused_checkpoint(copy):
+    interrupt(copy, 2)
+    text = run(*WORDS, "--output_dir", copy, "--dry_run", "true")
+    assert f"not used    {copy}/checkpoint-2. Add `--resume_from_checkpoint true`" in text
+
+
 def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
     write_run(copy, **{**read_run(copy), "status": "trained"})
     lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
@@ -273,7 +279,7 @@ MISTAKES = [
     ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
     ("sft", {"lora_target_modules": ["q_projj"]}, "must be modules of the model, such as down_proj, "),
     ("sft", {"report_to": "wandbb"}, "`report_to`: wandbb is not supported, only "),
-    ("sft", {"preview": 6}, "`preview` must be from 0 to 5, got 6."),
+    ("sft", {"preview": 8}, "`preview` must be from 0 to 7, got 8."),
     ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),
     ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
     ("dpo", {"preparation": "arithmetic"}, "The examples must have the columns `chosen` and `rejected`."),
