@@ -181,8 +181,9 @@ class Sweep:
             recipe = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
             measure = {name: value for name, value in measure.items() if name == "own_benchmarks"}
             measure["benchmarks"] = [] if select_on == "eval_loss" else [select_on]
-            if select_on == DEVELOPMENT:
-                measure["single_loop_batches"] = 16  # the held-out loss breaks ties
+            has_held_out = recipe.get("num_eval_examples") or recipe.get("eval_files")
+            if select_on == DEVELOPMENT or has_held_out and self.arguments.script == "sft":
+                measure["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
         return {
             **recipe,
             "evaluate_base": False,

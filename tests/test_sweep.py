@@ -116,6 +116,11 @@ def test_sweep_chooses_on_first_seed_then_trains_all(lab):
     assert load_recipe(lab.out / "lora/lr_0.01/seed_101/recipe.yaml")["single_loop_batches"] == 16
 
 
+def test_sweep_measures_the_held_out_loss(lab):
+    own_data = lab.sweep(select_on="eval_loss", settings={"eval_files": ["held.jsonl"]})
+    assert own_data.settings(sweep.Run("lora", 0.01, 101, True))["single_loop_batches"] == 16
+
+
 def test_sweep_skips_finished_runs(lab):
     lab.run()
     count = len(lab.log)

@@ -182,7 +182,8 @@ def development_task(preparation: str | None, examples: Dataset | None) -> Task:
     if preparation not in _SCORED_LIKE or not examples:
         raise UserError(
             f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
-            f"{', '.join(_SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}."
+            f"{', '.join(_SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}. With your own data, name an "
+            "own benchmark. The field `select_on` of a sweep can also be `eval_loss`."
         )
     return task_of_rows(DEVELOPMENT, _SCORED_LIKE[preparation], examples)
 
