@@ -184,7 +184,7 @@ def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part:
         return "".join(f"{gain:+.{decimals}f}" for gain in gains) or "–"
     test = stats.ttest_1samp(gains, 0)
     mean, low, high = [f"{value:+.{decimals}f}" for value in (gains.mean(), *test.confidence_interval())]
-    return f"{mean} [{low}, {high}]" + ", not significant" * bool(test.pvalue >= 0.05)
+    return f"{mean} [{low}, {high}]" + ", not significant" * (not test.pvalue < 0.05)  # NaN if all are equal
 
 
 # Tables

@@ -303,6 +303,15 @@ def test_report_compares_with_the_only_lora(quickstart):
     assert table.set_index(["method", "K"])["minus LoRA"]["Loop Dropout", "4"] == "+0.0"
 
 
+@pytest.mark.parametrize(("gains", "is_significant"), [([5, 6, 5], True), ([5, -6, 5], False), ([0, 0, 0], False)])
+def test_report_tests_gains_over_seeds(tmp_path, gains, is_significant):
+    write(tmp_path / "lora", [{"seed": seed, "value": 50.0} for seed in range(3)])
+    rows = [{"seed": seed, "value": 50.0 + gain} for seed, gain in enumerate(gains)]
+    write(tmp_path / "ours", rows, method="Loop Dropout")
+    table = report.accuracy_table(report.load_results(tmp_path))
+    assert table["minus LoRA"].iloc[-1].endswith("not significant") != is_significant
+
+
 def test_report_compares_problems_of_a_single_seed(tmp_path):
     samples = {"LoRA": [0, 0, 1, 1], "Loop Dropout": [1, 1, 1, 0]}
     for method, correct in samples.items():
