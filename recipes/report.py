@@ -69,6 +69,7 @@ from loopdropout_trainer.results import COLUMNS, UNCOMPARED, read_recipe, read_r
 NO_EFFECT = {
     *("seed", "data_seed", "gate_seed", "evaluate_base", "merge", "adapter", "at_depths", "gates"),
     *("benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
+    *("eval_strategy", "eval_steps", "save_strategy", "save_steps"),
 }
 IGNORED = {
     "value",
@@ -471,7 +472,7 @@ def main(argv: list[str] | None = None) -> None:
     # Summary
     if not arguments.tables:
         costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
-        save_table(costs.round(2).reset_index().astype(str), "Costs of the training", output_dir / "costs")
+        save_table(costs.round(2).map("{:.12g}".format).reset_index(), "Costs of the training", output_dir / "costs")
         if "accuracy" in {*results["metric"]}:
             note = "The 95% intervals are over seeds, or over problems if there is one seed."
             save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])

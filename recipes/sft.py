@@ -233,6 +233,9 @@ def plan_runs(script_args: ScriptArguments, training_args: TrainingArguments, re
     """
     if script_args.push_merged_to_hub and not training_args.hub_model_id:
         raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
+    checkpoint = str(training_args.resume_from_checkpoint)
+    if checkpoint.lower() not in ("true", "false", "none") and not Path(checkpoint, TRAINER_STATE_NAME).is_file():
+        raise UserError(f"`resume_from_checkpoint` must be true or the folder of a checkpoint, got {checkpoint}.")
     try:
         for tracker in get_reporting_integration_callbacks(training_args.report_to):
             tracker()

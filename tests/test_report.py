@@ -293,6 +293,7 @@ def test_report_summarizes_runs(quickstart, tmp_path, capsys):
     assert {*table["minus LoRA"]} == {""}  # there are two of LoRA
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert r"\toprule" in (tmp_path / "report/costs.tex").read_text()
+    assert {*pd.read_csv(tmp_path / "report/costs.csv", dtype=str)["train_seconds"]} == {"9"}
     for ending in ("png", "pdf", "svg"):
         assert (tmp_path / f"report/overview.{ending}").stat().st_size > 10_000
 

@@ -279,6 +279,7 @@ MISTAKES = [
     ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
     ("sft", {"lora_target_modules": ["q_projj"]}, "must be modules of the model, such as down_proj, "),
     ("sft", {"report_to": "wandbb"}, "`report_to`: wandbb is not supported, only "),
+    ("sft", {"resume_from_checkpoint": "checkpoint-1"}, "`resume_from_checkpoint` must be true or the folder of a"),
     ("sft", {"preview": 8}, "`preview` must be from 0 to 7, got 8."),
     ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),
     ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
