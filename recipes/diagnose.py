@@ -124,14 +124,13 @@ def find_adapter(path: str, name: str) -> tuple[Path, dict]:
 
 
 def print_results(rows: list[dict]) -> None:
-    """Print the loss reductions with advice for LoRA, or the first metric if they were not measured."""
+    """Print the loss reductions with advice for LoRA, or the other losses if they were not measured."""
     results = pd.DataFrame(rows)
     reductions = results.query("metric == 'loss_reduction'")
     if reductions.empty:
-        metric, unit = results[["metric", "unit"]].iloc[0]
-        column = "num_loops" if metric == "depth_loss" else "loop"
-        numbers = results[results["metric"] == metric]
-        print_table(f"{metric} ({unit}) by {column}", numbers, numbers[column].convert_dtypes(), "{:.4g}")
+        for metric, column in {"readout_loss": "loop", "depth_loss": "num_loops"}.items():
+            if len(numbers := results[results["metric"] == metric]):
+                print_table(f"{metric} (nats) by {column}", numbers, numbers[column].convert_dtypes(), "{:.4g}")
         return
     columns = reductions["gates"].replace("unit", "all loops")
     print_table("rho_t, loss reduction with the adapter in one loop only, in %", reductions, columns)

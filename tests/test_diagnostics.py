@@ -220,11 +220,13 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
 
 
-def test_diagnose_scores_references_of_a_task(saved, tmp_path):
+def test_diagnose_scores_references_of_a_task(saved, tmp_path, capsys):
     own = json.dumps({"own_gsm8k": {"files": str(SAMPLES / "gsm8k_test.jsonl"), "like": "gsm8k"}})
-    task = ("--task", "own_gsm8k", "--num_examples", 3, "--own_benchmarks", own, "--diagnostics", "readouts")
-    rows = diagnose(saved, tmp_path, *task)
-    assert {row["metric"] for row in rows} == {"readout_loss", "readout_token_accuracy"}
+    task = ("--task", "own_gsm8k", "--num_examples", 3, "--own_benchmarks", own, "--depths", 2)
+    rows = diagnose(saved, tmp_path, *task, "--diagnostics", "readouts", "depth_matrix")
+    printed = capsys.readouterr().out
+    for metric in ("readout_loss", "depth_loss"):
+        assert f"{metric} (nats)" in printed and metric in {row["metric"] for row in rows}
     assert {row["task"] for row in rows} == {"own_gsm8k"}
 
 
