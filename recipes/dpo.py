@@ -9,13 +9,23 @@ Each example has a `chosen` and a `rejected` completion, and usually their
 
 from __future__ import annotations
 
-from sft import AdapterArguments, ScriptArguments, evaluate, evaluate_base, finish, load_tasks, plan_runs, save, train
+from sft import (
+    AdapterArguments,
+    ScriptArguments,
+    evaluate,
+    evaluate_base,
+    finish,
+    load_base,
+    load_tasks,
+    plan_runs,
+    save,
+    train,
+)
 
 from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.hub import load_model
 from loopdropout_trainer.progress import JobProgressCallback
 from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
 from loopdropout_trainer.tokenizers import load_tokenizer
@@ -45,9 +55,8 @@ def main(argv: list[str] | None = None) -> None:
             continue
 
         # Training
-        load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
         trainer = LoopDropoutDPOTrainer(
-            model=load_model(model_args.model_name_or_path, **load_kwargs),
+            model=load_base(model_args, run),
             args=run.args,
             train_dataset=dataset["train"],
             eval_dataset=dataset.get("eval"),
@@ -62,8 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         evaluate(trainer, run, tasks)
         save(trainer, run)
 
-    if training_args.process_index == 0:
-        finish(runs)
+    finish(runs)
 
 
 if __name__ == "__main__":

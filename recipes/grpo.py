@@ -13,13 +13,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sft import AdapterArguments, ScriptArguments, evaluate, evaluate_base, finish, load_tasks, plan_runs, save, train
+from sft import (
+    AdapterArguments,
+    ScriptArguments,
+    evaluate,
+    evaluate_base,
+    finish,
+    load_base,
+    load_tasks,
+    plan_runs,
+    save,
+    train,
+)
 
 from loopdropout_trainer.config import LoopDropoutGRPOConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
-from loopdropout_trainer.hub import load_model
 from loopdropout_trainer.progress import JobProgressCallback
 from loopdropout_trainer.recipe import ModelArguments, option, parse, recipe_dict
 from loopdropout_trainer.rewards import REWARDS
@@ -61,9 +71,8 @@ def main(argv: list[str] | None = None) -> None:
             continue
 
         # Training
-        load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
         trainer = LoopDropoutGRPOTrainer(
-            model=load_model(model_args.model_name_or_path, **load_kwargs),
+            model=load_base(model_args, run),
             reward_funcs=[REWARDS[name] for name in reward_args.rewards],
             args=run.args,
             train_dataset=dataset["train"],
@@ -79,8 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         evaluate(trainer, run, tasks)
         save(trainer, run)
 
-    if training_args.process_index == 0:
-        finish(runs)
+    finish(runs)
 
 
 if __name__ == "__main__":

@@ -190,14 +190,15 @@ def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part:
 
 # Tables
 
-OPTIONS = {"of", "show", "minus", "part", "average_of", "decimals", "scale"}
+OPTIONS = {"of", "show", "minus", "part", "decimals", "scale"}
 
 
 def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
-    """Return the selected results, by default accuracies. Raise `Missing` if there are none, or not of all wanted seeds."""
+    """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed or task has none."""
     rows = select(results, {"metric": "accuracy", **wanted})
-    if rows.empty or not {*rows["seed"]}.issuperset(pd.Series(wanted.get("seed", rows["seed"]))):
-        raise Missing(f"no result with {wanted}")
+    for name in ("seed", "task"):
+        if rows.empty or not {*rows[name]}.issuperset(pd.Series(wanted.get(name, rows[name]))):
+            raise Missing(f"no result with {wanted}")
     return rows
 
 
@@ -213,16 +214,14 @@ def fill_cell(results: pd.DataFrame, cell: dict) -> str:
     if "recipe" in cell:
         return str(load_recipe(cell["recipe"])[show])
     wanted = {name: value for name, value in cell.items() if name not in OPTIONS}
-    if "average_of" in cell:
-        by_task = [average(find(results, {**wanted, "task": task})) for task in cell["average_of"]]
-        return mean_sd(pd.concat(by_task, axis=1).dropna().mean(axis=1), decimals)
     rows = find(results, wanted)
     if "minus" in cell:
         return difference(rows, find(results, {**wanted, **cell["minus"]}), decimals, cell.get("part"))
     if "of" in cell:
         costs = find(results, {"task": "training", "metric": cell["of"]})
         rows = costs[costs["run"].isin(rows["run"])]
-    values = average(rows) * options["scale"]
+    by_task = [average(own) for _, own in rows.groupby("task")]
+    values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * options["scale"]
     if show == "mean":
         return mean_sd(values, decimals)
     return " / ".join(f"{value:.{decimals}f}" for value in values) if show == "seeds" else f"{rows[show].iloc[0]:g}"
@@ -360,9 +359,10 @@ def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, ti
     """Return a matrix of the means with their numbers, the first row on top."""
     import plotnine as p9
 
+    step = data[x].drop_duplicates().sort_values().diff().min()
     plot = (
         p9.ggplot(data, p9.aes(x, y))
-        + p9.geom_tile(p9.aes(fill="mean"), color="white")
+        + p9.geom_tile(p9.aes(fill="mean"), color="white", width=step, height=step)
         + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}", size=9)
         + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
         + p9.scale_x_continuous(breaks=data[x].unique())

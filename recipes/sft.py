@@ -27,7 +27,7 @@ from datasets import DatasetDict
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from peft import LoraConfig
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -197,10 +197,9 @@ def main(argv: list[str] | None = None) -> None:
             continue
 
         # Training
-        load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
         trainer_class = LoRADropoutSFTTrainer if run.args.rule == "lora_dropout" else LoopDropoutSFTTrainer
         trainer = trainer_class(
-            model=load_model(model_args.model_name_or_path, **load_kwargs),
+            model=load_base(model_args, run),
             args=run.args,
             train_dataset=dataset["train"],
             eval_dataset=dataset.get("eval"),
@@ -218,8 +217,7 @@ def main(argv: list[str] | None = None) -> None:
         diagnose(trainer, run)
         save(trainer, run)
 
-    if training_args.process_index == 0:
-        finish(runs)
+    finish(runs)
 
 
 # Before the training
@@ -321,6 +319,12 @@ def load_tasks(run: Run, dataset: DatasetDict) -> list[Task | Group]:
 
 
 # Training
+
+
+def load_base(model_args: ModelArguments, run: Run) -> PreTrainedModel:
+    """Load the base model of a run. Its `model_init_kwargs` override the model's settings."""
+    load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
+    return load_model(model_args.model_name_or_path, **load_kwargs)
 
 
 def train(trainer: Trainer, run: Run) -> None:
@@ -476,6 +480,8 @@ def save(trainer: Trainer, run: Run) -> None:
 def finish(runs: list[Run]) -> None:
     """Print and draw the results of a job, and push its merged model."""
     script_args, args, _ = runs[0]
+    if args.process_index > 0:
+        return
     print_results([run.args.output_dir for run in runs])
     if (script_args.depths or script_args.single_loop_accuracy) and find_spec("plotnine"):
         draw_results(args.output_dir)

@@ -236,7 +236,7 @@ def test_cell_shows_seeds_costs_and_averages(tmp_path):
     write(tmp_path / "unmeasured", [{**rows[-1], "value": 1e6}], seed=3)
     assert cell(tmp_path, show="seeds", decimals=1) == "51.0 / 52.0"
     assert cell(tmp_path, of="train_seconds", scale=1 / 60) == "1.50 ± 0.71"
-    assert cell(tmp_path, average_of=["b", "c"]) == "33.25 ± 3.89"
+    assert cell(tmp_path, task=["b", "c"]) == "33.25 ± 3.89"
     assert cell(tmp_path, show="recipe_learning_rate") == "0.001"
 
 
