@@ -83,6 +83,7 @@ class EveryExampleOnceMixin:
     """
 
     _train_batches: Any = None
+    _is_evaluating = False  # the next step's tokens are counted while the model is still in evaluation mode
     _evaluated: np.ndarray  # [2]: sum of this process's losses, and the number of their tokens
 
     def get_train_dataloader(self) -> DataLoader:
@@ -100,7 +101,7 @@ class EveryExampleOnceMixin:
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
     ) -> Tensor | int | None:
-        if not self.model.training:
+        if self._is_evaluating:
             return None  # the loss of an evaluation step is the mean over this process's tokens
         ends_with_filler = getattr(self._train_batches, "ends_with_filler", False)
         if ends_with_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
@@ -111,7 +112,11 @@ class EveryExampleOnceMixin:
         """Evaluate a batch without the examples that accelerate repeats, and count its tokens."""
         inputs = dict(_without_repeated_rows(self.accelerator, inputs))
         inputs.pop("example_ids", None)  # for the gates of training
-        loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        self._is_evaluating = True
+        try:
+            loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self._is_evaluating = False
         num_tokens = 0 if loss is None else self.evaluated_weight(inputs)
         if num_tokens:
             self._evaluated += [loss.item() * num_tokens, num_tokens]

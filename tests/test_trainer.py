@@ -60,8 +60,8 @@ def test_signature_equals_parent(cls, parent):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"gradient_accumulation_steps": 2, "loss_type": "dft"},
-        {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1},
+        {"gradient_checkpointing": True, "loss_type": "dft"},
+        {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
         {"packing": True, "max_length": 32},
         {"padding_free": True, "max_length": None},
         {"bf16": True},
