@@ -388,7 +388,7 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     x = spec["x"]
 
     def points_by(*by: str, **change: Any) -> pd.DataFrame:
-        wanted = {x: results[x].dropna(), **spec["filter"], **change}
+        wanted = {x: results.reindex(columns=[x])[x].dropna(), **spec["filter"], **change}
         panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
         return points(pd.concat(panels).assign(label=lambda rows: rows["method"]), ["panel", *by, x])
 
