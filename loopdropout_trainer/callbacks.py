@@ -162,7 +162,7 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
         try:
             json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            logger.warning("%s is not complete and is not used.", folder)
+            logger.warning("The checkpoint %s is incomplete and is not used.", folder)
         else:
             return str(folder)
     return None

@@ -149,11 +149,10 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
 
     Args:
         learning_rate (`float`, *optional*, defaults to `1e-4`):
-            Learning rate. The default is the one of the paper's controlled comparisons. A [`~trl.SFTConfig`] keeps TRL's
-            2e-5.
+            Learning rate. The default is the learning rate of the paper's controlled comparisons. A [`~trl.SFTConfig`]
+            keeps TRL's 2e-5.
         loss_average (`str`, *optional*, defaults to `"tokens"`):
-            Average that is the loss of a step: over its `"tokens"`, or over its `"micro_batches"`, each of which counts
-            with the mean over its own tokens.
+            Loss of a step: the mean over its `"tokens"`, or the mean of the means of its `"micro_batches"`.
         depth_sampling (`str`, *optional*, defaults to `"fixed"`):
             Number of loops of a training step: the model's own K (`"fixed"`, as in the paper), or drawn for each
             optimizer step (`"uniform"` or `"lognormal_poisson"`).

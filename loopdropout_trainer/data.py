@@ -368,10 +368,10 @@ def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedToke
     missing = [name for name in columns if name not in mapping] + [*mapping.values()]
     missing = sorted({*missing} - {*rows.column_names})
     if missing or not columns:
-        missing = missing or [" and ".join(names) for names in _FORMATS]
+        expected = ", ".join(missing) or ", or ".join(" and ".join(names) for names in _FORMATS)
         raise UserError(
-            f"The data must have {', '.join(missing)}, got the columns {', '.join(rows.column_names)}. `column_mapping` "
-            "renames columns."
+            f"The data must have {expected}, got the columns {', '.join(rows.column_names)}. `column_mapping` renames "
+            "columns, and `prompt_template` makes prompts from them."
         )
     reason = "they have no text to train on, or `preparation` excludes them"
     rows = _keep(rows, _is_usable, reason, args=args, columns=columns, tokenizer=tokenizer)

@@ -40,7 +40,7 @@ PASS_GATES = "loop_gates"
 class LoopDescription(LoopedModelMixin):
     """The loops of the models of one class. Subclass it, and register the subclass with `register_looped`.
 
-    Attributes that a description does not have are those of the model.
+    All other attributes are read from the model.
 
     Class attributes:
         depth_field: Field of the configuration with the recurrence depth K.

@@ -269,7 +269,7 @@ def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]
         is_linear = type(layer) is LoraLinear or weight_name in dequantized
         if not is_linear or weight.shape != update.shape or not weight.is_floating_point():
             raise UserError(
-                f"`{name}` is quantized or sharded: save the adapter, load the base model unquantized in one process, "
+                f"`{name}` is quantized or sharded. Save the adapter, load the base model unquantized in one process, "
                 "and merge there."
             )
         merged[weight_name] = (weight.float() + scale * update.float()).to(weight.dtype)
@@ -363,7 +363,8 @@ def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> d
     found = {key: name for key, name in auto_map.items() if "--" in name or f"{name.split('.')[0]}.py" in files}
     if len(found) < len(auto_map):
         logger.warning(
-            "The merged model has no `auto_map`, because the base model's own code was not found next to it."
+            "The merged model has no `auto_map`, because the base model's own code was not found next to it. To load the "
+            "model without this package, merge with `standalone=True`."
         )
     for file in files.values() if found else ():
         shutil.copy2(file, folder)

@@ -390,5 +390,8 @@ def _mapping(text: str) -> Any:
     return json.loads(text) if text.startswith("{") else text
 
 
+_mapping.__name__ = "JSON"  # the name of the type in error messages
+
+
 def _raise_user_error(message: str) -> None:
     raise UserError(re.sub(r"^argument --(\w+)\S*:", r"`\1`:", message) + ".")

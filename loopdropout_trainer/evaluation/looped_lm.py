@@ -93,7 +93,7 @@ class LoopedLM(HFLM):
         if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in pretrained.parameters()):
             raise UserError(
                 "The model's weights must be complete in each process, but they are sharded. Leave `benchmarks` out of the "
-                "training, and evaluate the saved adapter with recipes/evaluate.py."
+                "training, and evaluate the saved adapter with `loopdropout evaluate`."
             )
         options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **options)

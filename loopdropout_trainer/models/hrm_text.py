@@ -70,7 +70,7 @@ class HrmTextLoops(LoopDescription):
 
 
 def _generate(model: HrmTextForCausalLM, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Generate from a prompt. Arguments are those of transformers. `token_type_ids` default to 1 on the input."""
+    """Generate from a prompt. It takes the arguments of transformers. `token_type_ids` default to 1 on the input."""
     ids = kwargs.get("input_ids") if inputs is None else inputs
     if model.config.prefix_lm and ids is not None and kwargs.get("token_type_ids") is None:
         mask = kwargs.get("attention_mask")

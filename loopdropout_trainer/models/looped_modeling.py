@@ -191,7 +191,7 @@ def check_weights(model: PreTrainedModel, name: str, info: dict[str, Any]) -> No
     for kind in ("missing", "unexpected"):
         if names := sorted(info[f"{kind}_keys"]):
             raise UserError(
-                f"The weights of {name} must be those of the {type(model).__name__} that its configuration describes, got "
+                f"The weights of {name} must fit the {type(model).__name__} that its configuration describes, got "
                 f"{len(names)} {kind} weights, such as `{names[0]}`."
             )
 
