@@ -217,6 +217,7 @@ class SensitivityCallback(GatedStepCallback, ExportableState):
         self.rule = rule
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.total = 0.0  # also after an interrupted step
         saved = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(saved, dict):
             self.rule.load_state_dict(saved["attributes"])
@@ -240,6 +241,10 @@ class DepthCallback(GatedStepCallback):
 
     def __init__(self, sampler: FixedDepth) -> None:
         self.sampler = sampler
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        # `auto_find_batch_size` begins again in the middle of a step.
+        self.trainer.looped.num_loops = self.trainer.looped.trained_with["num_loops"]
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         trainer = self.trainer

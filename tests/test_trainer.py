@@ -3,6 +3,7 @@
 import inspect
 import json
 from dataclasses import dataclass
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -62,6 +63,8 @@ def test_signature_equals_parent(cls, parent):
     [
         {"gradient_checkpointing": True, "loss_type": "dft"},
         {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
+        {"gradient_accumulation_steps": 5, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
+        {"eval_strategy": "steps", "save_strategy": "best", "eval_steps": 1, "load_best_model_at_end": True},
         {"packing": True, "max_length": 32},
         {"padding_free": True, "max_length": None},
         {"bf16": True},
@@ -96,6 +99,18 @@ def test_draws_depend_on_seed_step_and_row(train, fields):
     for step, gates in enumerate(drawn):
         draw = Draw(seed=7, step=step, example_ids=[(row, 0) for row in range(4)], num_loops=4)
         assert torch.equal(gates, LoopDropout(0.5).sample(draw))
+
+
+def test_smaller_batch_size_begins_at_full_depth(make_sft):
+    depths = {"depth_sampling": "uniform", "depth_sampling_args": {"low": 2, "high": 3}}
+    trainer = make_sft(auto_find_batch_size=True, eval_on_start=True, eval_strategy="no", **depths)
+    step, evaluated_at = trainer.training_step, []
+    trainer.training_step = Mock(
+        side_effect=[torch.OutOfMemoryError("CUDA out of memory."), *[DEFAULT] * 4], wraps=step
+    )
+    trainer.evaluate = lambda *args, **kwargs: evaluated_at.append(trainer.num_loops) or {}
+    trainer.train()
+    assert evaluated_at == [4, 4]
 
 
 @pytest.mark.parametrize("cls", [LoopDropoutSFTTrainer, LoRADropoutSFTTrainer])
