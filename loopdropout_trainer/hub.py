@@ -158,7 +158,9 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
         logger.warning(f"The adapter in {folder} was trained at {depths}, but the model runs {num_loops} loops.")
     try:
         return attach_adapter(model, folder, is_trainable, config, _read_weights(folder))
-    except (RuntimeError, SafetensorError) as error:
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"The adapter in {folder} does not fit this model: {_first_line(error)}") from error
 
 

@@ -133,6 +133,8 @@ def test_load_adapter_warns_about_another_base(base, tmp_path, log):
     assert f"was trained on {OURO}, but the model is {base}" in log.text
     with pytest.raises(UserError, match="does not fit this model"):
         load_adapter(tiny_ouro(hidden_size=48), tmp_path / "adapter")
+    with pytest.raises(UserError, match="does not fit this model: .* not found in the base model"):
+        load_adapter(tiny_huginn(), tmp_path / "adapter")
 
 
 def test_end_tokens_are_saved_and_loaded(tmp_path, tokenizer):
