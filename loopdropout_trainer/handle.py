@@ -103,7 +103,10 @@ class LoopDropoutHandle:
         return self.rule.sample(draw)
 
     def remove(self) -> None:
-        """Restore the model: PEFT's LoRA layers without gates."""
+        """Restore the model: PEFT's LoRA layers without gates.
+
+        If the model's class was described before, Dory keeps its `ScaledHead`, whose weights and output are equal.
+        """
         layers, is_described = self._before
         for hook in self._hooks:
             hook.remove()
