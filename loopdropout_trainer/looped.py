@@ -321,8 +321,9 @@ def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> 
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != num_loops:
+        example = "-".join("1000"[:num_loops])
         raise UserError(
-            f"`gates` must be {num_loops} numbers such as 1-0-0-0, one for each loop, got {short_repr(gates)}."
+            f"`gates` must have one number for each loop (K = {num_loops}), such as {example}, got {short_repr(gates)}."
         )
     return None if all(number == 1 for number in numbers) else numbers
 

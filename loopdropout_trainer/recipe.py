@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -362,7 +363,7 @@ def _parser(dataclass_types: Sequence[type], description: str | None, hints: Map
         if action.help and action.default not in (None, [], ""):
             action.help += f" (default: {str(action.default).replace('%', '%%')})"
         action.default = argparse.SUPPRESS
-    parser.error = _raise_user_error
+    parser.error = functools.partial(_raise_user_error, first_words)
     return parser
 
 
@@ -393,5 +394,8 @@ def _mapping(text: str) -> Any:
 _mapping.__name__ = "JSON"  # the name of the type in error messages
 
 
-def _raise_user_error(message: str) -> None:
+def _raise_user_error(first_words: str, message: str) -> None:
+    message = message.replace(
+        "unrecognized arguments:", f"Words without `--field` must come first, {first_words}, got"
+    )
     raise UserError(re.sub(r"^argument --(\w+)\S*:", r"`\1`:", message) + ".")

@@ -31,7 +31,7 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.hub import adapter_folder, add_end_tokens, load_model
-from loopdropout_trainer.looped import expand_gates, find_looped_model, parse_gates, set_depth
+from loopdropout_trainer.looped import check_num_loops, expand_gates, find_looped_model, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import build, name_words, option, parse
 from loopdropout_trainer.results import read_recipe
@@ -58,6 +58,9 @@ class ChatArguments:
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse([ChatArguments], name_words(argv, "model", "prompt"), __doc__)
+
+    for num_loops in args.num_loops or ():
+        check_num_loops(num_loops)
 
     # Model and tokenizer
     model = load_model(args.model, device=torch.accelerator.current_accelerator(check_available=True))

@@ -61,9 +61,10 @@ class DiagnoseArguments(TaskArguments):
 
 def main(argv: list[str] | None = None) -> None:
     types = (DiagnoseArguments, ModelArguments, DataArguments, LoopDropoutConfig)
-    args, model_args, data_args, training_args = parse(
-        types, name_folders(argv, "adapters"), __doc__, (ScriptArguments, AdapterArguments)
-    )
+    argv = name_folders(argv, "adapters")
+    if argv[:1] == ["--adapters"]:
+        adapter_folder(argv[1])  # a misspelled folder is not a missing `--model_name_or_path`
+    args, model_args, data_args, training_args = parse(types, argv, __doc__, (ScriptArguments, AdapterArguments))
 
     # Tokenizer and data
     tokenizer = load_tokenizer(

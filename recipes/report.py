@@ -68,7 +68,7 @@ from loopdropout_trainer.results import COLUMNS, UNCOMPARED, read_recipe, read_r
 
 NO_EFFECT = {
     *("seed", "data_seed", "gate_seed", "evaluate_base", "merge", "adapter", "at_depths", "gates"),
-    *("benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
+    *("benchmarks", "own_benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
     *("eval_strategy", "eval_steps", "save_strategy", "save_steps"),
 }
 IGNORED = {

@@ -87,8 +87,8 @@ def test_other_options_go_to_transformers(tokenizer):
 
 
 INVALID = {
-    "`gates` must be 4 numbers .* got '1-0'": {"gates": "1-0"},
-    "`gates` must be 4 numbers .* got '1-x-0-0'": {"gates": "1-x-0-0"},
+    "`gates` must have one number for each loop .K = 4., .* got '1-0'": {"gates": "1-0"},
+    "`gates` must have one number .* got '1-x-0-0'": {"gates": "1-x-0-0"},
     "`gates` must not be set for a model without": {"gates": "1-0-0-0"},
     "`readout` must be a loop from 1 to 4, got 5": {"readout": 5},
 }

@@ -284,6 +284,8 @@ MISTAKES = [
     ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),
     ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
     ("dpo", {"preparation": "arithmetic"}, "The examples must have the columns `chosen` and `rejected`."),
+    ("dpo", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
+    ("grpo", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
     ("grpo", {"rewards": ["gsm8k"]}, "`rewards`: invalid choice: 'gsm8k'"),
 ]
 RECIPE = {
