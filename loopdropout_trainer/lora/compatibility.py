@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
@@ -61,22 +60,20 @@ def default_peft_config(
         if peft_config.layers_to_transform is not None:  # PEFT ignores it for full names
             peft_config.target_modules = {name.rpartition(".")[2] for name in names}
         return peft_config
-    if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules() for target in targets):
+    modules = dict(model.named_modules())
+    matches = {target: [name for name in modules if f".{name}".endswith(f".{target}")] for target in targets}
+    if not any(matches.values()):
         known = sorted({name.rpartition(".")[2] for name in names})
         raise UserError(
             f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(targets)}."
         )
     if peft_config.layers_to_transform is None:
-        peft_config.target_modules = {name for target in targets for name in _in_block(target, names, model)}
+        peft_config.target_modules = set()
+        for target, found in matches.items():  # names outside of the block too are replaced by full names inside
+            inside = {*found}.intersection(names)
+            is_outside = any(hasattr(modules[name], "in_features") for name in {*found} - inside)
+            peft_config.target_modules |= inside if inside and is_outside else {target}
     return peft_config
-
-
-def _in_block(target: str, names: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """Return the modules in the recurrent block that a target names, if it also names modules outside, else the target."""
-    matches = lambda name: name == target or name.endswith(f".{target}")
-    inside = [name for name in names if matches(name)]
-    everywhere = [name for name, module in model.named_modules() if matches(name) and hasattr(module, "in_features")]
-    return inside if inside and len(inside) < len(everywhere) else [target]
 
 
 def check_peft_config(config: PeftConfig) -> None:
