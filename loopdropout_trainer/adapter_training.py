@@ -59,12 +59,13 @@ class AdapterTrainingMixin:
         self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
     ) -> PeftConfig | None:
         """Return the configuration of the adapter, by default the paper's."""
-        skeleton = None
+        skeleton = model
         if isinstance(model, str):
-            check_checkpoint(model, (args.model_init_kwargs or {}).get("revision"))
+            revision = (args.model_init_kwargs or {}).get("revision")
+            check_checkpoint(model, revision)
             if args.model_init_kwargs:
                 args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
-            skeleton = foreign_skeleton(model, (args.model_init_kwargs or {}).get("revision"))
+            skeleton = foreign_skeleton(model, revision)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.rule = args.make_rule()
         if self.rule.passes > 1 and not self.runs_passes:
@@ -74,7 +75,7 @@ class AdapterTrainingMixin:
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self._given_weights = {}
         if not isinstance(model, PeftModel):
-            return default_peft_config(skeleton if isinstance(model, str) else model, peft_config)
+            return default_peft_config(skeleton, peft_config)
         self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         return None
 

@@ -157,22 +157,28 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
 
 def loading_fields(name_or_path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of `from_pretrained` with `num_loops` under the names that a foreign configuration has."""
-    if fields.get("num_loops") is None or (looped := foreign_skeleton(name_or_path, fields.get("revision"))) is None:
+    if fields.get("num_loops") is None or (found := _find_foreign(name_or_path, fields.get("revision"))) is None:
         return dict(fields)
-    depth = looped.depth_fields(looped.config, check_num_loops(fields["num_loops"]))
+    model_class, config = found
+    depth = DESCRIPTIONS[model_class].depth_fields(config, check_num_loops(fields["num_loops"]))
     return {name: value for name, value in fields.items() if name != "num_loops"} | depth
 
 
 def foreign_skeleton(name_or_path: str, revision: str | None = None) -> LoopDescription | None:
     """Return the description of a foreign model without weights, or None for a model of another class."""
+    if (found := _find_foreign(name_or_path, revision)) is None:
+        return None
+    model_class, config = found
+    with torch.device("meta"):
+        return DESCRIPTIONS[model_class](model_class(config))
+
+
+def _find_foreign(name_or_path: str, revision: str | None) -> tuple[type[PreTrainedModel], PreTrainedConfig] | None:
+    """Return the class and the configuration of a foreign model, or None for a model of another class."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name_or_path, revision=revision)
-    for model_class, description in DESCRIPTIONS.items():
-        if isinstance(config, model_class.config_class):
-            with torch.device("meta"):
-                return description(model_class(config))
-    return None
+    return next(((cls, config) for cls in DESCRIPTIONS if isinstance(config, cls.config_class)), None)
 
 
 @torch.no_grad()
