@@ -31,14 +31,14 @@ class JobProgressCallback(ProgressCallback):
         super().__init__()
         self.trainings = trainings
 
-    def attach(self, trainer: Trainer) -> None:
-        """Show the progress of a trainer, instead of transformers' own display."""
+    def attach(self, trainer: Trainer, title: str) -> None:
+        """Show the progress of a trainer under a title, instead of transformers' own display."""
+        self.title = title
         for display in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(display)
         trainer.add_callback(self)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.title = args.run_name.partition(", ")[0]
         self.current_step = self.first_step = state.global_step
         self.start = time.monotonic()
         self.evaluation_seconds = self.trained_at and self.start - self.trained_at

@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        progress.attach(trainer)
+        progress.attach(trainer, run.title)
         evaluate_base(trainer, run, tasks)
         train(trainer, run)
 

@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        progress.attach(trainer)
+        progress.attach(trainer, run.title)
         if "eval" in dataset:
             trainer.add_callback(SampleCompletionsCallback(trainer))
         evaluate_base(trainer, run, tasks)
@@ -352,7 +352,7 @@ def train(trainer: Trainer, run: Run) -> None:
         raise
     trainer.save_model()
     trainer.save_state()
-    record(trainer, training_results(trainer, state.global_step), task="training")
+    record(trainer, run, training_results(trainer, state.global_step), task="training")
     if is_main:
         write_run(
             folder,
@@ -409,9 +409,9 @@ def training_results(trainer: Trainer, first_step: int) -> Iterator[dict]:
 # After the training
 
 
-def record(trainer: Trainer, rows: Iterable[dict], **facts: Any) -> None:
+def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
     """Write results of a trainer's model, with the columns that they share."""
-    facts |= {"method": trainer.args.run_name.partition(", ")[0], "num_loops": trainer.num_loops}
+    facts |= {"method": run.title, "num_loops": trainer.num_loops}
     facts |= {"seed": trainer.args.seed, "step": trainer.state.global_step}
     of_base = {"method": "base model", "seed": None, "step": None}
     rows = [{**facts, **row, **(of_base if row["gates"] == "none" else {})} for row in rows]
@@ -451,7 +451,7 @@ def evaluate_at(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: 
         output_dir=folder,
         allow_unsafe_code=options.allow_unsafe_code,
     )
-    record(trainer, rows)
+    record(trainer, run, rows)
 
 
 def diagnose(trainer: Trainer, run: Run) -> None:
@@ -460,7 +460,7 @@ def diagnose(trainer: Trainer, run: Run) -> None:
     examples = iter(islice(trainer.eval_dataset or (), run.script_args.single_loop_batches * size))
     if batches := [trainer.data_collator(batch) for batch in iter(lambda: [*islice(examples, size)], [])]:
         rows = [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)]
-        record(trainer, rows, task=DEVELOPMENT)
+        record(trainer, run, rows, task=DEVELOPMENT)
 
 
 def save(trainer: Trainer, run: Run) -> None:
@@ -522,10 +522,10 @@ def print_differences(accuracy: pd.DataFrame) -> None:
         baseline = "LoRA" if "LoRA" in samples else [*samples][-1]
         for method in samples.keys() - {baseline}:
             difference = compare_answers(samples[method], samples[baseline])
-            lines.append([f"{method} - {baseline}", task, num_loops, str(difference)])
+            lines.append([f"{method} - {baseline}", task, num_loops, difference.n, str(difference)])
     if lines:
-        table = pd.DataFrame(lines, columns=["", "task", "K", "points [95% interval]"]).sort_values("K")
-        print(f"\nDifference in accuracy on the same {difference.n} problems\n{table.to_string(index=False)}")
+        table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"]).sort_values("K")
+        print(f"\nDifference in accuracy on the same n problems\n{table.to_string(index=False)}")
         print("The intervals are over problems. They do not include other training seeds.")
 
 
