@@ -23,6 +23,7 @@ from transformers.models.dory.modeling_dory import DoryLMHead
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.foreign import LoopDescription, register_looped
+from loopdropout_trainer.models.looped_modeling import check_foreign_keywords
 
 
 class DoryLoops(LoopDescription):
@@ -32,7 +33,8 @@ class DoryLoops(LoopDescription):
 
     def __init__(self, model: DoryForCausalLM) -> None:
         super().__init__(model)
-        self.hooks.append(self.base_model.register_forward_pre_hook(_complete_inputs, with_kwargs=True))
+        check = self.base_model.register_forward_pre_hook(check_foreign_keywords, with_kwargs=True, prepend=True)
+        self.hooks += [check, self.base_model.register_forward_pre_hook(_complete_inputs, with_kwargs=True)]
 
     def recurrent_layers(self) -> list[nn.Module]:
         first = self.config.n_input_layers

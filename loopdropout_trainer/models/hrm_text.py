@@ -16,6 +16,7 @@ from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.foreign import LoopDescription, register_looped
+from loopdropout_trainer.models.looped_modeling import check_foreign_keywords
 
 
 class HrmTextLoops(LoopDescription):
@@ -26,6 +27,8 @@ class HrmTextLoops(LoopDescription):
 
     def __init__(self, model: HrmTextForCausalLM) -> None:
         super().__init__(model)
+        check = self.base_model.register_forward_pre_hook(check_foreign_keywords, with_kwargs=True, prepend=True)
+        self.hooks.append(check)
         # Instances of `partial` can be copied and pickled with the model.
         model.generate = functools.partial(_generate, model)
         model._update_model_kwargs_for_generation = functools.partial(_update_model_kwargs, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,22 +69,41 @@ def check_keywords(*more: str) -> Callable[[Callable], Callable]:
     """
 
     def decorate(forward: Callable) -> Callable:
-        own = inspect.signature(forward).parameters
-        known = _PASSED_ON | {*own, *more}
-        own_name, other_name = sorted(_CACHE_NAMES, key=lambda name: name not in own)
+        known = {*inspect.signature(forward).parameters, *more}
 
         @functools.wraps(forward)
         def checked(self, *args, **kwargs):
-            if other_name in kwargs and own_name not in kwargs:
-                kwargs[own_name] = kwargs.pop(other_name)
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(f"{type(self).__name__}.forward() got an unexpected keyword argument {name!r}")
-            return forward(self, *args, **kwargs)
+            return forward(self, *args, **known_keywords(self, known, kwargs))
 
         return checked
 
     return decorate
+
+
+def known_keywords(module: nn.Module, known: Container[str], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a forward call, with the cache under its known name.
+
+    Raises:
+        TypeError: If a keyword is neither known nor passed on by transformers.
+    """
+    own_name, other_name = sorted(_CACHE_NAMES, key=lambda name: name not in known)
+    if other_name in keywords and keywords.get(own_name) is None:
+        keywords = {**keywords, own_name: keywords[other_name]}
+        del keywords[other_name]
+    for name in keywords:
+        if name not in known and name not in _PASSED_ON:
+            raise TypeError(f"{type(module).__name__}.forward() got an unexpected keyword argument {name!r}")
+    return keywords
+
+
+@functools.cache
+def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(module_class.forward).parameters)
+
+
+def check_foreign_keywords(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Check the keywords of a foreign backbone, which would ignore unknown ones. Its first pre-hook, before the gates' one."""
+    return args, known_keywords(backbone, _parameters(type(backbone)), kwargs)
 
 
 # Configurations.
