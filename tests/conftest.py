@@ -96,11 +96,14 @@ LAYOUTS = {"raven_llama": "llama", "raven_olmo": "olmo"}  # what no field of the
 
 @pytest.fixture(scope="session")
 def golden():
-    """`golden(family)`: metadata and tensors of one family."""
+    """`golden(family)`: metadata, tensors and published weights of one family."""
 
     def load(family):
         meta = {**json.loads((GOLDEN / f"{family}.json").read_text()), "name": family}
-        return SimpleNamespace(meta=meta, tensors=load_file(GOLDEN / f"{family}.safetensors"))
+        tensors = load_file(GOLDEN / f"{family}.safetensors")
+        prefix = "weights/"
+        weights = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        return SimpleNamespace(meta=meta, tensors=tensors, weights=weights)
 
     return load
 
@@ -130,9 +133,7 @@ def golden_model(data, **config):
     layout = {"block_layout": LAYOUTS[name]} if name in LAYOUTS else {}
     model_class = {**FAMILIES, **FOREIGN}[name]
     config = model_class.config_class(**{**data.meta["config"], **layout, **config})
-    prefix = "weights/"
-    weights = {k[len(prefix) :]: v for k, v in data.tensors.items() if k.startswith(prefix)}
-    return model_class.from_pretrained(None, config=config, state_dict=weights)
+    return model_class.from_pretrained(None, config=config, state_dict=dict(data.weights))
 
 
 def golden_adapted(data, model=None, modules=None):
