@@ -1,25 +1,29 @@
 """Test rules in training: gradients against full matrices, resuming, saving, loading and merging."""
 
-import json
 import math
-import warnings
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import Recorder, Recording, randomise, tiny_ouro, trained_parameters
+from conftest import assert_same_weights, example_nll, randomise, tiny_ouro, trained_parameters
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch.func import functional_call
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from loopdropout_trainer import LoRADropoutSFTTrainer, default_peft_config, load_adapter, merge_and_save
+from loopdropout_trainer import (
+    LoopDropoutSFTTrainer,
+    LoRADropoutSFTTrainer,
+    default_peft_config,
+    load_adapter,
+    merge_and_save,
+)
 from loopdropout_trainer.callbacks import SensitivityCallback
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.lora import ADAPTER_KINDS, adapted_layers, add_gates, physical_layers
 
 
-K = 4
+K, N, M = 4, 4, 14
 PROFILE = [0.75, 0.6, 0.4, 0.25]
 CASES = {  # config fields; the rules that differ from these in `sample` alone are tested in test_gates.py
     "loop_dropout": {"p": PROFILE}, "module_wise": {"p": PROFILE}, "coto": {"rule_args": {"keep_start": 0.3}},
@@ -29,112 +33,93 @@ CASES = {  # config fields; the rules that differ from these in `sample` alone a
 }  # fmt: skip
 
 
-class PassRecorder(Recording, LoRADropoutSFTTrainer):
-    pass
-
-
 @pytest.fixture
-def make_trainer(make_trainer):
+def make_trainer(make_sft):
     def make(case, **fields):
-        peft_config = default_peft_config(tiny_ouro(), r=4, lora_alpha=8)
-        fields = {"seed": 101, "rule": case, "max_steps": 4, "save_strategy": "no", **CASES.get(case, {}), **fields}
-        cls = PassRecorder if case == "lora_dropout" else Recorder
-        trainer = make_trainer(cls=cls, peft_config=peft_config, **fields)
-        trainer.model.to("cpu")
+        cls = LoRADropoutSFTTrainer if case == "lora_dropout" else LoopDropoutSFTTrainer
+        peft_config = default_peft_config(r=4, lora_alpha=8)
+        trainer = make_sft(cls=cls, peft_config=peft_config, seed=101, rule=case, **{**CASES[case], **fields})
+        trainer.state.max_steps = trainer.args.max_steps
         return trainer
 
     return make
 
 
-def adapter_of(model):
-    return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
-
-
 def batch_of(trainer):
     batch = next(iter(trainer.get_train_dataloader()))
-    return batch, (batch["labels"][:, 1:] != -100).sum()
+    return batch, (batch["labels"] != -100).sum()
 
 
 # --- Oracles: the explicit loop with a full matrix for every adapted weight ------------------------------
 
 
 def oracle_loss(model, batch, num_items, update):
-    """Return the batch's loss under W + update(module, loop, example), one example and one loop at a time.
+    """Return the batch's loss under W + update(module, layer, loop, example), one example and one loop at a time.
 
     `update` gets the module's index and LoRA layer, and returns an [out, in] matrix.
     """
-    ouro, plain = model.get_base_model(), tiny_ouro(num_hidden_layers=1).model.layers[0]
-    layers = {id(layer): index for index, layer in enumerate(adapted_layers(model))}
-    total = 0.0
-    for example in range(len(batch["input_ids"])):
-        length = int(batch["attention_mask"][example].sum())
-        ids, labels = (batch[key][example : example + 1, :length] for key in ("input_ids", "labels"))
-        positions = torch.arange(length).unsqueeze(0)
-        x = ouro.model.embed_tokens(ids)
-        rotary = ouro.model.rotary_emb(x, positions)
+    ouro, backbone = model.get_base_model(), tiny_ouro(num_loops=1).to(model.dtype).model
+    layers = [(name, layer) for name, layer in ouro.model.named_modules() if isinstance(layer, LoraLayer)]
+    total = 0
+    for example, length in enumerate(batch["attention_mask"].sum(dim=1)):
+        ids, labels = (batch[key][example, None, :length] for key in ("input_ids", "labels"))
+        x = backbone.embed_tokens(ids)
         for loop in range(K):
-            for block in ouro.model.layers:
-                weights = dict(block.state_dict())
-                for name, layer in block.named_modules():
-                    if id(layer) in layers:
-                        base = weights.pop(f"{name}.base_layer.weight")
-                        weights[f"{name}.weight"] = base + update(layers[id(layer)], layer, loop, example)
-                weights = {name: weight for name, weight in weights.items() if "lora_" not in name}
-                inputs = {"attention_mask": None, "position_embeddings": rotary}
-                x = functional_call(plain, weights, (x,), inputs, strict=True)
-            x = ouro.model.norm(x)
-        logits = ouro.lm_head(x)[0, :-1]
-        total = total + F.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum")
+            weights = {
+                f"{name}.weight": layer.base_layer.weight + update(module, layer, loop, example)
+                for module, (name, layer) in enumerate(layers)
+            }
+            x = functional_call(backbone, weights, (), {"inputs_embeds": x}).last_hidden_state
+        total = total + example_nll(ouro.lm_head(x), labels).sum()
     return total / num_items
 
 
 def full_update(layer, loop):
     """Return (alpha / r) B A, of the loop's pair if factors differ between loops."""
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    a, b = (a[loop], b[loop]) if a.dim() == 3 else (a, b)
-    return b @ a * layer.scaling["default"]
+    a, b = (factor["default"].weight.expand(K, -1, -1)[loop] for factor in (layer.lora_A, layer.lora_B))
+    return layer.scaling["default"] * b @ a
 
 
-def gated_update(gates, learned=None):
+def gated_update(gates, learned=(1,) * K):
+    gates = gates.reshape(*gates.shape[:2], -1).expand(K, N, M)
+    return lambda module, layer, loop, example: gates[loop, example, module] * learned[loop] * full_update(layer, loop)
+
+
+def noisy_update(seeds, p, noise_rank):
     def update(module, layer, loop, example):
-        gate = gates[loop, min(example, gates.shape[1] - 1)]
-        gate = gate[module] if gate.dim() else gate
-        gate = gate if learned is None else gate * learned[loop]
-        return gate * full_update(layer, loop)
-
-    return update
-
-
-def noisy_update(seeds, p, noise_rank, c=1.0):
-    def update(module, layer, loop, example):
-        delta = full_update(layer, loop)
-        seed = int(seeds[loop, example, module])
-        if seed == 0:
-            return delta
-        d_out, d_in = delta.shape
-        drawn = torch.randn(noise_rank, d_in + d_out, generator=torch.Generator().manual_seed(seed)).to(delta.dtype)
-        g_in, g_out = drawn[:, :d_in], drawn[:, d_in:].T
-        norm = torch.linalg.matrix_norm(delta).detach()
-        return delta + c * norm / math.sqrt((1 - p[loop]) * d_out * d_in * noise_rank) * (g_out @ g_in)
+        delta, seed = full_update(layer, loop), int(seeds[loop, example, module])
+        drawn = torch.randn(noise_rank, sum(delta.shape), generator=torch.Generator().manual_seed(seed)).double()
+        g_in, g_out = drawn.split(delta.shape[::-1], dim=1)
+        scale = delta.detach().norm() / math.sqrt((1 - p[loop]) * delta.numel() * noise_rank)
+        return delta + (seed != 0) * scale * g_out.T @ g_in
 
     return update
 
 
 def sparse_update(seeds, p):
     def update(module, layer, loop, example):
-        d_out, d_in = layer.out_features, layer.in_features
-        kept = torch.rand(d_in + d_out, generator=torch.Generator().manual_seed(int(seeds[module]))) >= p
-        delta = full_update(layer, loop)
-        masks = (kept / (1 - p)).to(delta.dtype)
-        return torch.diag(masks[d_in:]) @ delta @ torch.diag(masks[:d_in])
+        delta, generator = full_update(layer, loop), torch.Generator().manual_seed(int(seeds[module]))
+        kept = torch.rand(sum(delta.shape), generator=generator) >= p
+        mask_in, mask_out = (kept / (1 - p)).split(delta.shape[::-1])
+        return mask_out[:, None] * delta * mask_in
 
     return update
 
 
-def draw_of(trainer, num_examples, **fields):
-    layers, ids = physical_layers(trainer.model), [(row, 0) for row in range(num_examples)]
-    common = {"seed": 101, "step": 0, "num_steps": trainer.state.max_steps, "num_loops": K}
-    return Draw(**common, example_ids=ids, num_modules=len(layers), layers=layers, **fields)
+def draw_of(trainer, pass_index=0):
+    layers, ids = physical_layers(trainer.model), [(row, 0) for row in range(N)]
+    return Draw(101, 0, ids, K, num_steps=4, num_modules=M, layers=layers, pass_index=pass_index)
+
+
+def oracle_update(trainer, draw):
+    rule = trainer.rule
+    if rule.name == "weight_noise":
+        return noisy_update(rule.seeds(draw), PROFILE, 3)
+    if rule.name == "lora_dropout":
+        return sparse_update(rule.seeds(draw), 0.5)
+    if rule.name == "learned":
+        return gated_update(rule.sample(draw), trainer.model.base_model.lora_loop_gates["default"])
+    return gated_update(rule.sample(draw))
 
 
 RUNS = [*((case, case not in ("loop_dropout", "coto")) for case in CASES), ("weight_noise", False)]
@@ -143,62 +128,43 @@ RUNS = [*((case, case not in ("loop_dropout", "coto")) for case in CASES), ("wei
 @pytest.mark.parametrize(("case", "checkpointing"), RUNS)
 def test_gradients_equal_full_matrices(case, checkpointing, make_trainer):
     trainer = make_trainer(case)
-    model, rule = trainer.model.double(), trainer.rule
+    model = randomise(trainer.model.double())
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    randomise(model)
     batch, num_items = batch_of(trainer)
-    parameters = trained_parameters(model)
-    trainer.state.max_steps = 4
     loss = trainer.training_step(model, dict(batch), num_items)
+    parameters = list(trained_parameters(model).values())
     # An adapter that is switched off for the step is left out; its gradient is zero.
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
-    model.zero_grad()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
-    updates = []
-    for pass_index in range(rule.passes):
-        draw = draw_of(trainer, len(batch["input_ids"]), pass_index=pass_index)
-        if rule.name == "weight_noise":
-            updates.append(noisy_update(rule.seeds(draw), PROFILE, 3))
-        elif rule.name == "lora_dropout":
-            updates.append(sparse_update(rule.seeds(draw), 0.5))
-        else:
-            learned = dict(model.named_parameters()).get("base_model.lora_loop_gates.default")
-            updates.append(gated_update(rule.sample(draw), learned))
+    updates = [oracle_update(trainer, draw_of(trainer, index)) for index in range(trainer.rule.passes)]
     expected = sum(oracle_loss(model, batch, num_items, update) for update in updates) / len(updates)
-    expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    for name, p in parameters.items():
-        wanted = torch.zeros_like(p) if p.grad is None else p.grad
-        assert (gradients[name] - wanted).norm() <= 1e-5 * max(1.0, float(wanted.norm())), name
+    for gradient, want in zip(
+        gradients, torch.autograd.grad(expected, parameters, materialize_grads=True), strict=True
+    ):
+        assert (gradient - want).norm() <= 1e-5 * want.norm().clamp(min=1)
 
 
 # --- Complete runs -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_rule_trains_resumes_and_loads(case, make_trainer, tmp_path):
-    out = str(tmp_path / "run")
-    fields = {"save_strategy": "steps", "save_steps": 2, "output_dir": out, "max_steps": 3}
-    trainer = make_trainer(case, **fields)
-    initial = adapter_of(trainer.model)
+@pytest.mark.parametrize("case", ["weight_noise", "learned", "adaptive", "independent", "lora_dropout"])
+def test_rule_trains_resumes_and_loads(case, make_trainer):
+    trainer, resumed = (make_trainer(case, save_strategy="steps", save_steps=1, max_steps=2) for _ in range(2))
+    folder = trainer.args.output_dir
     trainer.train()
-    final = adapter_of(trainer.model)
-    assert any(not torch.equal(final[name], initial[name]) for name in final)
-
-    resumed = make_trainer(case, **fields)
-    resumed.train(resume_from_checkpoint=f"{out}/checkpoint-2")
-    again = adapter_of(resumed.model)
-    assert all(torch.allclose(again[name], final[name], rtol=0, atol=1e-7) for name in final)
-    assert json.dumps(resumed.rule.state_dict()) == json.dumps(trainer.rule.state_dict())
+    assert any(p.any() for name, p in trained_parameters(trainer.model).items() if "lora_B" in name)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    assert_same_weights(resumed, trainer)
+    assert resumed.rule.state_dict() == trainer.rule.state_dict()
 
     # The saved adapter at unit gates is the evaluated model.
-    loss = trainer.evaluate()["eval_loss"]
-    loaded = load_adapter(tiny_ouro(), f"{out}/checkpoint-3")
-    weights = adapter_of(loaded)
-    assert weights.keys() == final.keys() and all(torch.equal(weights[name], final[name]) for name in final)
+    loaded = load_adapter(tiny_ouro(), f"{folder}/checkpoint-2")
+    weights = [get_peft_model_state_dict(model) for model in (loaded, trainer.model)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
     (batch,) = trainer.get_eval_dataloader()
-    assert loss == pytest.approx(loaded(**batch).loss.item(), rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loaded(**batch).loss.item(), rel=1e-5)
 
 
 def test_every_adapter_kind_has_a_case():
@@ -213,74 +179,58 @@ def test_packed_examples_keep_their_draws(case, make_trainer):
     # One padding-free row of four examples has the loss of four rows, since the example ids agree.
     losses = []
     for fields in ({}, {"padding_free": True, "max_length": None}):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer = make_trainer(case, **fields)
-        randomise(trainer.model)
-        batch, num_items = batch_of(trainer)
-        num_items = (batch["labels"] != -100).sum()
-        losses.append(trainer.training_step(trainer.model, dict(batch), num_items).item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        trainer = make_trainer(case, **fields)
+        losses.append(trainer.training_step(randomise(trainer.model), *batch_of(trainer)))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("p", [0.5, 0.2])
-def test_lora_dropout_scales_alpha_once(p, make_sft, tmp_path):
+def test_lora_dropout_scales_alpha_once(make_sft, tmp_path):
     # Rescaled masks at alpha q^2 equal the original masks at alpha; q^2 applies to a new adapter only.
-    asked = default_peft_config(tiny_ouro(), r=4, lora_alpha=32, alpha_pattern={"q_proj": 16})
-    trainer = make_sft(cls=LoRADropoutSFTTrainer, peft_config=asked, rule="lora_dropout", p=[p])
-    layers = adapted_layers(trainer.model)
-    strengths = [layer.scaling["default"] for layer in layers]
-    assert strengths == pytest.approx([4 * (1 - p) ** 2, *[8 * (1 - p) ** 2] * 6] * (len(layers) // 7))
-    assert (asked.lora_alpha, asked.alpha_pattern) == (32, {"q_proj": 16})
+    asked = default_peft_config(r=4, lora_alpha=32, alpha_pattern={"q_proj": 16})
+    fields = {"cls": LoRADropoutSFTTrainer, "rule": "lora_dropout", "p": [0.2]}
+    trainer = make_sft(peft_config=asked, **fields)
     trainer.save_model(tmp_path)
-    assert [layer.scaling["default"] for layer in adapted_layers(load_adapter(tiny_ouro(), tmp_path))] == strengths
-
-    given = load_adapter(tiny_ouro(), tmp_path, is_trainable=True)
-    again = make_sft(given, cls=LoRADropoutSFTTrainer, rule="lora_dropout", p=[p])
-    assert [layer.scaling["default"] for layer in adapted_layers(again.model)] == strengths
+    again = make_sft(load_adapter(tiny_ouro(), tmp_path, is_trainable=True), **fields)
+    for model in (trainer.model, again.model):
+        strengths = [layer.scaling["default"] for layer in adapted_layers(model)]
+        assert strengths == pytest.approx([4 * 0.8**2, *[8 * 0.8**2] * 6] * 2)
+    assert (asked.lora_alpha, asked.alpha_pattern) == (32, {"q_proj": 16})
 
 
 def test_coto_skips_inactive_layers(make_trainer):
-    trainer = make_trainer("coto", rule_args={"keep_start": 0.0, "ramp": 1.0})
-    batch, num_items = batch_of(trainer)
-    calls = []
-    for module, layer in enumerate(adapted_layers(trainer.model)):
-        layer.lora_A["default"].register_forward_hook(lambda *_, module=module: calls.append(module))
-    trainer.state.max_steps = 10**6
-    trainer.training_step(trainer.model, batch, num_items)
-    layers = physical_layers(trainer.model)
+    trainer = make_trainer("coto", rule_args={"keep_start": 0.0})
+    layers, calls = physical_layers(trainer.model), []
     assert layers == [0] * 7 + [1] * 7
-    assert len({layers[module] for module in calls}) == 1 and len(calls) == 7 * K
+    for index, layer in zip(layers, adapted_layers(trainer.model), strict=True):
+        layer.lora_A["default"].register_forward_hook(lambda *_, index=index: calls.append(index))
+    trainer.training_step(trainer.model, *batch_of(trainer))
+    assert calls in ([0] * 7 * K, [1] * 7 * K)
 
 
 def test_independent_loops_start_differently():
-    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro(), r=4))
-    shared = adapted_layers(model)[0].lora_A["default"].weight.clone()
-    before = torch.get_rng_state()
+    model = get_peft_model(tiny_ouro(), default_peft_config(r=4))
+    layer = adapted_layers(model)[0]
+    shared, before = layer.lora_A["default"].weight.clone(), torch.get_rng_state()
     add_gates(model, rule=make_rule("independent"), seed=7)
     assert torch.equal(torch.get_rng_state(), before)
-    factors = adapted_layers(model)[0].lora_A["default"].weight
+    factors = layer.lora_A["default"].weight
     assert torch.equal(factors[0], shared) and len(factors.unique(dim=0)) == K
     assert (factors.abs() <= 1 / math.sqrt(factors.shape[-1])).all()
 
 
-def test_merging_loop_specific_adapters_raises(make_trainer, tmp_path):
-    for case in ("independent", "learned"):
-        trainer = make_trainer(case)
-        randomise(trainer.model)
-        with pytest.raises(ValueError, match="each loop"):
-            trainer.model.merge_and_unload()
-
-    trainer.model.base_model.lora_loop_gates["default"].data.fill_(0.5)
+def test_equal_learned_gates_are_merged(make_trainer, tmp_path):
+    trainer = make_trainer("learned")
+    model = randomise(trainer.model).eval()
+    with pytest.raises(ValueError, match="each loop"):
+        model.merge_and_unload()
+    model.base_model.lora_loop_gates["default"].data.fill_(0.5)
     batch, _ = batch_of(trainer)
-    expected = trainer.model.eval()(**batch).logits
-    merged = AutoModelForCausalLM.from_pretrained(merge_and_save(trainer.model, tmp_path / "merged"))
-    assert torch.allclose(merged(**batch).logits, expected, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(merge_and_save(model, tmp_path / "merged"))
+    torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
-    trainer = make_trainer("independent", max_steps=1)
-    trainer.save_model(tmp_path)
+    make_trainer("independent").save_model(tmp_path)
     with pytest.raises(RuntimeError, match="size mismatch"):
         PeftModel.from_pretrained(tiny_ouro(), str(tmp_path))
     with pytest.raises(ValueError, match="belongs to 4 loops, but the model runs 6"):
@@ -292,16 +242,15 @@ def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
 
 def test_adaptive_sensitivity_is_gate_gradient(make_trainer):
     trainer = make_trainer("adaptive")
-    randomise(trainer.model)
     batch, num_items = batch_of(trainer)
-    trainer.training_step(trainer.model, dict(batch), num_items)
-    callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, SensitivityCallback)]
-    callbacks[0].on_step_end(trainer.args, trainer.state, trainer.control)
+    trainer.training_step(randomise(trainer.model), dict(batch), num_items)
+    (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, SensitivityCallback))
+    callback.on_step_end(trainer.args, trainer.state, trainer.control)
 
-    gates = make_rule("loop_dropout").sample(draw_of(trainer, len(batch["input_ids"]))).requires_grad_()
+    gates = make_rule("loop_dropout").sample(draw_of(trainer)).requires_grad_()
     oracle_loss(trainer.model, batch, num_items, gated_update(gates)).backward()
     share = gates.grad.abs().sum(dim=1).double()
-    assert torch.allclose(trainer.rule.estimate, share * K / share.sum(), rtol=1e-4)
+    torch.testing.assert_close(trainer.rule.estimate, share * K / share.sum(), rtol=1e-4, atol=0)
 
 
 # --- A new rule -------------------------------------------------------------------------------------------------------
@@ -331,11 +280,7 @@ def test_new_rule_is_one_class(train):
     assert sum(map(bool, ALTERNATING.splitlines())) == 11  # docs/architecture.md states this number
     with patch.dict(RULES):
         exec(ALTERNATING, {"__name__": "alternating"})
-        trainer = train(rule="alternating", max_steps=3)
+        trainer = train(rule="alternating", max_steps=2)
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert [[log[f"active_loop_{t}"] for t in range(1, 5)] for log in logs] == [
-        [1, 1, 0, 0],
-        [0, 0, 1, 1],
-        [1, 1, 0, 0],
-    ]
-    assert [log["gate_mean"] for log in logs] == [1, 1, 1]
+    assert [[log[f"active_loop_{t}"] for t in range(1, 5)] for log in logs] == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    assert [log["gate_mean"] for log in logs] == [1, 1]
