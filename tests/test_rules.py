@@ -151,16 +151,16 @@ def test_gradients_equal_full_matrices(case, checkpointing, make_trainer):
 
 @pytest.mark.parametrize("case", ["weight_noise", "learned", "adaptive", "independent", "lora_dropout"])
 def test_rule_trains_resumes_and_loads(case, make_trainer):
-    trainer, resumed = (make_trainer(case, save_strategy="steps", save_steps=1, max_steps=2) for _ in range(2))
+    trainer, resumed = (make_trainer(case, save_strategy="steps", save_steps=2, max_steps=3) for _ in range(2))
     folder = trainer.args.output_dir
     trainer.train()
     assert any(p.any() for name, p in trained_parameters(trainer.model).items() if "lora_B" in name)
-    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert_same_weights(resumed, trainer)
     assert resumed.rule.state_dict() == trainer.rule.state_dict()
 
     # The saved adapter at unit gates is the evaluated model.
-    loaded = load_adapter(tiny_ouro(), f"{folder}/checkpoint-2")
+    loaded = load_adapter(tiny_ouro(), f"{folder}/checkpoint-3")
     weights = [get_peft_model_state_dict(model) for model in (loaded, trainer.model)]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     (batch,) = trainer.get_eval_dataloader()
