@@ -323,7 +323,9 @@ def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     """Write settings as a recipe that repeats the run, without secrets."""
     public = json.loads(hide_secrets(json.dumps({**settings, "hub_token": None})))
     public.pop("hub_token")
-    Path(path).write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    new = Path(f"{path}.new")
+    new.write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    new.replace(path)  # in one step, for readers in other processes
 
 
 def _words(value: Any) -> list[Any]:

@@ -26,11 +26,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,41 +56,6 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 NON_FINITE = (-math.inf, -math.inf)
 
 
-@dataclass
-class Part:
-    """The runs of one comparison. A sweep has these fields for all of its parts, and a part may replace them."""
-
-    learning_rates: list[float] = option([], "Candidates for every method.")
-    methods: list[dict[str, Any]] = option(
-        ["lora", "loop_dropout"],
-        "Rules, recipes (.yaml), or a mapping of names to a rule, a recipe or settings. A part lists names.",
-    )
-    seeds: list[int] = option([101, 102, 103], "Training seeds. The first one chooses the learning rate.")
-    full_grid: bool = option(False, "Train every seed with every learning rate and choose none.")
-    extend_grid: bool = option(
-        False, "Add up to four learning rates while the best one is the smallest or the largest."
-    )
-    settings: dict[str, Any] = option({}, "Fields of every recipe (JSON). With its own, a part renames its methods.")
-    measure: dict[str, Any] = option({}, "Fields of the evaluation of the final runs (JSON).")
-
-
-@dataclass
-class SweepArguments(Part):
-    """A sweep."""
-
-    recipe: str = option("", "Recipe that all methods start from.")
-    script: str = option("sft", "Training script: sft, dpo or grpo.")
-    parts: dict[str, Any] = option({}, "Comparisons by name, in order of priority.")
-    only: list[str] = option([], "Parts to run. Default: all.")
-    rate_factors: dict[str, Any] = option({}, "Factors on the learning rates by method (JSON).")
-    select_on: str = option(DEVELOPMENT, "Task that chooses the learning rate, or `eval_loss`.")
-    output_dir: str = option("outputs/sweep", "Folder of all runs.")
-    launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
-    workers: int = option(1, "Number of runs at a time, each on its own GPU.")
-    print_commands: bool = option(False, "Print the commands of the runs that can start, and stop.")
-    dry_run: bool = option(False, "Print the number of trainings, and stop.")
-
-
 class Run(NamedTuple):
     """One start of the training script. If `selects` is true, it only serves the choice of the learning rate."""
 
@@ -106,167 +70,150 @@ class Run(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The learning rates of a method in ascending order, the best one if it is known, and remarks about it."""
+    """The learning rates of a method in ascending order, the best one if it is known, and a remark about it."""
 
     rates: list[float]
     best: float | None
-    edge: str | None  # "smallest" or "largest"
-    tie: str = ""
+    remark: str = ""
 
 
+@dataclass
 class Sweep:
-    """The runs of a sweep, and their state in its folder.
-
-    Args:
-        arguments: fields of the sweep.
+    """A sweep, whose state is in its folder.
 
     Raises:
-        UserError: if a part, a method or a field does not exist.
+        UserError: if a method or a field does not exist.
     """
 
-    def __init__(self, arguments: SweepArguments) -> None:
-        self.arguments = arguments
-        self.output_dir = Path(arguments.output_dir)
-        self.script = Path(__file__).with_name(f"{arguments.script}.py")
-        self.recipes: dict[str, dict] = {}  # by method
-        self.measured: dict[str, dict] = {}
-        methods = arguments.methods
-        self.definitions = methods[0] if isinstance(methods[0], dict) else {Path(name).stem: name for name in methods}
-        parts = arguments.parts or {"all": {}}
-        _check_names("only", arguments.only, parts)
-        _check_names("rate_factors", arguments.rate_factors, self.definitions)
-        self.parts = {name: self._part(name, own or {}) for name, own in parts.items()}
-        self.selected_parts = [self.parts[name] for name in arguments.only or parts]
+    recipe: str = option("", "Recipe that all methods start from.")
+    methods: list[dict[str, Any]] = option(
+        ["lora", "loop_dropout"], "Rules, recipes (.yaml), or a mapping of names to a rule, a recipe or settings."
+    )
+    settings: dict[str, Any] = option({}, "Fields of every recipe (JSON).")
+    measure: dict[str, Any] = option({}, "Fields of the evaluation of the final runs (JSON).")
+    seeds: list[int] = option([101, 102, 103], "Training seeds. The first one chooses the learning rate.")
+    learning_rates: list[float] = option([], "Candidates for every method.")
+    rate_factors: dict[str, Any] = option({}, "Factors on the learning rates by method (JSON).")
+    full_grid: bool = option(False, "Train every seed with every learning rate and choose none.")
+    extend_grid: bool = option(
+        False, "Add up to four learning rates while the best one is the smallest or the largest."
+    )
+    select_on: str = option(DEVELOPMENT, "Task that chooses the learning rate, or `eval_loss`.")
+    script: str = option("sft", "Training script: sft, dpo or grpo.")
+    output_dir: str = option("outputs/sweep", "Folder of all runs.")
+    launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
+    workers: int = option(1, "Number of runs at a time, each on its own GPU.")
+    print_commands: bool = option(False, "Print the commands of the runs that can start, and stop.")
+    dry_run: bool = option(False, "Print the number of trainings, and stop.")
+
+    def __post_init__(self):
+        methods = self.methods[0]
+        if isinstance(methods, str):
+            methods = {Path(name).stem: name for name in self.methods}
+        for field, choices in (("rate_factors", methods), ("measure", MEASURED)):
+            for name in getattr(self, field):
+                if name not in choices:
+                    raise UserError(f"`{field}` has no {name!r}.{closest_match(name, choices)}")
+        if not self.learning_rates or not self.seeds:
+            raise UserError("`learning_rates` and `seeds` must be set.")
+        self.full_grid = self.full_grid or len(self.learning_rates) == 1
+        self.recipes = {name: self._make_recipes(definition) for name, definition in methods.items()}
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[Run] = set()
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
 
-    def _part(self, name: str, own: dict) -> Part:
-        """Return a part, with the fields of the sweep where it has none, and add its methods to `recipes`."""
-        _check_names(f"parts.{name}", own, Part.__dataclass_fields__)
-        shared = {field: getattr(self.arguments, field) for field in Part.__dataclass_fields__}
-        part = Part(**{**shared, "methods": [*self.definitions], "settings": {}, **own})
-        part.measure = {**shared["measure"], **part.measure}
-        part.learning_rates = sorted(part.learning_rates)
-        part.full_grid |= len(part.learning_rates) == 1
-        _check_names(f"parts.{name}.methods", part.methods, self.definitions)
-        _check_names(f"parts.{name}.measure", part.measure, MEASURED)
-        if not part.learning_rates or not part.seeds:
-            raise UserError(f"The part `{name}` must have `learning_rates` and `seeds`.")
-        suffix = f"@{name}" * bool(part.settings)
-        for method in part.methods:
-            self.recipes.setdefault(method + suffix, self._recipe(self.definitions[method], part.settings))
-            self.measured.setdefault(method + suffix, part.measure)
-        part.methods = [method + suffix for method in part.methods]
-        return part
-
-    def _recipe(self, definition: str | dict, of_part: dict) -> dict:
-        """Return the settings of a method, without learning rate and seed."""
-        path = self.arguments.recipe
+    def _make_recipes(self, definition: str | dict) -> dict[bool, dict]:
+        """Return the settings of a method's runs without learning rate and seed, by `selects`."""
+        path = self.recipe
         if isinstance(definition, str):
             path, definition = (definition, {}) if definition.endswith(".yaml") else (path, {"rule": definition})
         recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
-        for changes in (self.arguments.settings, definition, of_part):
-            recipe = override(recipe, changes)
-        for name in SET_BY_SWEEP & recipe.keys():
+        recipe = {**override(recipe, self.settings), "evaluate_base": False}
+        final = override({**recipe, **self.measure}, definition)
+        for name in SET_BY_SWEEP & final.keys():
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
-        return recipe
+        first = {name: value for name, value in override(recipe, definition).items() if name not in FINAL_ONLY}
+        first["benchmarks"] = [] if self.select_on == "eval_loss" else [self.select_on]
+        if "own_benchmarks" in self.measure:
+            first["own_benchmarks"] = self.measure["own_benchmarks"]
+        if first.get("num_eval_examples") or first.get("eval_files"):
+            first["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
+        return {True: first, False: final}
 
-    def settings(self, run: Run) -> dict:
+    def run_settings(self, run: Run) -> dict:
         """Return the recipe of a run."""
-        recipe, measure = self.recipes[run.method], self.measured[run.method]
-        if run.selects:
-            select_on = self.arguments.select_on
-            recipe = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
-            measure = {name: value for name, value in measure.items() if name == "own_benchmarks"}
-            measure["benchmarks"] = [] if select_on == "eval_loss" else [select_on]
-            has_held_out = recipe.get("num_eval_examples") or recipe.get("eval_files")
-            if select_on == DEVELOPMENT or has_held_out and self.arguments.script == "sft":
-                measure["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
         return {
-            **recipe,
-            "evaluate_base": False,
-            **measure,
+            **self.recipes[run.method][run.selects],
             "learning_rate": run.learning_rate,
             "seed": run.seed,
-            "run_name": f"{self.output_dir.name}/{run.name}",
+            "run_name": f"{Path(self.output_dir).name}/{run.name}",
             "resume_from_checkpoint": "true",
         }
 
+    def folder(self, run: Run) -> Path:
+        """Return the folder of a run."""
+        return Path(self.output_dir, run.name)
+
     # Learning rates and runs
 
-    def choice(self, part: Part, method: str) -> Choice:
+    def choice(self, method: str) -> Choice:
         """Choose the learning rate with the best score of the first seed. Ties are broken by held-out loss, then by size.
 
         While the best one is at the edge of its grid, `extend_grid` adds the next one, in the ratio of the outermost two.
         """
-        factor = self.arguments.rate_factors.get(method.split("@")[0], 1.0)
-        rates = [_rounded(factor * rate) for rate in part.learning_rates]
-        limit = len(rates) + (4 if part.extend_grid and not part.full_grid else 0)
+        factor = self.rate_factors.get(method, 1.0)
+        rates = sorted(_rounded(factor * rate) for rate in self.learning_rates)
+        limit = len(rates) + (4 if self.extend_grid and not self.full_grid else 0)
         while True:
-            scores = {rate: self.score(Run(method, rate, part.seeds[0], True)) for rate in rates}
-            is_known = None not in scores.values() and max(scores.values()) > NON_FINITE
-            best = max(scores, key=scores.get) if is_known else None
-            edge = {rates[0]: "smallest", rates[-1]: "largest"}.get(best)
-            if edge is None or len(rates) == limit:
-                return Choice(rates, best, edge, self._describe_tie(scores, best) if best else "")
-            last, outermost = rates[1::-1] if edge == "smallest" else rates[-2:]
+            scores = {rate: self.score(Run(method, rate, self.seeds[0], True)) for rate in rates}
+            if None in scores.values() or max(scores.values()) == NON_FINITE:
+                return Choice(rates, None)
+            best = max(scores, key=scores.get)
+            if best not in (rates[0], rates[-1]) or len(rates) == limit:
+                return Choice(rates, best, self._remark(scores, best))
+            last, outermost = rates[1::-1] if best == rates[0] else rates[-2:]
             rates = sorted([*rates, _rounded(outermost**2 / last)])
 
-    def _describe_tie(self, scores: dict[float, tuple[float, float]], best: float) -> str:
-        """Return a remark if other learning rates have the score of the best one."""
-        equal = {rate: loss for rate, (score, loss) in scores.items() if score == scores[best][0]}
-        if len(equal) == 1:
-            return ""
-        names = " and ".join(f"{rate:g}" for rate in equal)
-        reason = "The held-out loss decided." if len({*equal.values()}) > 1 else "The smallest one was chosen."
-        return f"The selection was uninformative. {names} have equal scores on {self.arguments.select_on}. {reason}"
-
-    def runs_of(self, part: Part) -> list[Run]:
-        """Return the runs of a part that have a learning rate, in the order of their seeds."""
-        runs = []
-        for method in part.methods:
-            rates, best, *_ = self.choice(part, method)
-            if not part.full_grid:
-                runs += [Run(method, rate, part.seeds[0], True) for rate in rates]
-                rates = [] if best is None else [best]
-            runs += [Run(method, rate, seed, False) for rate in rates for seed in part.seeds]
-        return sorted(runs, key=lambda run: part.seeds.index(run.seed))
+    def _remark(self, scores: dict[float, tuple[float, float]], best: float) -> str:
+        """Return a remark if the best learning rate is at the edge of its grid, or others have the same score."""
+        remark = "It is at the edge of the grid. " if best in (min(scores), max(scores)) else ""
+        ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
+        if len(ties) > 1:
+            remark += f"The selection was uninformative. {' and '.join(ties)} have equal scores on {self.select_on}. "
+            remark += "The held-out loss decided, or the size if it is equal, too."
+        return remark
 
     def pending(self) -> list[Run]:
-        """Return the runs that can start or have started, in order of priority."""
-        pending = {}
-        for part in self.selected_parts:
-            for run in self.runs_of(part):
-                if not self.is_done(run):
-                    pending.setdefault(run.name, run)
-        return [*pending.values()]
+        """Return the runs that have a learning rate and are not done, in the order of their seeds."""
+        runs = []
+        for method in self.recipes:
+            rates, best, *_ = self.choice(method)
+            if not self.full_grid:
+                runs += [Run(method, rate, self.seeds[0], True) for rate in rates]
+                rates = [] if best is None else [best]
+            runs += [Run(method, rate, seed, False) for rate in rates for seed in self.seeds]
+        runs.sort(key=lambda run: self.seeds.index(run.seed))
+        return [run for run in runs if not self.is_done(run)]
 
     def num_trainings(self) -> int:
         """Return the number of trainings, without extended grids."""
-        trainings = set()
-        for part in self.selected_parts:
-            for method, seed in product(part.methods, part.seeds):
-                tries_all = part.full_grid or seed == part.seeds[0]
-                trainings |= {
-                    (method, rate, seed) for rate in (self.choice(part, method).rates if tries_all else [None])
-                }
-        return len(trainings)
+        num_rates, num_seeds = len(self.learning_rates), len(self.seeds)
+        return len(self.recipes) * (num_rates * num_seeds if self.full_grid else num_rates + num_seeds - 1)
 
     # The state of a run, from its folder
 
     def score(self, run: Run) -> tuple[float, float] | None:
         """Return the score that chooses the learning rate and the negative held-out loss, or None before the run."""
-        folder, select_on = self.output_dir / run.name, self.arguments.select_on
-        rows = read_results(folder) if run.name not in self.scores and folder.is_dir() else []
-        find = lambda **columns: [row["value"] for row in rows if columns.items() <= row.items()]
-        losses = find(metric="eval_loss") or find(metric="loss", task=DEVELOPMENT, gates="unit")
-        accuracies = find(metric="accuracy", task=select_on, gates="unit")
-        if scores := [-loss for loss in losses] if select_on == "eval_loss" else accuracies:
-            self.scores[run.name] = (scores[-1], -min(losses, default=math.inf))
-        if read_run(folder).get("status") == "non-finite":
-            self.scores[run.name] = NON_FINITE
+        folder = self.folder(run)
+        if run.name not in self.scores and folder.is_dir():
+            is_finite = read_run(folder).get("status") != "non-finite"
+            rows = [row for row in read_results(folder) if is_finite and row["gates"] == "unit"]
+            values = {(row["metric"], row["task"]): row["value"] for row in rows}
+            loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
+            score = -loss if self.select_on == "eval_loss" else values.get(("accuracy", self.select_on), -math.inf)
+            if score > -math.inf or not is_finite:
+                self.scores[run.name] = (score, -loss)
         return self.scores.get(run.name)
 
     def is_done(self, run: Run) -> bool:
@@ -275,10 +222,10 @@ class Sweep:
         Raises:
             UserError: if the run in the folder has other training settings.
         """
-        folder = self.output_dir / run.name
+        folder = self.folder(run)
         path = folder / SETTINGS_FILE
         if run not in self.done and path.exists():
-            saved, new = load_recipe(path), self.settings(run)
+            saved, new = load_recipe(path), self.run_settings(run)
             if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
                 raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
             score = self.score(run)
@@ -295,13 +242,11 @@ class Sweep:
         Raises:
             UserError: if a run fails.
         """
-        number = self.arguments.workers
-        gpus = cycle(_gpus() if number > 1 else [{}])
+        number = self.workers
+        gpus = islice(cycle(_gpus() if number > 1 else [{}]), number)
         with ThreadPoolExecutor(number) as pool:
-            workers = [pool.submit(self._work, next(gpus)) for _ in range(number)]
             try:
-                for worker in workers:
-                    worker.result()
+                list(pool.map(self._work, gpus))
             except BaseException:
                 self.stopped.set()
                 for process in self.processes.copy():
@@ -312,7 +257,7 @@ class Sweep:
         """Train one run after the other until none is left."""
         while (runs := self.pending()) and not self.stopped.is_set():
             for run in runs:
-                folder = self.output_dir / run.name
+                folder = self.folder(run)
                 folder.mkdir(parents=True, exist_ok=True)
                 with open(folder / "sweep.lock", "w") as lock, suppress(BlockingIOError):  # another worker trains it
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -324,18 +269,18 @@ class Sweep:
 
     def command(self, run: Run) -> list[str]:
         """Write the recipe of a run, and return its command."""
-        folder = self.output_dir / run.name
+        folder = self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        dump_recipe(self.settings(run), folder / "new.yaml")
-        (folder / "new.yaml").replace(folder / SETTINGS_FILE)  # in one step, for other workers
+        dump_recipe(self.run_settings(run), folder / SETTINGS_FILE)
         if is_finished(folder):  # it is measured again
             write_run(folder, **{**read_run(folder), "status": "trained"})
-        launcher = shlex.split(self.arguments.launcher) or [sys.executable]
+        launcher = shlex.split(self.launcher) or [sys.executable]
+        script = Path(__file__).parent / f"{self.script}.py"
         imports = ["--import", *IMPORTED] if IMPORTED else []
-        return [*launcher, str(self.script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *imports]
+        return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *imports]
 
     def _train(self, run: Run, gpu: dict[str, str], lock: int) -> None:
-        path = self.output_dir / run.name / "log.txt"
+        path = self.folder(run) / "log.txt"
         with open(path, "a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 self.command(run),
@@ -354,25 +299,20 @@ class Sweep:
         print(f"{run.name}: {read_run(path.parent).get('status', 'stopped')}", flush=True)
 
     def write_summary(self) -> None:
-        """Print the chosen learning rates and a table of mean ± SD over seeds, and write them to `summary.json`."""
-        choices = [
-            {"part": name, "method": method, **self.choice(part, method)._asdict()}
-            for name, part in self.parts.items()
-            for method in (() if part.full_grid else part.methods)
-        ]
-        for choice in choices:
-            edge = f", the {choice['edge']} one of the grid" if choice["edge"] else ""
-            print(f"{choice['method']}: learning rate {choice['best']}{edge}. {choice['tie']}")
+        """Print the chosen learning rates and a table of mean ± SD over seeds.
+
+        They are also written to `summary.json`, with the choices of other sweeps in the same folder.
+        """
+        path = Path(self.output_dir, "summary.json")
+        choices = json.loads(path.read_text(encoding="utf-8"))["choices"] if path.exists() else {}
+        for method in () if self.full_grid else self.recipes:
+            choice = self.choice(method)
+            print(f"{method}: learning rate {choice.best}. {choice.remark}")
+            choices[method] = choice._asdict()
         table = accuracy_table(load_results(self.output_dir))
         print_table(table, ACCURACY_TITLE)
         summary = {"choices": choices, "accuracy": table.to_dict("records")}
-        (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-
-
-def _check_names(field: str, names: Iterable[str], choices: Iterable[str]) -> None:
-    for name in names:
-        if name not in choices:
-            raise UserError(f"`{field}` has no {name!r}.{closest_match(name, choices)}")
+        path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -388,11 +328,10 @@ def _rounded(rate: float) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    (arguments,) = parse((SweepArguments,), argv, __doc__)
-    sweep = Sweep(arguments)
-    if arguments.dry_run:
+    (sweep,) = parse((Sweep,), argv, __doc__)
+    if sweep.dry_run:
         print(f"{sweep.num_trainings()} trainings")
-    elif arguments.print_commands:
+    elif sweep.print_commands:
         print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,6 +1,7 @@
 """recipes/sweep.py: order, choice of learning rates, finished runs, locks, and continuation after a kill."""
 
 import json
+import math
 import re
 import shlex
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import ENVIRONMENT, ROOT, Program, wait_for
+from processes import ROOT, Program, python, wait_for
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.recipe import load_recipe, parse
@@ -23,8 +24,15 @@ sys.path.insert(0, str(ROOT / "recipes"))
 import sweep  # noqa: E402
 
 
-RECIPE = {"model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "max_steps": 1, "benchmark_limit": 2,
-          "benchmarks": ["arithmetic_test"], "single_loop_batches": 1, "compare_with": ["lora"]}  # fmt: skip
+RECIPE = {
+    "model_name_or_path": "tiny-ouro",
+    "preparation": "arithmetic",
+    "num_eval_examples": 2,
+    "max_steps": 1,
+    "benchmarks": ["arithmetic_test"],
+    "single_loop_batches": 1,
+    "compare_with": ["lora"],
+}
 # A training script without a training. It logs its start, waits while a file `hold` exists, and writes results with the scores
 # of the file `world`.
 SCRIPT = """
@@ -60,10 +68,10 @@ class Lab:
     """A folder with the script, a recipe and the log of all starts."""
 
     def __init__(self, folder):
-        self.folder, self.out = folder, folder / "out"
+        self.folder, self.out, self.file = folder, folder / "out", str(folder / "sweep.yaml")
         self.recipe = folder / "recipe.yaml"
         self.recipe.write_text(yaml.safe_dump(RECIPE))
-        (folder / "sft.py").write_text(SCRIPT)
+        (folder / "lab.py").write_text(SCRIPT)
         self.set_world()
 
     def set_world(self, scores=None, losses=None, diverging=(), fails=False):
@@ -73,12 +81,15 @@ class Lab:
         (self.folder / "world").write_text(text)
 
     def sweep(self, **fields):
-        defaults = {"recipe": str(self.recipe), "methods": ["lora"], "learning_rates": [0.04, 0.01, 0.02]}
-        fields = {**defaults, "seeds": [101, 102], "output_dir": str(self.out), **fields}
-        path = self.folder / "sweep.yaml"
-        path.write_text(yaml.safe_dump(fields, sort_keys=False))
-        made = sweep.Sweep(*parse((sweep.SweepArguments,), [str(path)]))
-        made.script = self.folder / "sft.py"
+        defaults = {
+            "recipe": str(self.recipe),
+            "methods": ["lora"],
+            "learning_rates": [0.04, 0.01, 0.02],
+            "seeds": [101, 102],
+        }
+        fields = {**defaults, "output_dir": str(self.out), "script": str(self.folder / "lab"), **fields}
+        Path(self.file).write_text(yaml.safe_dump(fields, sort_keys=False))
+        (made,) = parse((sweep.Sweep,), [self.file])
         return made
 
     def run(self, **fields):
@@ -116,118 +127,92 @@ def test_sweep_chooses_on_first_seed_then_trains_all(lab):
     assert load_recipe(lab.out / "lora/lr_0.01/seed_101/recipe.yaml")["single_loop_batches"] == 16
 
 
-def test_sweep_measures_the_held_out_loss(lab):
-    own_data = lab.sweep(select_on="eval_loss", settings={"eval_files": ["held.jsonl"]})
-    assert own_data.settings(sweep.Run("lora", 0.01, 101, True))["single_loop_batches"] == 16
+def test_sweep_measures_final_runs(lab):
+    methods = {"hard": {"rule": "lora", "benchmarks": ["arithmetic_hard"], "eval_files": ["held.jsonl"]}}
+    made = lab.sweep(
+        methods=methods, measure={"benchmarks": ["arithmetic_test"], "depths": [2]}, select_on="eval_loss"
+    )
+    first, final = (made.run_settings(sweep.Run("hard", 0.01, 101, selects)) for selects in (True, False))
+    assert (first["benchmarks"], first["single_loop_batches"], first.get("depths")) == ([], 16, None)
+    assert (final["benchmarks"], final["single_loop_batches"], final["depths"]) == (["arithmetic_hard"], 1, [2])
 
 
-def test_sweep_skips_finished_runs(lab):
-    lab.run()
-    count = len(lab.log)
-    lab.run()
-    assert len(lab.log) == count
-    lab.run(seeds=[101, 102, 103])
-    assert lab.runs[count:] == ["lora/lr_0.02/seed_103"]
-
-
-def test_sweep_measures_finished_runs_again(lab):
-    lab.run()
-    count = len(lab.log)
-    lab.run(measure={"benchmarks": ["arithmetic_hard"]})
-    assert [entry[:2] for entry in lab.log[count:]] == [
-        [f"lora/lr_0.02/seed_{seed}", ["arithmetic_hard"]] for seed in (101, 102)
+def test_sweep_continues_finished_runs(lab):
+    for _ in range(2):
+        lab.run()
+        assert len(lab.log) == 5
+    lab.run(measure={"benchmarks": ["arithmetic_hard"]}, seeds=[101, 102, 103])
+    assert [entry[:2] for entry in lab.log[5:]] == [
+        [f"lora/lr_0.02/seed_{seed}", ["arithmetic_hard"]] for seed in (101, 102, 103)
     ]
 
 
 def test_sweep_summary_has_means_and_choices(lab, capsys):
-    lab.run().write_summary()
+    for method in ("lora", "loop_dropout"):
+        lab.run(methods=[method]).write_summary()
     text = capsys.readouterr().out
     assert "lora: learning rate 0.02. \n" in text and "15.00 ± 7.07" in text
     summary = json.loads((lab.out / "summary.json").read_text())
-    assert summary["choices"] == [
-        {"part": "all", "method": "lora", "rates": [0.01, 0.02, 0.04], "best": 0.02, "edge": None, "tie": ""}
-    ]
-    means = {row["task"]: row["accuracy"] for row in summary["accuracy"] if "0.02" in row["method"]}
-    assert means["arithmetic_test"] == "15.00 ± 7.07"
+    choice = {"rates": [0.01, 0.02, 0.04], "best": 0.02, "remark": ""}
+    assert summary["choices"] == {"lora": choice, "loop_dropout": choice}
+    rows = [row for row in summary["accuracy"] if row["task"] == "arithmetic_test"]
+    assert [row["accuracy"] for row in rows] == ["15.00 ± 7.07"] * 2
 
 
-TIES = {  # scores, losses: the choice and the remark
-    "loss": ({}, {"0.01": 0.3, "0.02": 0.1, "0.04": 0.2}, 0.02, "0.01 and 0.02 and 0.04 .* The held-out loss decided"),
-    "no loss": ({}, {}, 0.01, "0.01 and 0.02 and 0.04 .* The smallest one was chosen"),
-    "some": (
-        {"0.02": 7, "0.04": 7},
-        {"0.02": 0.2, "0.04": 0.1},
-        0.04,
-        "0.02 and 0.04 have equal scores on development",
+TIES = {  # scores, losses: the choice and the equal learning rates
+    "loss": (
+        {"0.01": 0, "0.02": 0, "0.04": 0},
+        {"0.01": 0.3, "0.02": 0.1, "0.04": 0.2},
+        0.02,
+        "0.01 and 0.02 and 0.04",
     ),
+    "no loss": ({"0.01": 0, "0.02": 0, "0.04": 0}, {}, 0.01, "0.01 and 0.02 and 0.04"),
+    "some": ({"0.02": 7, "0.04": 7}, {"0.02": 0.2, "0.04": 0.1}, 0.04, "0.02 and 0.04"),
 }
 
 
-@pytest.mark.parametrize(("scores", "losses", "best", "remark"), TIES.values(), ids=TIES)
-def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, remark):
-    lab.set_world(scores or {"0.01": 0, "0.02": 0, "0.04": 0}, losses)
-    made = lab.run()
-    choice = made.choice(made.parts["all"], "lora")
-    assert choice.best == best and re.match(f"The selection was uninformative. {remark}", choice.tie)
+@pytest.mark.parametrize(("scores", "losses", "best", "names"), TIES.values(), ids=TIES)
+def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, names):
+    lab.set_world(scores, losses)
+    choice = lab.run().choice("lora")
+    assert choice.best == best and f"The selection was uninformative. {names} have equal scores" in choice.remark
 
 
-GRIDS = {  # scores: the learning rates in the order of their runs, the choice, its edge
-    "inside": ({"0.0025": 6, "0.005": 8, "0.01": 7, "0.02": 6, "0.04": 5}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.005, None),
+GRIDS = {  # scores: the learning rates in the order of their runs, the choice, the remark
+    "inside": ({"0.0025": 6, "0.005": 8, "0.01": 7}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.005, ""),
     "limit": ({"0.000625": 9, "0.00125": 8, "0.0025": 7, "0.005": 6, "0.01": 5},
-              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, "smallest"),
-    "above": ({"0.02": 2, "0.04": 3, "0.08": 4}, [0.01, 0.02, 0.04, 0.08, 0.16], 0.08, None),
+              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, "It is at the edge of the grid. "),
+    "above": ({"0.02": 2, "0.04": 3, "0.08": 4}, [0.01, 0.02, 0.04, 0.08, 0.16], 0.08, ""),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("scores", "rates", "best", "edge"), GRIDS.values(), ids=GRIDS)
-def test_sweep_extends_grid_at_its_edge(lab, scores, rates, best, edge):
+@pytest.mark.parametrize(("scores", "rates", "best", "remark"), GRIDS.values(), ids=GRIDS)
+def test_sweep_extends_grid_at_its_edge(lab, scores, rates, best, remark):
     lab.set_world(scores, diverging=[0.16])
     made = lab.run(extend_grid=True)
     assert list(dict.fromkeys(float(name.split("/")[1][3:]) for name in lab.runs)) == rates
-    assert made.choice(made.parts["all"], "lora")[1:3] == (best, edge)
+    assert made.choice("lora")[1:] == (best, remark)
 
 
 def test_sweep_scales_rates_by_method(lab):
     made = lab.sweep(methods=["lora", "loop_dropout"], rate_factors={"loop_dropout": 0.5})
-    assert made.choice(made.parts["all"], "loop_dropout").rates == [0.005, 0.01, 0.02]
+    assert made.choice("loop_dropout").rates == [0.005, 0.01, 0.02]
 
 
 def test_sweep_drops_a_non_finite_rate(lab):
     lab.set_world(diverging=[0.02])
-    lab.run()
-    count = len(lab.log)
-    lab.run()
-    assert lab.runs[-1] == "lora/lr_0.04/seed_102" and len(lab.log) == count
+    for _ in range(2):
+        lab.run()
+        assert lab.runs[-1] == "lora/lr_0.04/seed_102" and len(lab.log) == 5
 
 
-@pytest.mark.parametrize("fields", [{}, {"seeds": [103]}], ids=["same runs", "new seed"])
-def test_sweep_names_a_changed_setting(lab, fields):
-    fields = {"learning_rates": [0.01], **fields}
+@pytest.mark.parametrize("seeds", [[101, 102], [101, 103]], ids=["same runs", "new seed"])
+def test_sweep_names_a_changed_setting(lab, seeds):
     lab.run(learning_rates=[0.01])
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "max_steps": 5}))
-    made = lab.sweep(**{**fields, "seeds": [101, *fields.get("seeds", [])]})
     with pytest.raises(UserError, match="seed_101: `max_steps` changed from 1 to 5"):
-        made.train_all()
+        lab.run(learning_rates=[0.01], seeds=seeds)
     assert len(lab.log) == 2
-
-
-def test_sweep_parts_share_runs(lab):
-    methods = {"lora": "lora", "half": {"rule": "loop_dropout", "p": 0.5}}
-    parts = {
-        "main": {},
-        "rates": {"methods": ["lora"], "full_grid": True, "measure": {"benchmarks": ["arithmetic_hard"]}},
-        "deep": {"methods": ["half"], "settings": {"num_loops": 6}, "learning_rates": [0.02]},
-    }
-    assert lab.sweep(methods=methods, parts=parts).num_trainings() == 8 + 3 + 2
-    lab.run(methods=methods, parts=parts)
-    assert len({*lab.runs}) == 6 + 4 + 2
-    finals = [tasks for name, tasks, *_ in lab.log if name == "lora/lr_0.02/seed_101"]
-    assert finals == [["development"], ["arithmetic_test"]]  # as the first part says
-    recipe = load_recipe(lab.out / "half@deep/lr_0.02/seed_101/recipe.yaml")
-    assert (recipe["num_loops"], recipe["rule"], recipe["p"]) == (6, "loop_dropout", 0.5)
-    count = len(lab.log)
-    lab.run(methods=methods, parts=parts, only=["main"])
-    assert len(lab.log) == count
 
 
 def test_sweep_failure_shows_the_log(lab):
@@ -255,13 +240,10 @@ def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
 
 
 ERRORS = [
-    ({"learning_rates": []}, "must have `learning_rates`"),
+    ({"learning_rates": []}, "`learning_rates` and `seeds` must be set"),
     ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
     ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
-    ({"measure": {"lora_r": 4}}, "`parts.all.measure` has no 'lora_r'"),
-    ({"parts": {"x": {"seed": [1]}}}, "`parts.x` has no 'seed'. Did you mean 'seeds'?"),
-    ({"parts": {"x": {"methods": ["coto"]}}}, "`parts.x.methods` has no 'coto'"),
-    ({"only": ["x"]}, "`only` has no 'x'"),
+    ({"measure": {"lora_r": 4}}, "`measure` has no 'lora_r'"),
 ]
 
 
@@ -287,11 +269,7 @@ def test_sweep_workers_train_each_run_once(lab, monkeypatch):
 def start(lab):
     """Start the sweep in another process."""
     lab.sweep()
-    code = "import signal, sys; sys.path.insert(0, 'recipes'); import sweep; from loopdropout_trainer.recipe import parse\n"
-    code += "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
-    code += f"made = sweep.Sweep(*parse((sweep.SweepArguments,), ['{lab.folder}/sweep.yaml']))\n"
-    code += f"made.script = sweep.Path('{lab.folder}/sft.py')\nmade.train_all()"
-    program = Program("-c", code, cwd=ROOT, env=ENVIRONMENT)
+    program = Program(ROOT / "recipes/sweep.py", lab.file)
     wait_for(lambda: lab.log, program)
     return program
 
@@ -328,24 +306,21 @@ def test_interrupted_sweep_stops_its_training(lab):
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
 
 
-@pytest.mark.parametrize("path", [*(ROOT / "recipes").glob("s[tw]*s/*.yaml")], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*(ROOT / "recipes").glob("s[tw]*s/**/*.yaml")], ids=lambda path: path.stem)
 def test_sweep_recipe_names_its_number_of_trainings(path):
-    (arguments,) = parse((sweep.SweepArguments,), [str(path)])
-    total = sweep.Sweep(arguments).num_trainings()
+    (made,) = parse((sweep.Sweep,), [str(path)])
+    total = made.num_trainings()
     assert re.search(rf"\b{total} trainings", path.read_text()), total
 
 
-def test_sweep_trains_two_methods(tmp_path, monkeypatch, capsys):
-    """The real script on the tiny model."""
+def test_sweep_runs_the_training_script(lab):
+    """The real script on the tiny model: a run that chooses the learning rate, and its final evaluation."""
     recipe = load_recipe("recipes/quickstart.yaml")
-    changes = {"max_steps": 1, "num_train_examples": 8, "num_eval_examples": 2, "benchmark_limit": 2, "depths": None}
-    recipe |= {**changes, "per_device_train_batch_size": 2, "single_loop_accuracy": False, "single_loop_batches": 1}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "merge": False}))
-    fields = {"recipe": str(tmp_path / "recipe.yaml"), "learning_rates": [0.001], "seeds": [1], "workers": 2}
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({**fields, "output_dir": str(tmp_path / "out")}))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    sweep.main([str(tmp_path / "sweep.yaml")])
-    assert "minus LoRA" in capsys.readouterr().out
-    for method in ("lora", "loop_dropout"):
-        assert (tmp_path / f"out/{method}/lr_0.001/seed_1/adapter_model.safetensors").exists()
-    assert sweep.Sweep(*parse((sweep.SweepArguments,), [str(tmp_path / "sweep.yaml")])).pending() == []
+    changes = {"max_steps": 1, "num_train_examples": 4, "num_eval_examples": 2, "benchmark_limit": 1, "depths": None}
+    recipe |= {**changes, "per_device_train_batch_size": 2, "single_loop_accuracy": False, "merge": False}
+    lab.recipe.write_text(yaml.safe_dump(recipe))
+    made = lab.sweep(seeds=[1], script="sft")
+    for run in made.pending()[0], sweep.Run("lora", 0.01, 1, False):
+        python(*made.command(run)[1:])
+        assert made.is_done(run) and all(map(math.isfinite, made.score(run)))
+    made.write_summary()

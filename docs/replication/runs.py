@@ -74,14 +74,14 @@ def rows_of(results: list[dict]) -> Iterator[dict]:
 
 
 def _place(study: str, method: str, seed: int) -> tuple[str, str]:
-    """Return the study that a run belongs to, and its method there. METHOD@PART belongs to a part with its own settings."""
+    """Return the study that a run belongs to, and its method there. METHOD@NAME is a method with other settings."""
     if study == "map":
         return study, method
-    method, _, part = method.partition("@")
-    if part == "second_base":
+    method, _, name = method.partition("@")
+    if name == "second_base":
         return "two_layers", method
-    if study == "small" and part not in ("", "rates"):  # `rates` adds rates to methods that other parts have
-        method = f"{part}_lora" if method == "lora" else part
+    if study == "small" and name not in ("", "rates"):  # `rates` adds rates to methods of other sweeps
+        method = f"{name}_lora" if method == "lora" else name
     return ("fresh_seeds" if study == "small" and seed in FRESH else study), method
 
 
