@@ -162,10 +162,22 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
         try:
             json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            logger.warning("The checkpoint %s is incomplete and is not used.", folder)
+            logger.warning_once("The checkpoint %s is incomplete and is not used.", folder)
         else:
             return str(folder)
     return None
+
+
+def find_checkpoint(args: TrainingArguments) -> str | None:
+    """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`."""
+    name = str(args.resume_from_checkpoint)
+    if name.lower() == "true":
+        return newest_checkpoint(args.output_dir)
+    if name.lower() in ("false", "none"):
+        return None
+    if not Path(name, TRAINER_STATE_NAME).is_file():
+        raise UserError(f"`resume_from_checkpoint` must be true or the folder of a checkpoint, got {name}.")
+    return name
 
 
 class GatedStepCallback(TrainerCallback):

@@ -92,6 +92,11 @@ class GateConfig:
             raise UserError("Set the field `p`, not `rule_args.p`.")
         return make_rule(self.rule, **fields if self.p is None else {"p": self.p, **fields})
 
+    @property
+    def examples_per_step(self) -> int:
+        """Number of examples of an optimizer step in all processes."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
     def depth_limits(self, num_loops: int) -> tuple[int, int]:
         """Return the least and the greatest depth of a training step for a model of K = `num_loops` loops."""
         return num_loops, num_loops

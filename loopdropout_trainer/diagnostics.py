@@ -125,7 +125,7 @@ def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
     return [row for t, each in scores for row in _loss_and_accuracy("readout", each, num_loops, model, loop=t)]
 
 
-def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[int]) -> list[Result]:
+def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[int] | None = None) -> list[Result]:
     """Measure the loss at other depths than in training (Appendix "Depth"), in one forward pass at the largest depth.
 
     The results of models that were trained at several depths form a matrix of training depth by evaluation depth.
@@ -133,13 +133,15 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     Args:
         model: Looped model, with or without an adapter.
         batches: Model inputs with labels.
-        depths: Numbers of loops. An adapter with parameters of its own for each loop runs at its own depth only.
+        depths: Numbers of loops. Default: 1 to 2K. An adapter with parameters of its own for each loop runs at K only.
 
     Returns:
         `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
     """
+    num_loops = find_looped_model(model).num_loops
+    depths = depths or range(1, 2 * num_loops + 1)
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
-        depths = [find_looped_model(model).num_loops]
+        depths = [num_loops]
     with set_depth(model, max(depths)):
         scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
     return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]

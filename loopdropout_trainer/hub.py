@@ -52,7 +52,7 @@ from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_w
 from loopdropout_trainer.recipe import model_path
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, read_recipe, read_results
 from loopdropout_trainer.standalone import write_code
-from loopdropout_trainer.tokenizers import end_token_ids
+from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -172,6 +172,12 @@ def adapter_folder(adapter: str | Path) -> Path:
         return Path(snapshot_download(str(adapter), allow_patterns=_ADAPTER_FILES))
     except (OSError, ValueError) as error:
         raise UserError(f"`adapter` must be a folder or a Hub name, got {adapter} ({_first_line(error)}).") from error
+
+
+def load_saved_tokenizer(folder: Path, model: PreTrainedModel, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in the folder of an adapter or model, or the tokenizer of the loaded model."""
+    is_saved = (folder / "tokenizer.json").is_file()
+    return load_tokenizer(folder if is_saved else find_looped_model(model).config.name_or_path, revision)
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig:
@@ -503,6 +509,21 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
         "recipe": (folder / RECIPE_FILE).read_text(encoding="utf-8") if recipe else None,
         "results": [row for row in read_results(folder) if row["folder"] == str(folder)],
     }
+
+
+def find_adapter(adapter: str, method: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of an adapter, and the columns `method`, `adapter`, `seed` and `step` of its results.
+
+    Args:
+        adapter: Folder or Hub name.
+        method: Name of an adapter without results of its training.
+    """
+    folder = adapter_folder(adapter)
+    columns = {"method": method, "adapter": adapter, "seed": None, "step": None}
+    for row in read_card_fields(folder)["results"]:
+        if row["task"] == "training":
+            columns |= {name: row[name] for name in ("method", "seed", "step")}
+    return folder, columns
 
 
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:

@@ -22,12 +22,12 @@ class JobProgressCallback(ProgressCallback):
     The time includes the evaluations as soon as the first training has been evaluated. Attach one object to all trainers.
 
     Args:
-        trainings: Number of trainings of the job.
+        trainings: Number of trainings of the job. It may be set before the first one.
     """
 
     evaluation_seconds = trained_at = None
 
-    def __init__(self, trainings: int) -> None:
+    def __init__(self, trainings: int = 1) -> None:
         super().__init__()
         self.trainings = trainings
 

@@ -25,6 +25,7 @@ from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
 
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import HfArgumentParser
 
 PACKAGE = Path(__file__).parent
@@ -105,6 +106,83 @@ class ModelArguments:
         """Keyword arguments of `loopdropout_trainer.hub.load_model`."""
         names = ("dtype", "attn_implementation", "num_loops")
         return {"revision": self.model_revision, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass
+class AdapterArguments:
+    """The LoRA adapter. The defaults are the paper's."""
+
+    help_title = "Adapter"
+
+    lora_r: int = option(16, "Rank of the adapter.")
+    lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.")
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.")
+    lora_target_modules: list[str] | None = option(
+        None, "Adapted layers. Default: all linear projections of the recurrent block."
+    )
+    use_rslora: bool = option(False, "Whether to scale the update by alpha / sqrt(r).")
+
+    @property
+    def peft_config(self) -> LoraConfig:
+        """Configuration of the adapter in PEFT."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=self.lora_target_modules,
+            use_rslora=self.use_rslora,
+            task_type="CAUSAL_LM",
+        )
+
+
+@dataclass
+class TaskArguments:
+    """Where tasks come from."""
+
+    own_benchmarks: dict[str, Any] | None = option(
+        None, "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."
+    )
+    benchmark_revisions: dict[str, str] | None = option(
+        None, "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."
+    )
+
+
+@dataclass
+class BenchmarkArguments(TaskArguments):
+    """How tasks are evaluated."""
+
+    benchmark_limit: int | None = option(None, "Number of problems per task. Default: all.")
+    benchmark_batch_size: int = option(16, "Problems that a process decodes at a time.")
+    allow_unsafe_code: bool = option(False, "Whether to run generated programs without sandbox. Command line only.")
+
+
+@dataclass
+class ScriptArguments(BenchmarkArguments):
+    """Steps around the training."""
+
+    help_title = "Evaluation and output"
+
+    compare_with: list[str] | None = option(None, "Other rules to train from the same initial adapter, in subfolders.")
+    benchmarks: list[str] | None = option(
+        None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."
+    )
+    evaluate_base: bool = option(True, "Whether to evaluate the base model, too.")
+    depths: list[int] | None = option(None, "Recurrence depths at which to evaluate the first task.")
+    single_loop_accuracy: bool = option(False, "Whether to evaluate the first task with the adapter in one loop only.")
+    single_loop_batches: int = option(
+        0, "Number of evaluation batches for the loss with the adapter in one loop only."
+    )
+    merge: bool = option(False, "Whether to save the merged model in `output_dir`/merged.")
+    push_merged_to_hub: bool = option(False, "Whether to merge, and to push the merged model to `hub_model_id`.")
+    dry_run: bool = option(False, "Print the plan and stop before the training.")
+    preview: int | None = option(None, "Index of a training example to print, with its trained tokens marked.")
+
+    def __post_init__(self):
+        if (self.depths or self.single_loop_accuracy) and not self.benchmarks:
+            raise UserError("`benchmarks` must be set if `depths` or `single_loop_accuracy` is set.")
+        self.merge = self.merge or self.push_merged_to_hub
 
 
 class _Loader(yaml.SafeLoader):

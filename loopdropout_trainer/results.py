@@ -10,16 +10,23 @@ A folder of results has three files:
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import loopdropout_trainer
 from loopdropout_trainer.errors import UserError, short_repr
 
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import Trainer
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
 
@@ -30,6 +37,17 @@ COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loo
 step, or None for the base model. `num_loops` is the recurrence depth of the measurement. `gates` is "unit", "none" (the base
 model), "loop 1" or "1-1-0-0". `n` is the number of problems, examples or tokens.
 """
+
+UNITS = {
+    "train_loss": "nats",
+    "eval_loss": "nats",
+    "num_tokens": "tokens",
+    "train_seconds": "s",
+    "step_seconds": "s",
+    "tokens_per_second": "tokens/s",
+    "peak_memory_gb": "GB",
+}
+"""Units of the results of a training. The others are numbers."""
 
 UNCOMPARED = {
     *("output_dir", "run_name", "compare_with", "dry_run", "resume_from_checkpoint", "resume_with_changed_settings"),
@@ -106,21 +124,87 @@ def is_finished(output_dir: str | Path) -> bool:
 
 
 def compare_recipes(
-    saved: Mapping[str, Any], new: Mapping[str, Any], ignored: Collection[str] = UNCOMPARED
+    saved: Mapping[str, Any],
+    new: Mapping[str, Any],
+    ignored: Collection[str] = UNCOMPARED,
+    fields: Collection[str] | None = None,
 ) -> str | None:
     """Describe the first difference between two recipes.
 
     Args:
         saved: settings of the earlier run. new: settings of the later run.
         ignored: fields that may differ.
+        fields: fields to compare. Default: all.
 
     Returns:
         A clause such as "`learning_rate` changed from 0.001 to 0.0003", or None without a difference.
     """
-    for name in {**saved, **new}:
+    for name in fields or {**saved, **new}:
         if name not in ignored and saved.get(name) != new.get(name):
             return f"`{name}` changed from {short_repr(saved.get(name))} to {short_repr(new.get(name))}"
     return None
+
+
+def find_difference(
+    folder: str | Path,
+    new: Mapping[str, Any],
+    ignored: Collection[str] = UNCOMPARED,
+    fields: Collection[str] | None = None,
+) -> str | None:
+    """Compare the recipe of the run in a folder, if there is one, with a new recipe, as `compare_recipes` does."""
+    saved = read_recipe(folder)
+    return compare_recipes(saved, new, ignored, fields) if saved else None
+
+
+def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
+    """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
+
+    Args:
+        trainer: Trainer after its training.
+        first_step: Number of steps before the last interruption, whose time is estimated from the steps after it.
+    """
+    import torch
+
+    history, num_steps = trainer.state.log_history, trainer.state.global_step
+    last = {name: value for log in history for name, value in log.items()}
+    losses = [log["loss"] for log in history if "loss" in log]
+    steps = [0, *(log["step"] for log in history if "loss" in log)]
+    rewards = [log["reward"] for log in history if "reward" in log]
+    tenth = max(1, len(rewards) // 10)
+    seconds = last.get("train_runtime", math.nan) * num_steps / max(1, num_steps - first_step)
+    num_tokens = last.get("num_tokens", math.nan)
+    values = {
+        "train_loss": np.dot(losses, np.diff(steps)) / num_steps,
+        "eval_loss": last.get("eval_loss", math.nan),
+        "examples": len(trainer.train_dataset),
+        "trainable_parameters": trainer.model.get_nb_trainable_parameters()[0],
+        "num_tokens": num_tokens,
+        "train_seconds": seconds,
+        "step_seconds": seconds / num_steps,
+        "tokens_per_second": num_tokens / seconds,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 or math.nan,
+    }
+    if rewards:
+        values |= {"reward_first": np.mean(rewards[:tenth]), "reward_last": np.mean(rewards[-tenth:])}
+    return [
+        {"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": "unit"}
+        for name, value in values.items()
+        if not math.isnan(value)
+    ]
+
+
+def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str = "{:.1f}") -> None:
+    """Print results with one line for each method.
+
+    Args:
+        title: Text above the table.
+        rows: Results. Nothing is printed if there are none.
+        columns: Name or values of the column of the table that each result is in.
+        number_format: Format of a number.
+    """
+    if len(rows):
+        table = rows.pivot_table("value", "method", columns, sort=False).rename_axis(index=None, columns="method")
+        print(f"\n{title}\n{table.to_string(float_format=number_format.format, na_rep='', line_width=80)}")
 
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:

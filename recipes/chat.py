@@ -30,12 +30,12 @@ from rich.text import Text
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.hub import adapter_folder, add_end_tokens, load_model
+from loopdropout_trainer.hub import adapter_folder, add_end_tokens, load_model, load_saved_tokenizer
 from loopdropout_trainer.looped import check_num_loops, expand_gates, find_looped_model, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import build, name_words, option, parse
 from loopdropout_trainer.results import read_recipe
-from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
+from loopdropout_trainer.tokenizers import end_token_ids
 
 
 @dataclass
@@ -66,14 +66,13 @@ def main(argv: list[str] | None = None) -> None:
     model = load_model(args.model, device=torch.accelerator.current_accelerator(check_available=True))
     looped, is_adapter = find_looped_model(model), isinstance(model, PeftModel)
     folder = adapter_folder(args.model) if is_adapter else Path(args.model)
-    is_saved = (folder / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(folder if is_saved else looped.config.name_or_path)
+    tokenizer = load_saved_tokenizer(folder, model)
     add_end_tokens(looped, end_token_ids(tokenizer))
 
     # Format of the prompts
     (data_args,) = build([DataArguments], read_recipe(folder))
     template = args.prompt_template or (data_args.template and data_args.template + data_args.prompt_end)
-    is_chat = bool(tokenizer.chat_template and not template)
+    is_chat = not template and tokenizer.chat_template
     if is_chat:
         turns = [{"role": "user", "content": "{prompt}"}]
         template = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -96,10 +95,16 @@ def main(argv: list[str] | None = None) -> None:
                     title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
                     with Live(get_renderable=partial(make_table, title, answers)):
                         for name, numbers in columns.items():
-                            show = partial(answers.__setitem__, name)
                             with set_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
-                                options = {"stop_strings": stops, "progress": False, "on_text": show}
-                                generate_greedy(model, tokenizer, [ids], args.max_new_tokens, **options)
+                                generate_greedy(
+                                    model,
+                                    tokenizer,
+                                    [ids],
+                                    args.max_new_tokens,
+                                    stop_strings=stops,
+                                    progress=False,
+                                    on_text=partial(answers.__setitem__, name),
+                                )
                     print()
 
 

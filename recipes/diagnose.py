@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import pandas as pd
-from sft import AdapterArguments, ScriptArguments, TaskArguments, print_table
 
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
@@ -32,10 +30,18 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, load_benchmarks
-from loopdropout_trainer.hub import adapter_folder, load_model, read_card_fields
-from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import ModelArguments, name_folders, option, parse, recipe_dict
-from loopdropout_trainer.results import compare_recipes, read_recipe, write_results
+from loopdropout_trainer.hub import adapter_folder, find_adapter, load_model
+from loopdropout_trainer.recipe import (
+    AdapterArguments,
+    ModelArguments,
+    ScriptArguments,
+    TaskArguments,
+    name_folders,
+    option,
+    parse,
+    recipe_dict,
+)
+from loopdropout_trainer.results import find_difference, print_table, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -60,16 +66,18 @@ class DiagnoseArguments(TaskArguments):
 
 
 def main(argv: list[str] | None = None) -> None:
-    types = (DiagnoseArguments, ModelArguments, DataArguments, LoopDropoutConfig)
     argv = name_folders(argv, "adapters")
     if argv[:1] == ["--adapters"]:
         adapter_folder(argv[1])  # a misspelled folder is not a missing `--model_name_or_path`
-    args, model_args, data_args, training_args = parse(types, argv, __doc__, (ScriptArguments, AdapterArguments))
+    args, model_args, data_args, training_args = parse(
+        (DiagnoseArguments, ModelArguments, DataArguments, LoopDropoutConfig),
+        argv,
+        __doc__,
+        unread_types=(ScriptArguments, AdapterArguments),
+    )
 
     # Tokenizer and data
-    tokenizer = load_tokenizer(
-        model_args.model_name_or_path, model_args.model_revision, chat_template=model_args.chat_template
-    )
+    tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
     with training_args.main_process_first():
         adapters = [find_adapter(name, name) for name in args.adapters]
         if args.task == DEVELOPMENT:
@@ -79,18 +87,16 @@ def main(argv: list[str] | None = None) -> None:
             examples = reference_examples(task, args.num_examples)
     if examples is None:
         raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
+    for folder, _ in adapters if args.task == DEVELOPMENT else ():
+        if difference := find_difference(folder, recipe_dict(data_args), fields=DataArguments.__dataclass_fields__):
+            raise UserError(f"The recipe must have the data of the adapter in {folder}, but {difference}.")
     batches = label_batches(
-        [*islice(examples, args.num_examples)],
+        islice(examples, args.num_examples),
         tokenizer,
         training_args.per_device_eval_batch_size,
         training_args.completion_only_loss,
         training_args.assistant_only_loss,
     )
-    for folder, _ in adapters if args.task == DEVELOPMENT else ():
-        saved = read_recipe(folder)
-        others = saved.keys() - DataArguments.__dataclass_fields__.keys()
-        if saved and (difference := compare_recipes(saved, recipe_dict(data_args), others)):
-            raise UserError(f"The recipe must have the data of the adapter in {folder}, but {difference}.")
 
     # Measurement
     rows = []
@@ -98,10 +104,13 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(
             model_args.model_name_or_path, adapter=folder, device=training_args.device, **model_args.load_kwargs
         )
-        depths = args.depths or range(1, 2 * find_looped_model(model).num_loops + 1)
-        measured = [*single_loop(model, batches)] if folder and "single_loop" in args.diagnostics else []
-        measured += readouts(model, batches) if "readouts" in args.diagnostics else []
-        measured += depth_matrix(model, batches, depths) if "depth_matrix" in args.diagnostics else []
+        measured = []
+        if folder and "single_loop" in args.diagnostics:
+            measured += single_loop(model, batches)
+        if "readouts" in args.diagnostics:
+            measured += readouts(model, batches)
+        if "depth_matrix" in args.diagnostics:
+            measured += depth_matrix(model, batches, args.depths)
         measured = [{**facts, "task": args.task, **row} for row in measured]
         if training_args.process_index == 0:
             write_results(training_args.output_dir, measured)
@@ -114,28 +123,16 @@ def main(argv: list[str] | None = None) -> None:
         print(f"The results are in {training_args.output_dir}")
 
 
-def find_adapter(path: str, name: str) -> tuple[Path, dict]:
-    """Return the folder of an adapter, and the columns of its results."""
-    folder = adapter_folder(path)
-    facts = {"method": name, "adapter": path}
-    for row in read_card_fields(folder)["results"]:
-        if row["task"] == "training":
-            facts |= {column: row[column] for column in ("method", "seed", "step")}
-    return folder, facts
-
-
 def print_results(rows: list[dict]) -> None:
     """Print the loss reductions with advice for LoRA, or the other losses if they were not measured."""
     results = pd.DataFrame(rows)
-    reductions = results.query("metric == 'loss_reduction'")
+    reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
     if reductions.empty:
         for metric, column in {"readout_loss": "loop", "depth_loss": "num_loops"}.items():
-            if len(numbers := results[results["metric"] == metric]):
-                print_table(f"{metric} (nats) by {column}", numbers, numbers[column].convert_dtypes(), "{:.4g}")
-        return
-    columns = reductions["gates"].replace("unit", "all loops")
-    print_table("rho_t, loss reduction with the adapter in one loop only, in %", reductions, columns)
-    for method, own in reductions.dropna(subset="loop").groupby("method", sort=False):
+            if len(losses := results.query("metric == @metric")):
+                print_table(f"{metric} (nats) by {column}", losses, losses[column].astype(int), "{:.4g}")
+    print_table("rho_t, loss reduction with the adapter in one loop only, in %", reductions, "gates")
+    for method, own in reductions.query("gates != 'all loops'").groupby("method", sort=False):
         if method == "LoRA" or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
             print(f"\n{method}: {recommend_method(own.groupby('loop')['value'].mean())}")
 

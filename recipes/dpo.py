@@ -9,25 +9,13 @@ Each example has a `chosen` and a `rejected` completion, and usually their
 
 from __future__ import annotations
 
-from sft import (
-    AdapterArguments,
-    ScriptArguments,
-    evaluate,
-    evaluate_base,
-    finish,
-    load_base,
-    load_tasks,
-    plan_runs,
-    save,
-    train,
-)
+from sft import evaluate, evaluate_base, finish, load_base, load_tasks, plan_runs, save, train
 
 from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.progress import JobProgressCallback
-from loopdropout_trainer.recipe import ModelArguments, parse, recipe_dict
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, ScriptArguments, parse, recipe_dict
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -39,17 +27,14 @@ def main(argv: list[str] | None = None) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
     dataset = load_datasets(data_args, tokenizer, training_args.max_length)
-    columns = [name for name in ("prompt", "chosen", "rejected") if name in dataset["train"].column_names]
-    if not {"chosen", "rejected"} <= {*columns}:
+    if "chosen" not in dataset["train"].column_names:
         raise UserError(
             "The examples must have the columns `chosen` and `rejected`. `column_mapping` renames columns."
         )
-    dataset = dataset.select_columns(columns)
     tasks = load_tasks(runs[0], dataset)
     if script_args.dry_run:
         return
 
-    progress = JobProgressCallback(sum(not run.is_trained for run in runs))
     for run in runs:
         if run.is_complete:
             continue
@@ -63,7 +48,6 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        progress.attach(trainer, run.title)
         evaluate_base(trainer, run, tasks)
         train(trainer, run)
 

@@ -19,18 +19,19 @@ from pathlib import Path
 import pandas as pd
 import torch
 from accelerate import PartialState
-from diagnose import find_adapter
-from sft import AdapterArguments, BenchmarkArguments, ScriptArguments
 from transformers.utils import find_adapter_config_file
 
 from loopdropout_trainer.config import LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.hub import load_model
+from loopdropout_trainer.hub import find_adapter, load_model
 from loopdropout_trainer.looped import expand_gates, find_looped_model
 from loopdropout_trainer.recipe import (
+    AdapterArguments,
+    BenchmarkArguments,
     ModelArguments,
+    ScriptArguments,
     dump_recipe,
     model_path,
     name_folders,
@@ -38,7 +39,7 @@ from loopdropout_trainer.recipe import (
     parse,
     recipe_dict,
 )
-from loopdropout_trainer.results import RECIPE_FILE, compare_recipes, read_recipe, write_results
+from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -73,19 +74,19 @@ class EvaluationArguments(BenchmarkArguments):
     def __post_init__(self):
         if not self.benchmarks:
             raise UserError("`benchmarks` must name at least one task, such as gsm8k.")
-        names = [name for name, _ in self.adapters]
-        if len({*names}) < len(names):
+        if len(self.adapters) < len(self.adapter):
             raise UserError(
                 f"`adapter` must give each adapter its own name, as NAME=PATH, got {', '.join(self.adapter)}."
             )
 
     @property
-    def adapters(self) -> list[tuple[str, str | None]]:
-        """Name and path of each adapter. The model without an adapter has the path None."""
-        return [
-            (name or "base", None) if path == "none" else (name or Path(path).resolve().name, path)
-            for name, _, path in (text.rpartition("=") for text in self.adapter)
-        ]
+    def adapters(self) -> dict[str, str]:
+        """Path of each adapter by its name. The base model has the path `none`."""
+        adapters = {}
+        for text in self.adapter:
+            name, _, path = text.rpartition("=")
+            adapters[name or ("base" if path == "none" else Path(path).resolve().name)] = path
+        return adapters
 
 
 @dataclass
@@ -98,33 +99,41 @@ class BaseArguments(ModelArguments):
 
 
 def main(argv: list[str] | None = None) -> None:
-    training = (ScriptArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
-    argv = name_folders(argv, "adapter")
-    arguments = args, model_args = parse((EvaluationArguments, BaseArguments), argv, __doc__, unread_types=training)
+    arguments = args, model_args = parse(
+        (EvaluationArguments, BaseArguments),
+        name_folders(argv, "adapter"),
+        __doc__,
+        unread_types=(ScriptArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
+    )
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
-    saved = read_recipe(args.output_dir)
-    others = saved.keys() - ModelArguments.__dataclass_fields__.keys()
-    if saved and (difference := compare_recipes(saved, recipe_dict(model_args), {*others, "num_loops"})):
+    compared = ModelArguments.__dataclass_fields__
+    if difference := find_difference(args.output_dir, recipe_dict(model_args), UNCOMPARED | {"num_loops"}, compared):
         raise UserError(f"{args.output_dir} holds results of another model: {difference}. Set another `output_dir`.")
 
     # Tasks, adapters and models
     tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
     with state.main_process_first():
-        models = [(name, *find_model(name, path)) for name, path in args.adapters]
+        models = {name: find_model(name, path) for name, path in args.adapters.items()}
 
     # Evaluation
     rows = []
-    for name, folder, facts in models:
-        base, options = model_args.model_name_or_path or folder, model_args.load_kwargs
+    for name, (folder, facts) in models.items():
+        base, options = facts.get("model", model_args.model_name_or_path or folder), model_args.load_kwargs
         if "model" in facts:
-            base, options["revision"] = facts["model"], None
+            options["revision"] = None
         model = load_model(base, adapter=folder, device=state.device, **options)
         looped = find_looped_model(model)
         tokenizer = load_tokenizer(looped.config.name_or_path, options["revision"], model_args.chat_template)
         for num_loops in args.at_depths or [looped.num_loops]:
             for gates in expand_gates(args.gates, num_loops) if folder else [None]:
-                options = {"num_loops": num_loops, "gates": gates, "readout": args.readout}
-                lm = LoopedLM(model, tokenizer, batch_size=args.benchmark_batch_size, **options)
+                lm = LoopedLM(
+                    model,
+                    tokenizer,
+                    batch_size=args.benchmark_batch_size,
+                    num_loops=num_loops,
+                    gates=gates,
+                    readout=args.readout,
+                )
                 results = evaluate_tasks(
                     lm,
                     tasks,
@@ -138,35 +147,38 @@ def main(argv: list[str] | None = None) -> None:
                 )
                 results = [{**facts, **row} for row in results]
                 for row in results:
-                    row |= {"samples": f"samples/{name}/{row['samples']}"} if "samples" in row else {}
+                    if "samples" in row:
+                        row["samples"] = f"samples/{name}/{row['samples']}"
                 if state.is_main_process:
                     write_results(args.output_dir, results)
-                rows += [{**row, "name": name} for row in results]
+                rows += [{**row, "name": name} for row in results if "group" not in row]
         del model
 
     # Table
     if state.is_main_process:
-        if not Path(args.output_dir, RECIPE_FILE).exists():
-            dump_recipe(recipe_dict(*arguments), Path(args.output_dir, RECIPE_FILE))
+        path = Path(args.output_dir, RECIPE_FILE)
+        if not path.exists():
+            dump_recipe(recipe_dict(*arguments), path)
         print(f"\n{results_table(rows, args.averages or {})}\n")
         print(f"The results are in {args.output_dir}")
 
 
-def find_model(name: str, path: str | None) -> tuple[Path | None, dict]:
+def find_model(name: str, path: str) -> tuple[Path | None, dict]:
     """Return the folder of an adapter, or None for a model, and the columns of its results."""
-    if path and find_adapter_config_file(model_path(path)):
+    if path == "none":
+        return None, {"method": "base model"}
+    if find_adapter_config_file(model_path(path)):
         return find_adapter(path, name)
-    return None, {"method": name, "model": path} if path else {"method": "base model"}
+    return None, {"method": name, "model": path}
 
 
 def results_table(rows: list[dict], averages: dict[str, list[str]]) -> str:
     """Return a table with a line for each task or average, and a column for each adapter, depth and gates."""
     results = pd.DataFrame(rows)
-    results = results[~results["metric"].str.startswith("accuracy_by_")]
-    lines = results["task"] + results["metric"].map(lambda metric: "" if metric == "accuracy" else f", {metric}")
+    lines = results["task"] + (", " + results["metric"]).replace(", accuracy", "")
     columns = results["name"] + ", K = " + results["num_loops"].astype(str)
-    columns += results["gates"].map(lambda gates: "" if gates in ("unit", "none") else f", {gates}")
-    table = results.pivot_table("value", lines, columns, sort=False).rename_axis(index=None, columns=None)
+    columns += (", " + results["gates"]).replace([", unit", ", none"], "")
+    table = results.pivot_table("value", lines, columns, sort=False)
     for title, tasks in averages.items():
         table.loc[title] = table.reindex(tasks).mean(skipna=False)
     return table.to_string(float_format="{:.2f}".format, na_rep="")

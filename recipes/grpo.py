@@ -11,27 +11,14 @@ below, and `--field value` overrides it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from sft import (
-    AdapterArguments,
-    ScriptArguments,
-    evaluate,
-    evaluate_base,
-    finish,
-    load_base,
-    load_tasks,
-    plan_runs,
-    save,
-    train,
-)
+from sft import evaluate, evaluate_base, finish, load_base, load_tasks, plan_runs, save, train
 
 from loopdropout_trainer.config import LoopDropoutGRPOConfig
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
-from loopdropout_trainer.progress import JobProgressCallback
-from loopdropout_trainer.recipe import ModelArguments, option, parse, recipe_dict
+from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, ScriptArguments, option, parse, recipe_dict
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -43,7 +30,7 @@ class RewardArguments:
     rewards: list[str] = option(["gsm8k_strict"], "Rewards, which are added by `reward_weights`.", choices=REWARDS)
 
 
-def add_answer(example: dict[str, Any]) -> dict[str, str]:
+def add_answer(example: dict) -> dict[str, str]:
     """Return the completion of an example as the reference `answer`."""
     completion = example["completion"]
     return {"answer": completion if isinstance(completion, str) else completion[-1]["content"]}
@@ -58,14 +45,13 @@ def main(argv: list[str] | None = None) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
     dataset = load_datasets(data_args, tokenizer)
-    if not {"prompt", "completion"} <= {*dataset["train"].column_names}:
+    if "completion" not in dataset["train"].column_names:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
     dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
     tasks = load_tasks(runs[0], dataset)
     if script_args.dry_run:
         return
 
-    progress = JobProgressCallback(sum(not run.is_trained for run in runs))
     for run in runs:
         if run.is_complete:
             continue
@@ -80,7 +66,6 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        progress.attach(trainer, run.title)
         evaluate_base(trainer, run, tasks)
         train(trainer, run)
 

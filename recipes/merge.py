@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.hub import (
     adapter_folder,
     load_model,
+    load_saved_tokenizer,
     merge_and_save,
     push_merged_to_hub,
     read_card_fields,
 )
 from loopdropout_trainer.recipe import name_words, option, parse
-from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.results import read_recipe
 
 
 @dataclass
@@ -57,8 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Model and tokenizer
     folder = adapter_folder(args.adapter)
-    card = read_card_fields(folder)
-    settings = yaml.safe_load(card["recipe"] or "{}").get("model_init_kwargs") or {}
+    settings = read_recipe(folder).get("model_init_kwargs") or {}
     model = load_model(
         args.model_name_or_path or folder,
         revision=args.model_revision,
@@ -66,8 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         adapter=folder,
         quantization_config=None if args.model_name_or_path else settings.get("quantization_config"),
     )
-    is_saved = (folder / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(folder if is_saved else model.get_base_model().config.name_or_path, args.model_revision)
+    tokenizer = load_saved_tokenizer(folder, model, args.model_revision)
 
     # Merging
     output_dir = args.output_dir or Path(args.adapter if Path(args.adapter).is_dir() else ".", "merged")
@@ -75,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         model,
         output_dir,
         tokenizer,
-        card,
+        read_card_fields(folder),
         args.hub_model_id,
         scale=args.scale,
         standalone=args.standalone,
@@ -84,8 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Push
     if args.hub_model_id:
-        address = push_merged_to_hub(merged, args.hub_model_id, private=args.hub_private_repo)
-        print(f"Pushed to {address}")
+        print(f"Pushed to {push_merged_to_hub(merged, args.hub_model_id, private=args.hub_private_repo)}")
 
 
 if __name__ == "__main__":

@@ -13,42 +13,50 @@ with `--resume_from_checkpoint true` continues an interrupted run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from datasets import DatasetDict
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
-from peft import LoraConfig
-from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
 
-from loopdropout_trainer.callbacks import NonFiniteGradientError, newest_checkpoint
-from loopdropout_trainer.config import LoopDropoutConfig
+from loopdropout_trainer.callbacks import NonFiniteGradientError, find_checkpoint, newest_checkpoint
+from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview
 from loopdropout_trainer.diagnostics import compare_answers, readouts, single_loop
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, development_task, evaluate_tasks, load_benchmarks
+from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import load_model, merge_and_save, push_merged_to_hub, read_card_fields, write_model_card
 from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
 from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback
-from loopdropout_trainer.recipe import ModelArguments, build, dump_recipe, option, override, parse, recipe_dict
+from loopdropout_trainer.recipe import (
+    AdapterArguments,
+    ModelArguments,
+    ScriptArguments,
+    build,
+    dump_recipe,
+    override,
+    parse,
+    recipe_dict,
+)
 from loopdropout_trainer.results import (
     RECIPE_FILE,
     UNCOMPARED,
-    compare_recipes,
+    find_difference,
     is_finished,
-    read_recipe,
+    print_table,
     read_run,
     read_samples,
+    training_results,
     write_results,
     write_run,
 )
@@ -57,94 +65,20 @@ from loopdropout_trainer.tracking import finish_run
 from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 
-@dataclass
-class TaskArguments:
-    """Where tasks come from."""
-
-    own_benchmarks: dict[str, Any] | None = option(
-        None, "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."
-    )
-    benchmark_revisions: dict[str, str] | None = option(
-        None, "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."
-    )
-
-
-@dataclass
-class BenchmarkArguments(TaskArguments):
-    """How tasks are evaluated."""
-
-    benchmark_limit: int | None = option(None, "Number of problems per task. Default: all.")
-    benchmark_batch_size: int = option(16, "Problems that a process decodes at a time.")
-    allow_unsafe_code: bool = option(False, "Whether to run generated programs without sandbox. Command line only.")
-
-
-@dataclass
-class ScriptArguments(BenchmarkArguments):
-    """Steps around the training."""
-
-    help_title = "Evaluation and output"
-
-    compare_with: list[str] | None = option(None, "Other rules to train from the same initial adapter, in subfolders.")
-    benchmarks: list[str] | None = option(
-        None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."
-    )
-    evaluate_base: bool = option(True, "Whether to evaluate the base model, too.")
-    depths: list[int] | None = option(None, "Recurrence depths at which to evaluate the first task.")
-    single_loop_accuracy: bool = option(False, "Whether to evaluate the first task with the adapter in one loop only.")
-    single_loop_batches: int = option(
-        0, "Number of evaluation batches for the loss with the adapter in one loop only."
-    )
-    merge: bool = option(False, "Whether to save the merged model in `output_dir`/merged.")
-    push_merged_to_hub: bool = option(False, "Whether to merge, and to push the merged model to `hub_model_id`.")
-    dry_run: bool = option(False, "Print the plan and stop before the training.")
-    preview: int | None = option(None, "Index of a training example to print, with its trained tokens marked.")
-
-    def __post_init__(self):
-        if (self.depths or self.single_loop_accuracy) and not self.benchmarks:
-            raise UserError("`benchmarks` must be set if `depths` or `single_loop_accuracy` is set.")
-        self.merge = self.merge or self.push_merged_to_hub
-
-
-@dataclass
-class AdapterArguments:
-    """The LoRA adapter. The defaults are the paper's."""
-
-    help_title = "Adapter"
-
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.")
-    lora_dropout: float = option(0.0, "Dropout on the adapter's input.")
-    lora_target_modules: list[str] | None = option(
-        None, "Adapted layers. Default: all linear projections of the recurrent block."
-    )
-    use_rslora: bool = option(False, "Whether to scale the update by alpha / sqrt(r).")
-
-    @property
-    def peft_config(self) -> LoraConfig:
-        """Configuration of the adapter in PEFT."""
-        return LoraConfig(
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            target_modules=self.lora_target_modules,
-            use_rslora=self.use_rslora,
-            task_type="CAUSAL_LM",
-        )
-
-
 MEASURED = {*ScriptArguments.__dataclass_fields__, "push_to_hub", "hub_model_id", "hub_private_repo"}
 """Settings of the steps after the training. They may change after a run has finished."""
 
-FIRST_ONLY = dict.fromkeys(["evaluate_base", "merge", "push_merged_to_hub", "push_to_hub"], False)
-"""Settings of the steps that the rules of `compare_with` leave out."""
+LORA_VARIANTS = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
+"""Names of the methods that a setting makes of LoRA."""
 
 
 class Run(NamedTuple):
     """The training of one rule, with its own arguments and recipe."""
 
     script_args: ScriptArguments
-    args: TrainingArguments
+    args: GateConfig
     recipe: dict
+    progress: JobProgressCallback
 
     @property
     def is_trained(self) -> bool:
@@ -154,22 +88,15 @@ class Run(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """Whether the run has finished with all of its measurements."""
-        folder = self.args.output_dir
-        return is_finished(folder) and not compare_recipes(read_recipe(folder), self.recipe)
+        return is_finished(self.args.output_dir) and not find_difference(self.args.output_dir, self.recipe)
 
     @property
     def title(self) -> str:
         """Name of the method in tables."""
-        args, title = self.args, self.args.make_rule().title
-        if args.rule == "lora":
-            use = self.recipe.get
-            variants = {
-                "LoRA+": args.loraplus_lr_ratio,
-                "rsLoRA": use("use_rslora"),
-                "Input dropout": use("lora_dropout"),
-            }
-            return next((name for name, value in variants.items() if value), title)
-        return title + " + Loop Dropout" * (args.rule in ("independent", "learned") and bool(args.p))
+        rule, title = self.args.rule, self.args.make_rule().title
+        if rule == "lora":
+            return next((name for field, name in LORA_VARIANTS.items() if self.recipe.get(field)), title)
+        return title + " + Loop Dropout" * (rule in ("independent", "learned") and bool(self.args.p))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -191,7 +118,6 @@ def main(argv: list[str] | None = None) -> None:
     if script_args.dry_run:
         return
 
-    progress = JobProgressCallback(sum(not run.is_trained for run in runs))
     for run in runs:
         if run.is_complete:
             continue
@@ -206,7 +132,6 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        progress.attach(trainer, run.title)
         if "eval" in dataset:
             trainer.add_callback(SampleCompletionsCallback(trainer))
         evaluate_base(trainer, run, tasks)
@@ -223,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
 # Before the training
 
 
-def plan_runs(script_args: ScriptArguments, training_args: TrainingArguments, recipe: dict) -> list[Run]:
+def plan_runs(script_args: ScriptArguments, training_args: GateConfig, recipe: dict) -> list[Run]:
     """Print the plan, and return the run of each rule.
 
     Raises:
@@ -231,57 +156,61 @@ def plan_runs(script_args: ScriptArguments, training_args: TrainingArguments, re
     """
     if script_args.push_merged_to_hub and not training_args.hub_model_id:
         raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
-    checkpoint = str(training_args.resume_from_checkpoint)
-    if checkpoint.lower() not in ("true", "false", "none") and not Path(checkpoint, TRAINER_STATE_NAME).is_file():
-        raise UserError(f"`resume_from_checkpoint` must be true or the folder of a checkpoint, got {checkpoint}.")
+    find_checkpoint(training_args)
     try:
         for tracker in get_reporting_integration_callbacks(training_args.report_to):
             tracker()
     except (ValueError, RuntimeError) as error:  # an unknown tracker, or one that is not installed
         raise UserError(f"`report_to`: {error}") from error
-    runs = [Run(script_args, training_args, recipe)]
-    for rule in dict.fromkeys(script_args.compare_with or ()):
+    progress = JobProgressCallback()
+    runs = [Run(script_args, training_args, recipe, progress)]
+    for rule in script_args.compare_with or ():
         if rule != training_args.rule:
-            changes = {
-                "rule": rule,
-                "output_dir": f"{training_args.output_dir}/{rule}",
-                "compare_with": None,
-                **FIRST_ONLY,
-            }
-            if training_args.resume_from_checkpoint:
-                changes["resume_from_checkpoint"] = "true"
-            own_recipe = override(recipe, changes)
-            runs.append(Run(*build([type(script_args), type(training_args)], own_recipe), own_recipe))
-    for own_args, args, own_recipe in runs:
-        if (own_args.merge or own_args.depths) and not args.make_rule().mergeable:
-            raise UserError(
-                f"`merge` and `depths` must not be set for {args.rule!r}, whose update differs between loops."
+            own_recipe = override(
+                recipe,
+                {
+                    "rule": rule,
+                    "output_dir": f"{training_args.output_dir}/{rule}",
+                    "compare_with": None,
+                    "resume_from_checkpoint": training_args.resume_from_checkpoint and "true",
+                    # Only the first run evaluates the base model, merges and pushes.
+                    "evaluate_base": False,
+                    "merge": False,
+                    "push_merged_to_hub": False,
+                    "push_to_hub": False,
+                },
             )
-        saved = read_recipe(args.output_dir)
-        if saved and (difference := compare_recipes(saved, own_recipe, UNCOMPARED | MEASURED)):
+            runs.append(Run(*build([type(script_args), type(training_args)], own_recipe), own_recipe, progress))
+    for run in runs:
+        if (run.script_args.merge or run.script_args.depths) and not run.args.make_rule().mergeable:
             raise UserError(
-                f"{args.output_dir} holds another run: {difference}. Set another `output_dir`, or remove the folder."
+                f"`merge` and `depths` must not be set for {run.args.rule!r}, whose update differs between loops."
             )
+        folder = run.args.output_dir
+        if difference := find_difference(folder, run.recipe, UNCOMPARED | MEASURED):
+            raise UserError(
+                f"{folder} holds another run: {difference}. Set another `output_dir`, or remove the folder."
+            )
+        run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {folder}'}"
+    progress.trainings = sum(not run.is_trained for run in runs)
     if training_args.process_index == 0:
         print_plan(runs)
-    for run in runs:
-        run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
     return runs
 
 
 def print_plan(runs: list[Run]) -> None:
     """Print the model, the rules, the data and the training of a job."""
-    _, args, recipe = runs[0]
+    _, args, recipe, _ = runs[0]
     get = lambda *names: " ".join(str(recipe[name]) for name in names if recipe.get(name))
     length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
-    size, rate = f"{examples_per_step(args)} examples per step", f"learning rate {args.learning_rate:g}"
     new = [run.args.output_dir for run in runs if not (run.is_trained or run.args.resume_from_checkpoint)]
     unused = ", ".join(filter(None, map(newest_checkpoint, new)))
     plan = {
         "model": get("model_name_or_path", "model_revision"),
         "rules": ", ".join(run.title + (f" (p = {run.args.p})" if run.args.p is not None else "") for run in runs),
         "data": get("preparation", "dataset_name", "train_files"),
-        "training": f"{length}, {size}, {rate}, seed {args.seed}",
+        "training": f"{length}, {args.examples_per_step} examples per step, learning rate {args.learning_rate:g}, "
+        f"seed {args.seed}",
         "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
         "output_dir": args.output_dir,
         "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
@@ -290,32 +219,27 @@ def print_plan(runs: list[Run]) -> None:
     print("\n".join(f"{name:<12}{text}" for name, text in plan.items() if text), flush=True)
 
 
-def examples_per_step(args: TrainingArguments) -> int:
-    """Return the number of examples of an optimizer step in all processes."""
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-
-
 def load_tasks(run: Run, dataset: DatasetDict) -> list[Task | Group]:
     """Print the numbers of examples and steps, and return the tasks to evaluate."""
-    script_args, args, recipe = run
-    num_examples, held_out = len(dataset["train"]), dataset.get("eval")
-    steps = math.ceil(args.num_train_epochs * math.ceil(num_examples / examples_per_step(args)))
+    options, args, held_out = run.script_args, run.args, dataset.get("eval")
+    num_examples = len(dataset["train"])
+    steps = math.ceil(args.num_train_epochs * math.ceil(num_examples / args.examples_per_step))
     if args.process_index == 0:
-        counts = f"{num_examples:,}, {len(held_out or ()):,} held out"
         print(
-            f"{'examples':<12}{counts}, {args.max_steps if args.max_steps > 0 else steps:,} optimizer steps",
+            f"{'examples':<12}{num_examples:,}, {len(held_out or ()):,} held out, "
+            f"{args.max_steps if args.max_steps > 0 else steps:,} optimizer steps",
             flush=True,
         )
-    if script_args.single_loop_batches and held_out is None:
+    if options.single_loop_batches and held_out is None:
         raise UserError("`num_eval_examples` must be at least 1 if `single_loop_batches` is set.")
-    tasks = []
-    for name in script_args.benchmarks or ():
-        if name == DEVELOPMENT:
-            tasks.append(development_task(recipe.get("preparation"), held_out))
-        else:
-            sources = script_args.own_benchmarks, script_args.benchmark_revisions
-            tasks += load_benchmarks([name], *sources, script_args.benchmark_limit)
-    return tasks
+    return load_benchmarks(
+        options.benchmarks or (),
+        options.own_benchmarks,
+        options.benchmark_revisions,
+        options.benchmark_limit,
+        run.recipe.get("preparation"),
+        held_out,
+    )
 
 
 # Training
@@ -331,15 +255,14 @@ def train(trainer: Trainer, run: Run) -> None:
     """Train an adapter, save it and write the results of the training. A trained adapter is loaded instead."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     is_main = trainer.is_world_process_zero()
+    run.progress.attach(trainer, run.title)
     if run.is_trained:
         load_trained(trainer, folder)
         return
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         dump_recipe(run.recipe, folder / RECIPE_FILE)
-    checkpoint = {"true": newest_checkpoint(folder), "false": None, "none": None}.get(
-        str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint
-    )
+    checkpoint = find_checkpoint(args)
     state = load_state(checkpoint) if checkpoint else TrainerState(max_steps=1)
     try:
         if state.global_step < state.max_steps:
@@ -375,44 +298,17 @@ def load_trained(trainer: Trainer, folder: str | Path) -> None:
     trainer.state = load_state(folder)
 
 
-def training_results(trainer: Trainer, first_step: int) -> Iterator[dict]:
-    """Yield the results of a training.
-
-    Args:
-        trainer: after the training.
-        first_step: number of steps before the last interruption, whose time is estimated from the steps after it.
-    """
-    num_steps = trainer.state.global_step
-    logs = pd.DataFrame(trainer.state.log_history)
-    losses, last = logs.dropna(subset="loss"), logs.ffill().iloc[-1]
-    num_tokens, seconds = last.get("num_tokens", math.nan), last.get("train_runtime", math.nan)
-    seconds *= num_steps / max(1, num_steps - first_step)
-    rewards = logs.get("reward", pd.Series(dtype=float)).dropna()
-    tenth = max(1, len(rewards) // 10)
-    for metric, value, unit in (
-        ("train_loss", np.dot(losses["loss"], np.diff(losses["step"], prepend=0)) / num_steps, "nats"),
-        ("eval_loss", last.get("eval_loss"), "nats"),
-        ("examples", len(trainer.train_dataset), ""),
-        ("trainable_parameters", trainer.model.get_nb_trainable_parameters()[0], ""),
-        ("num_tokens", num_tokens, "tokens"),
-        ("train_seconds", seconds, "s"),
-        ("step_seconds", seconds / num_steps, "s"),
-        ("tokens_per_second", num_tokens / seconds, "tokens/s"),
-        ("peak_memory_gb", torch.cuda.max_memory_allocated() / 1e9 or None, "GB"),
-        ("reward_first", rewards.head(tenth).mean(), ""),
-        ("reward_last", rewards.tail(tenth).mean(), ""),
-    ):
-        if pd.notna(value):
-            yield {"metric": metric, "value": value, "unit": unit, "gates": "unit"}
-
-
 # After the training
 
 
 def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
     """Write results of a trainer's model, with the columns that they share."""
-    facts |= {"method": run.title, "num_loops": trainer.num_loops}
-    facts |= {"seed": trainer.args.seed, "step": trainer.state.global_step}
+    facts |= {
+        "method": run.title,
+        "num_loops": trainer.num_loops,
+        "seed": trainer.args.seed,
+        "step": trainer.state.global_step,
+    }
     of_base = {"method": "base model", "seed": None, "step": None}
     rows = [{**facts, **row, **(of_base if row["gates"] == "none" else {})} for row in rows]
     if trainer.is_world_process_zero():
@@ -428,13 +324,13 @@ def evaluate_base(trainer: Trainer, run: Run, tasks: list[Task | Group]) -> None
 
 def evaluate(trainer: Trainer, run: Run, tasks: list[Task | Group]) -> None:
     """Evaluate the trained adapter on the tasks, and on the first task at other depths and in one loop only."""
-    num_loops = trainer.num_loops
     evaluate_at(trainer, run, tasks)
     for depth in run.script_args.depths or ():
-        if depth != num_loops:
+        if depth != trainer.num_loops:
             evaluate_at(trainer, run, tasks[:1], num_loops=depth)
-    for gates in torch.eye(num_loops).tolist() if run.script_args.single_loop_accuracy else ():
-        evaluate_at(trainer, run, tasks[:1], gates=gates)
+    if run.script_args.single_loop_accuracy:
+        for gates in torch.eye(trainer.num_loops).tolist():
+            evaluate_at(trainer, run, tasks[:1], gates=gates)
 
 
 def evaluate_at(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:
@@ -443,7 +339,7 @@ def evaluate_at(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: 
         return
     folder, options = Path(trainer.args.output_dir), run.script_args
     lm = LoopedLM(trainer.model, trainer.processing_class, batch_size=options.benchmark_batch_size, **place)
-    rows = evaluate_tasks(
+    results = evaluate_tasks(
         lm,
         tasks,
         limit=options.benchmark_limit,
@@ -451,14 +347,15 @@ def evaluate_at(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: 
         output_dir=folder,
         allow_unsafe_code=options.allow_unsafe_code,
     )
-    record(trainer, run, rows)
+    record(trainer, run, results)
 
 
 def diagnose(trainer: Trainer, run: Run) -> None:
     """Measure the loss of held-out examples with the adapter in one loop only, and of each loop's readout."""
-    size = trainer.args.per_device_eval_batch_size
-    examples = iter(islice(trainer.eval_dataset or (), run.script_args.single_loop_batches * size))
-    if batches := [trainer.data_collator(batch) for batch in iter(lambda: [*islice(examples, size)], [])]:
+    loader = DataLoader(
+        trainer.eval_dataset or [], trainer.args.per_device_eval_batch_size, collate_fn=trainer.data_collator
+    )
+    if batches := [*islice(loader, run.script_args.single_loop_batches)]:
         rows = [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)]
         record(trainer, run, rows, task=DEVELOPMENT)
 
@@ -479,35 +376,37 @@ def save(trainer: Trainer, run: Run) -> None:
 
 def finish(runs: list[Run]) -> None:
     """Print and draw the results of a job, and push its merged model."""
-    script_args, args, _ = runs[0]
+    script_args, args, *_ = runs[0]
     if args.process_index > 0:
         return
+    folder = Path(args.output_dir)
     print_results([run.args.output_dir for run in runs])
     if (script_args.depths or script_args.single_loop_accuracy) and find_spec("plotnine"):
-        draw_results(args.output_dir)
+        from report import load_results, overview_figure, save_figure
+
+        save_figure(overview_figure(load_results(folder)), folder / "figure")
     if script_args.push_merged_to_hub:
-        folder = Path(args.output_dir, "merged")
-        print(f"Pushed to {push_merged_to_hub(folder, args.hub_model_id, token=args.hub_token)}")
+        print(f"Pushed to {push_merged_to_hub(folder / 'merged', args.hub_model_id, token=args.hub_token)}")
 
 
 def print_results(folders: list[str]) -> None:
     """Print tables of the results of some folders."""
     rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder)["results"]])
     rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
-    training, accuracy = rows.query("task == 'training'"), rows.query("metric == 'accuracy'")
+    training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
     print_table(f"Training at K = {depth}", training, "metric", "{:.5g}")
     scores = rows.query("metric in ['accuracy', 'last_number'] and gates in ['unit', 'none'] and num_loops == @depth")
     columns = scores["task"].where(scores["metric"] == "accuracy", scores["metric"])
     print_table(f"Accuracy at the training depth K = {depth}, in %", scores, columns)
+    accuracy = rows.query("metric == 'accuracy'").sort_values("num_loops", kind="stable")
     print_differences(accuracy.query("gates == 'unit'"))
-    for task in accuracy["task"].unique()[:1]:
-        first = accuracy.query("task == @task").sort_values("num_loops", kind="stable")
-        of_depth = first.query("gates == 'unit'")
-        if of_depth["num_loops"].nunique() > 1:
-            columns = "K=" + of_depth["num_loops"].astype(str)
-            print_table(f"Accuracy on {task} with K loops at inference, in %", of_depth, columns)
-        alone = first[first["gates"].str.startswith("loop")]
+    for task, own in accuracy.groupby("task", sort=False):
+        by_depth = own.query("gates == 'unit'")
+        if by_depth["num_loops"].nunique() > 1:
+            columns = "K=" + by_depth["num_loops"].astype(str)
+            print_table(f"Accuracy on {task} with K loops at inference, in %", by_depth, columns)
+        alone = own.query("gates not in ['unit', 'none']")
         print_table(f"Accuracy on {task} with the adapter in one loop only, in %", alone, "gates")
     reductions = rows.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
     print_table("Loss reduction with the adapter in one loop only, in %", reductions, "gates")
@@ -517,30 +416,17 @@ def print_results(folders: list[str]) -> None:
 def print_differences(accuracy: pd.DataFrame) -> None:
     """Print the differences in accuracy to LoRA, or to the last method, on the same problems."""
     lines = []
-    for (task, num_loops), rows in accuracy.groupby(["task", "num_loops"], sort=False):
+    for (num_loops, task), rows in accuracy.groupby(["num_loops", "task"]):
         samples = {row["method"]: read_samples(row) for row in rows.to_dict("records")}
         baseline = "LoRA" if "LoRA" in samples else [*samples][-1]
-        for method in samples.keys() - {baseline}:
-            difference = compare_answers(samples[method], samples[baseline])
-            lines.append([f"{method} - {baseline}", task, num_loops, difference.n, str(difference)])
+        for method in samples:
+            if method != baseline:
+                difference = compare_answers(samples[method], samples[baseline])
+                lines.append([f"{method} - {baseline}", task, num_loops, difference.n, str(difference)])
     if lines:
-        table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"]).sort_values("K")
+        table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"])
         print(f"\nDifference in accuracy on the same n problems\n{table.to_string(index=False)}")
         print("The intervals are over problems. They do not include other training seeds.")
-
-
-def draw_results(folder: str) -> None:
-    """Draw a figure of the results in and below a folder."""
-    from report import load_results, overview_figure, save_figure
-
-    save_figure(overview_figure(load_results(folder)), Path(folder, "figure"))
-
-
-def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str = "{:.1f}") -> None:
-    """Print values with one line for each method."""
-    if len(rows):
-        table = rows.pivot_table("value", "method", columns, sort=False).rename_axis(index=None, columns="method")
-        print(f"\n{title}\n{table.to_string(float_format=number_format.format, na_rep='', line_width=80)}")
 
 
 if __name__ == "__main__":

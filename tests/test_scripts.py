@@ -2,10 +2,11 @@
 
 import contextlib
 import io
-import json
 import re
 import shutil
 import sys
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from conftest import load_script
 
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.recipe import TINY_OURO_PATH
-from loopdropout_trainer.results import read_results, read_run, write_run
+from loopdropout_trainer.results import is_finished, read_results, read_run, write_run
 from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 
@@ -46,7 +47,7 @@ def quickstart(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Only the short quickstart draws its figure."""
-    monkeypatch.setattr(SCRIPTS["sft"], "draw_results", lambda folder: None)
+    monkeypatch.setattr(SCRIPTS["sft"], "find_spec", lambda name: None)
 
 
 @pytest.fixture
@@ -70,32 +71,30 @@ def tables(text):
 
 def test_sft_trains_and_measures_both_rules(quickstart):
     folder, _ = quickstart
-    rows = read_results(folder)
-    trained = {row["method"]: row for row in rows if row["metric"] == "train_loss"}
-    assert {method: (row["seed"], row["step"], row["num_loops"]) for method, row in trained.items()} == {
-        "Loop Dropout": (0, 6, 4),
-        "Input dropout": (0, 6, 4),
-    }
-    scores = [row for row in rows if row["metric"] == "accuracy"]
-    assert {row["task"] for row in scores} == {"arithmetic_easy_test"} and {row["n"] for row in scores} == {2}
-    places = [("unit", 4), ("unit", 2), *((f"loop {loop}", 4) for loop in (1, 2, 3, 4))]
-    for method in trained:
-        assert [(row["gates"], row["num_loops"]) for row in scores if row["method"] == method] == places
-        reductions = {row["gates"] for row in rows if (row["metric"], row["method"]) == ("loss_reduction", method)}
-        assert reductions == {gates for gates, _ in places}
-    (base,) = (row for row in scores if row["method"] == "base model")
-    assert (base["gates"], base["seed"], base["step"], base["num_loops"]) == ("none", None, None, 4)
-    assert all(read_run(path)["status"] == "finished" for path in (folder, folder / "lora"))
+    rows, places = read_results(folder), defaultdict(list)
+    for row in rows:
+        places[row["method"], row["metric"]].append((row["gates"], row["num_loops"]))
+    alone = [(f"loop {loop}", 4) for loop in (1, 2, 3, 4)]
+    for method in ("Loop Dropout", "Input dropout"):
+        assert places[method, "train_loss"] == [("unit", 4)]
+        assert places[method, "accuracy"] == [("unit", 4), ("unit", 2), *alone]
+        assert places[method, "loss_reduction"] == [*alone, ("unit", 4)]
+    assert places["base model", "accuracy"] == [("none", 4)]
+    trained = {("Loop Dropout", 0, 6), ("Input dropout", 0, 6)}
+    assert {(row["method"], row["seed"], row["step"]) for row in rows} == {*trained, ("base model", None, None)}
+    scores = {(row["task"], row["n"]) for row in rows if row["metric"] == "accuracy"}
+    assert scores == {("arithmetic_easy_test", 2)}
+    assert all(is_finished(path) for path in (folder, folder / "lora"))
 
 
 def test_sft_saves_recipe_card_and_merged_model(quickstart):
-    folder, _ = quickstart
-    files = {path.name for path in folder.iterdir()}
-    assert {"README.md", "recipe.yaml", "results.jsonl", "run.json", "adapter_config.json", "merged"} <= files
-    assert "samples_arithmetic_easy_test.jsonl" in files and "merged" not in {
-        p.name for p in (folder / "lora").iterdir()
+    files = {path.relative_to(quickstart[0]).as_posix(): path for path in quickstart[0].rglob("*")}
+    assert files.keys() >= {
+        *("README.md", "recipe.yaml", "results.jsonl", "run.json", "adapter_config.json", "merged/config.json"),
+        *("samples_arithmetic_easy_test.jsonl", "lora/adapter_config.json", "figure.png"),
     }
-    card = (folder / "merged" / "README.md").read_text()
+    assert "lora/merged" not in files
+    card = files["merged/README.md"].read_text()
     assert "rule: loop_dropout" in card and "arithmetic_easy_test" in card
 
 
@@ -112,27 +111,20 @@ def test_sft_prints_plan_and_tables(quickstart):
     for method in ("Loop Dropout", "Input dropout"):
         assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
     assert "completion: " in text
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_sft_never_saves_tokens(quickstart):
-    files = [path for path in quickstart[0].rglob("*") if path.is_file()]
-    assert len(files) > 40 and not [path for path in files if TOKEN.encode() in path.read_bytes()]
-    assert TOKEN not in quickstart[1]
+    folder, text = quickstart
+    contents = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert (
+        len(contents) > 40 and TOKEN not in text and not [content for content in contents if TOKEN.encode() in content]
+    )
 
 
 def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
     folder, _ = quickstart
-    run(
-        folder / "recipe.yaml",
-        "--output_dir",
-        tmp_path,
-        "--compare_with",
-        "unscaled",
-        *FEW_MEASUREMENTS,
-    )
-    assert adapter(tmp_path) == adapter(folder)
-    assert adapter(tmp_path / "unscaled") != adapter(folder)
+    run(folder / "recipe.yaml", "--output_dir", tmp_path, "--compare_with", "unscaled", *FEW_MEASUREMENTS)
+    assert adapter(tmp_path) == adapter(folder) != adapter(tmp_path / "unscaled")
 
 
 # Finished and interrupted runs
@@ -156,22 +148,18 @@ def test_finished_run_takes_more_measurements(quickstart, copy, no_steps):
     ("words", "difference"),
     [
         ("--learning_rate 2e-3", "`learning_rate` changed from 0.001 to 0.002"),
-        ("--num_loops 2", "`num_loops` changed from None to 2"),
         ("--p 0.3 --resume_from_checkpoint true", "`p` changed from [0.5] to [0.3]"),
     ],
 )
 def test_folder_of_another_recipe_is_not_used(quickstart, words, difference):
     folder, _ = quickstart
-    before = (folder / "results.jsonl").read_bytes()
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=re.escape(f"{folder} holds another run: {difference}.")):
         run(*WORDS, "--output_dir", folder, *words.split())
-    assert f"{folder} holds another run: {difference}." in str(error.value)
-    assert (folder / "results.jsonl").read_bytes() == before
 
 
 def training_results(folder):
-    rows = [row for row in read_results(folder) if row["folder"] == str(folder)]
-    return {row["metric"]: row["value"] for row in rows if row["task"] == "training"}
+    rows = [row for row in read_results(folder) if (row["folder"], row["task"]) == (str(folder), "training")]
+    return {row["metric"]: row["value"] for row in rows}
 
 
 def interrupt(folder, last_step):
@@ -192,8 +180,8 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     assert adapter(copy) == adapter(quickstart[0])
     assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
     resumed, whole = training_results(copy), training_results(quickstart[0])
-    assert resumed["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-6)
-    assert resumed["num_tokens"] == whole["num_tokens"]
+    for metric in ("train_loss", "num_tokens"):
+        assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
     assert ("train_seconds" in resumed) == (last_step < 6)
 
 
@@ -204,10 +192,9 @@ def test_plan_names_an_unused_checkpoint(copy):
 
 
 def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
-    write_run(copy, **{**read_run(copy), "status": "trained"})
+    write_run(copy, status="trained")
     lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
-    (copy / "results.jsonl").write_text("".join(line for line in lines if json.loads(line)["task"] == "training"))
-    assert tables(run(*WORDS, "--output_dir", copy, "--evaluate_base", "false")) != tables(quickstart[1])
+    (copy / "results.jsonl").write_text("".join(line for line in lines if '"task": "training"' in line))
     assert tables(run(*WORDS, "--output_dir", copy)) == tables(quickstart[1])
 
 
@@ -229,36 +216,30 @@ def test_crafted_checkpoint_runs_no_code(copy, tmp_path, name):
 
 
 def test_non_finite_loss_is_recorded(tmp_path):
-    with pytest.raises(Exception, match="finite"):
-        run(
-            "quickstart.yaml",
-            *SHORT.split(),
-            "--output_dir",
-            tmp_path,
-            "--learning_rate",
-            "1e30",
-            "--max_grad_norm",
-            "1e30",
-        )
+    words = "quickstart.yaml --learning_rate 1e30 --max_grad_norm 1e30 --benchmarks null --depths null"
+    with pytest.raises(UserError, match="not finite"):
+        run(*words.split(), *SHORT.split(), "--single_loop_accuracy", "false", "--output_dir", tmp_path)
     assert read_run(tmp_path)["status"] == "non-finite"
 
 
 # DPO and GRPO
 
 
-@pytest.mark.parametrize("script", ["dpo", "grpo"])
-def test_dpo_and_grpo_train_both_rules(script, tmp_path):
-    words = (
-        "--max_steps 2 --num_train_examples 32 --num_eval_examples 4 --per_device_train_batch_size 8 --logging_steps 1"
-    )
-    own = "--num_generations 4 --max_completion_length 8 --eval_strategy no --eval_on_start false"
-    words = [f"{script}/arithmetic.yaml", *words.split(), *(own.split() if script == "grpo" else [])]
-    text = run(*words, "--output_dir", tmp_path, script=script)
-    metrics = {(row["method"], row["metric"]) for row in read_results(tmp_path)}
-    expected = {"train_loss", "train_seconds"} | (
-        {"reward_first", "reward_last"} if script == "grpo" else {"eval_loss"}
-    )
-    assert {(method, metric) for method in ("Loop Dropout", "LoRA") for metric in expected} <= metrics
+PREFERENCES = (
+    "--max_steps 2 --num_train_examples 32 --num_eval_examples 4 --per_device_train_batch_size 8 --logging_steps 1"
+)
+REWARDS = "--num_generations 4 --max_completion_length 8 --eval_strategy no --eval_on_start false"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "metrics"),
+    [("dpo", PREFERENCES, ["eval_loss"]), ("grpo", f"{PREFERENCES} {REWARDS}", ["reward_first", "reward_last"])],
+    ids=["dpo", "grpo"],
+)
+def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
+    text = run(f"{script}/arithmetic.yaml", *words.split(), "--output_dir", tmp_path, script=script)
+    found = {(row["method"], row["metric"]) for row in read_results(tmp_path)}
+    assert found >= {*product(("Loop Dropout", "LoRA"), ("train_loss", "train_seconds", *metrics))}
     assert "Training at K = 4" in text
 
 
@@ -268,11 +249,6 @@ def test_dpo_and_grpo_train_both_rules(script, tmp_path):
 MISTAKES = [
     ("sft", {"rule": "lora", "p": 0.1}, "The rule 'lora' has no field 'p'"),
     ("sft", {"rule": "independent", "merge": True}, "`merge` and `depths` must not be set for 'independent'"),
-    (
-        "sft",
-        {"rule": "learned", "depths": [2], "benchmarks": ["development"]},
-        "`merge` and `depths` must not be set for 'learned'",
-    ),
     ("sft", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
     ("sft", {"depths": [2]}, "`benchmarks` must be set if `depths` or `single_loop_accuracy` is set."),
     ("sft", {"single_loop_batches": 1, "num_eval_examples": 0}, "`num_eval_examples` must be at least 1"),
@@ -281,34 +257,23 @@ MISTAKES = [
     ("sft", {"report_to": "wandbb"}, "`report_to`: wandbb is not supported, only "),
     ("sft", {"resume_from_checkpoint": "checkpoint-1"}, "`resume_from_checkpoint` must be true or the folder of a"),
     ("sft", {"preview": 8}, "`preview` must be from 0 to 7, got 8."),
-    ("sft", {"preparation": "gsm9k"}, "`preparation`: invalid choice: 'gsm9k'"),
     ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
     ("dpo", {"preparation": "arithmetic"}, "The examples must have the columns `chosen` and `rejected`."),
-    ("dpo", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
-    ("grpo", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
-    ("grpo", {"rewards": ["gsm8k"]}, "`rewards`: invalid choice: 'gsm8k'"),
+    ("grpo", {"rewards": ["gsm8k"], "num_generations": 2}, "`rewards`: invalid choice: 'gsm8k'"),
 ]
 RECIPE = {
     "model_name_or_path": str(TINY_OURO_PATH), "dtype": "float32", "preparation": "arithmetic", "num_train_examples": 8,
     "num_eval_examples": 2, "max_steps": 1, "per_device_train_batch_size": 2, "output_dir": "out", "use_cpu": True,
     "bf16": False, "report_to": "none", "save_strategy": "no",
 }  # fmt: skip
-OWN = {"sft": {}, "dpo": {"preparation": "arithmetic_pairs"}, "grpo": {"num_generations": 2}}
 
 
 @pytest.mark.parametrize(("script", "fields", "message"), MISTAKES, ids=lambda value: str(value)[:50])
 def test_mistake_is_explained_in_one_line(script, fields, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "recipe.yaml"])
-    settings = {name: value for name, value in {**RECIPE, **OWN[script], **fields}.items() if value is not None}
-    Path("recipe.yaml").write_text(yaml.safe_dump(settings))
+    Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **fields}))
     with pytest.raises(SystemExit, match="2"):
         run_script(SCRIPTS[script].main)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{script}.py: ")]
     assert message in line and TOKEN not in line
-
-
-def test_unreachable_hub_is_named_after_the_plan(capsys):
-    with pytest.raises(UserError, match="ByteDance/Ouro-1.4B cannot be loaded: .*(huggingface.co|offline)"):
-        SCRIPTS["sft"].main(["tulu2.yaml"])
-    assert "model       ByteDance/Ouro-1.4B" in capsys.readouterr().out

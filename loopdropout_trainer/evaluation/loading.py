@@ -64,6 +64,8 @@ def load_benchmarks(
     own_benchmarks: Mapping[str, Mapping[str, Any]] | None = None,
     revisions: Mapping[str, str] | None = None,
     limit: int | None = None,
+    preparation: str | None = None,
+    held_out: Dataset | None = None,
 ) -> list[Task | Group]:
     """Load the tasks that a recipe names.
 
@@ -72,6 +74,8 @@ def load_benchmarks(
         own_benchmarks: Arguments of `own_benchmark` by name.
         revisions: Branch, tag or commit of the dataset on the Hub by task.
         limit: Number of generated problems.
+        preparation: Preparation of the training data, for the task `development`.
+        held_out: Held-out examples, for the task `development`.
 
     Raises:
         UserError: if there is no such task, or its data cannot be loaded.
@@ -82,6 +86,8 @@ def load_benchmarks(
             if unknown := {*fields} - {*inspect.signature(own_benchmark).parameters}:
                 raise UserError(f"The benchmark `{name}` has no field `{min(unknown)}`.")
             tasks.append(own_benchmark(name, **fields))
+        elif name == DEVELOPMENT:
+            tasks.append(development_task(preparation, held_out))
         elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
             raise UserError(
                 f"{name} can run code, as any task file of lm-eval. Add `--import {name}` to the command line."
