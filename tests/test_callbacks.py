@@ -1,6 +1,7 @@
 """Callbacks: logged gates, sampled depths, the adaptive rule's estimate in checkpoints, and live diagnostics."""
 
 import pytest
+import torch
 from conftest import Recorder, assert_same_weights
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
@@ -15,37 +16,27 @@ DEPTHS = {"depth_sampling": "uniform", "depth_sampling_args": {"low": 1, "high":
 @pytest.mark.parametrize("fields", [{}, SPLIT], ids=["whole", "split"])
 def test_gates_are_logged(train, fields):
     trainer = train(cls=Recorder, p=[0.9, 0.5, 0.5, 0.1], **fields)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    for step, log in enumerate(logs):
-        gates = [seen.gates for seen in trainer.seen if seen.step == step]
-        assert log["gate_mean"] == pytest.approx(sum(g.mean().item() for g in gates) / len(gates))
-        for loop in range(4):
-            shares = [(g[loop] != 0).float().mean().item() for g in gates]
-            assert log[f"active_loop_{loop + 1}"] == pytest.approx(sum(shares) / len(shares))
+    for step, log in enumerate(log for log in trainer.state.log_history if "loss" in log):
+        gates = torch.cat([seen.gates for seen in trainer.seen if seen.step == step], dim=1)  # [K, B]
+        logged = [log["gate_mean"], *(log[f"active_loop_{loop}"] for loop in range(1, 5))]
+        assert logged == pytest.approx([gates.mean().item(), *(gates != 0).float().mean(dim=1).tolist()])
 
 
 def test_depths_are_sampled_for_each_step(train):
-    whole = train(cls=Recorder, max_steps=6, **DEPTHS, **EXACT)
+    whole, split = (train(cls=Recorder, max_steps=6, **DEPTHS, **EXACT, **fields) for fields in ({}, SPLIT))
     sampler, seed = whole.args.make_depth_sampler(), whole.args.seed
     depths = [sample_depth(sampler, seed, step, 4) for step in range(6)]
-    assert [seen.depth for seen in whole.seen] == depths and len(set(depths)) > 2
-    assert [len(seen.gates) for seen in whole.seen] == depths
+    assert [len(seen.gates) for seen in whole.seen] == [seen.depth for seen in whole.seen] == depths
+    assert [seen.depth for seen in split.seen] == [depth for depth in depths for _ in range(2)]
     assert [log["depth"] for log in whole.state.log_history if "depth" in log] == depths
-    assert whole.num_loops == 4
-    split = train(cls=Recorder, max_steps=6, **DEPTHS, **EXACT, **SPLIT)
-    assert [seen.depth for seen in split.seen[::2]] == [seen.depth for seen in split.seen[1::2]] == depths
+    assert len(set(depths)) > 2 and whole.num_loops == 4
     assert_same_weights(whole, split, atol=1e-5, rtol=1e-3)
 
 
-def test_resumed_training_samples_the_same_depths(make_sft):
-    trainers = []
-    for resume in (None, "checkpoint-2"):
-        trainer = make_sft(save_strategy="steps", save_steps=2, **DEPTHS)
-        trainer.train(resume and f"{trainer.args.output_dir}/{resume}")
-        trainers.append(trainer)
-    assert_same_weights(*trainers)
-    logs = [[log.get("loss") for log in trainer.state.log_history] for trainer in trainers]
-    assert logs[0][:4] == logs[1][:4]
+def test_resumed_training_samples_the_same_depths(train):
+    fields = {"save_strategy": "steps", "save_steps": 2, **DEPTHS}
+    whole = train(**fields)
+    assert_same_weights(whole, train(resume=f"{whole.args.output_dir}/checkpoint-2", **fields))
 
 
 def test_sensitivity_is_summed_over_micro_batches(train):

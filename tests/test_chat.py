@@ -1,17 +1,17 @@
 """The command `chat`: the answers of a base model and its adapter, at each depth and under each gates."""
 
 import io
+import re
 import sys
 
 import pytest
 import torch
-from conftest import TINY_OURO_PATH, load_script, tiny_ouro, with_adapter
+from conftest import load_script, tiny_ouro, with_adapter
 
 from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import set_depth
-from loopdropout_trainer.tokenizers import load_tokenizer
 
 
 CHAT = load_script("recipes/chat.py")
@@ -53,14 +53,14 @@ def answer(model, tokenizer, prompt, num_loops=4, gates=None):
 def test_chat_shows_each_depth_and_gates(saved, shown, tokenizer):
     CHAT.main([str(saved), "3 + 4?", "--num_loops", "2", "4", "--gates", "single_loop", "--max_new_tokens", "8"])
     model = load_model(saved)
-    want = {}
+    expected = {}
     for num_loops in (2, 4):
         base = answer(model, tokenizer, QUESTION, num_loops, [0.0] * num_loops)
         for loop, gates in enumerate(torch.eye(num_loops).tolist()):
             adapter = answer(model, tokenizer, QUESTION, num_loops, gates)
-            want[f"K = {num_loops}, loop {loop + 1}"] = {"base model": base, "adapter": adapter}
-    assert shown == want
-    assert len({text for answers in want.values() for text in answers.values()}) > 6
+            expected[f"K = {num_loops}, loop {loop + 1}"] = {"base model": base, "adapter": adapter}
+    assert shown == expected
+    assert len({text for answers in expected.values() for text in answers.values()}) > 6
 
 
 def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):
@@ -69,14 +69,13 @@ def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):
 
 
 def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
+    prompts = []
+    note = lambda model, tokenizer, ids, *args, **options: prompts.append(tokenizer.decode(ids[0]))
+    monkeypatch.setattr(CHAT, "generate_greedy", note)
     monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 2?\n5 + 4?\n"))
-    CHAT.main(["tiny-ouro", "--prompt_template", "Question: {x}\nAnswer:", "--max_new_tokens", "40"])
-    model, tokenizer = load_model("tiny-ouro"), load_tokenizer(TINY_OURO_PATH)
-    prompts = ["Question: 1 + 2?\nAnswer:", "Question: 5 + 4?\nAnswer:"]
-    texts = generate_greedy(model, tokenizer, prompts, 40, stop_strings=["Question:"], progress=False)
-    printed = capsys.readouterr().out
-    first, second = printed.split("> 1 + 2?")[1].split("> 5 + 4?")
-    assert texts[0].split()[-1] in first and texts[1].split()[-1] in second and "tiny-ouro" in first
+    CHAT.main(["tiny-ouro", "--prompt_template", "Question: {x}\nAnswer:"])
+    assert prompts == ["Question: 1 + 2?\nAnswer:", "Question: 5 + 4?\nAnswer:"]
+    assert re.search("> 1 .*> 5 ", capsys.readouterr().out, re.DOTALL)
 
 
 def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ def test_readme_starts_with_citation():
     assert len(text) <= 8000
     first_screen = " ".join(text[:1800].replace("\n> ", " ").split())
     authors = [f"{author['given-names']} {author['family-names']}" for author in PAPER["authors"]]
-    assert len(authors) == 8
     for said in (PAPER["title"], ", ".join(authors), PAPER["url"], str(PAPER["year"]), "NUS-HPC-AI-Lab/loop-dropout"):
         assert said in first_screen
     assert PAPER["identifiers"][0]["value"] == f"arXiv:{NUMBER}"

@@ -52,8 +52,6 @@ def test_trl_arguments_keep_their_values(config, cls, trl_class):
 def test_default_learning_rates_are_the_papers_or_trls():
     assert LoopDropoutConfig("out").learning_rate == 1e-4
     assert LoopDropoutConfig.from_trl(SFTConfig("out", use_cpu=True), "user/model").learning_rate == 2e-5
-    assert LoopDropoutDPOConfig("out").learning_rate == DPOConfig("out", use_cpu=True).learning_rate
-    assert LoopDropoutGRPOConfig("out").learning_rate == GRPOConfig("out", use_cpu=True).learning_rate
 
 
 def test_arguments_of_another_trainer_raise(config):

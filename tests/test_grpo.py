@@ -81,8 +81,7 @@ def test_gated_policy_and_ungated_reference(make, pretrained):
         loss.backward()
     torch.testing.assert_close(seen.loss, loss.detach(), rtol=1e-4, atol=1e-5)
     for name, parameter in trained_parameters(oracle).items():
-        distance = (seen.gradients[name] - parameter.grad).norm() / parameter.grad.norm()
-        assert distance < 1e-4, name
+        assert (seen.gradients[name] - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
 
 
 @pytest.mark.parametrize("fields", [{"beta": 0.1}, {"gradient_accumulation_steps": 2}], ids=str)
@@ -98,8 +97,8 @@ def test_unit_gates_train_as_trl(make, fields):
 def test_steps_under_gates_do_not_clip(make):
     trainer = make(max_steps=2, gradient_accumulation_steps=2)
     trainer.train()
-    logs = [log for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
-    assert len(logs) == 2 and all(log["clip_ratio/region_mean"] == 0 for log in logs)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["clip_ratio/region_mean"] for log in logs] == [0, 0]
     assert all(0 < log["gate_mean"] < 2 for log in logs)
 
 

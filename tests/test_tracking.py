@@ -1,14 +1,12 @@
-"""Runs of experiment trackers: one for each training, with curves over loops, and Trackio's page in a browser."""
+"""Runs of experiment trackers: one for each training, with curves over loops and tables of samples."""
 
-import re
-import shutil
-import subprocess
+import sys
+from types import SimpleNamespace
 
-import pytest
-from conftest import load_script
+import pandas as pd
 from transformers import TrainerCallback
 
-from loopdropout_trainer.tracking import finish_run
+from loopdropout_trainer.tracking import finish_run, log_table
 
 
 class Logs(TrainerCallback):
@@ -42,29 +40,8 @@ def test_curves_are_logged_over_loops(make_sft):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="a browser is needed")
-def test_trackio_shows_both_methods(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by the import
-    pytest.importorskip("trackio")
-    words = (
-        "quickstart.yaml --max_steps 3 --num_train_examples 32 --num_eval_examples 4 --logging_steps 1 --merge false"
-    )
-    words += " --benchmark_limit 2 --depths 2 4 --report_to trackio"
-    load_script("recipes/sft.py").main([*words.split(), "--output_dir", str(tmp_path / "run")])
-
-    server = subprocess.Popen(["trackio", "show", "--project", "huggingface"], stdout=subprocess.PIPE, text=True)
-    try:
-        url = next(match[0] for line in server.stdout if (match := re.search(r"http://[\d.:]+", line)))
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-        pages = [
-            subprocess.run(
-                ["chromium", *options, f"{url}/{page}?project=huggingface"], capture_output=True, text=True
-            ).stdout
-            for page in ("", "media")
-        ]
-    finally:
-        server.kill()
-    for text in ("Loop Dropout, seed 0", "LoRA, seed 0", "active_loop_1", "rho_by_loop", "accuracy_by_depth"):
-        assert text in pages[0]
-    assert pages[1].count("The answer is") >= 2
+def test_tables_are_logged_to_running_trackers(config, monkeypatch):
+    logs, table = [], pd.DataFrame([{"step": 1, "completion": "2"}])
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(log=logs.append, Table=lambda dataframe: dataframe))
+    log_table(config(report_to=["tensorboard", "trackio"]), "samples", table)
+    assert logs == [{"samples": table}]
