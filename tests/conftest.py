@@ -1,6 +1,5 @@
 """Shared fixtures: golden tensors of the reference implementations, and models and data small enough for seconds."""
 
-import functools
 import gc
 import importlib.util
 import json
@@ -140,10 +139,8 @@ def golden_adapted(data, model=None, modules=None):
     """The same with the oracle's adapter on it, or on some of its modules."""
     lora = data.meta["lora"]
     modules = modules or lora["modules"]
-    model = golden_model(data) if model is None else model
-    peft_model = get_peft_model(
-        model, LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules=modules, task_type="CAUSAL_LM")
-    )
+    config = LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules=modules, task_type="CAUSAL_LM")
+    peft_model = get_peft_model(golden_model(data) if model is None else model, config)
     for name in modules:
         layer = model.get_submodule(submodule_name(data, name))
         layer.lora_A["default"].weight.data.copy_(data.tensors[f"oracle/lora_A/{name}"])
@@ -245,9 +242,6 @@ def make_tiny(request):
     return TINY[request.param]
 
 
-"""For what is long and does not look inside of a model: two families, and the others in the slow tests."""
-
-
 @pytest.fixture
 def model():
     return tiny_ouro()
@@ -280,12 +274,16 @@ class Recording:
     seen = ()
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        kept = SimpleNamespace(step=self.state.global_step, gradients=None)
+        kept = SimpleNamespace(step=self.state.global_step)
         kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
         kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        kept.gated, kept.depth, kept.loss = self.gates.batch, self.num_loops, loss.detach()
-        kept.gates = self.gates.gates
+        kept.gated, kept.gates, kept.depth, kept.loss = (
+            self.gates.batch,
+            self.gates.gates,
+            self.num_loops,
+            loss.detach(),
+        )
         self.seen = [*self.seen, kept]
         return loss
 
@@ -299,19 +297,6 @@ class Recording:
 
 class Recorder(Recording, LoopDropoutSFTTrainer):
     pass
-
-
-STEPS = 6
-
-
-class Trainer(LoopDropoutSFTTrainer):
-    """Counts its micro-batches."""
-
-    steps_taken = 0
-
-    def training_step(self, *args, **kwargs):
-        self.steps_taken += 1
-        return super().training_step(*args, **kwargs)
 
 
 @pytest.fixture
@@ -330,23 +315,12 @@ def make_sft(config, dataset, tokenizer):
 def train(make_sft):
     """The same, after its training."""
 
-    def run(*given, resume=None, **fields):
+    def run(*given, **fields):
         trainer = make_sft(*given, **fields)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train()
         return trainer
 
     return run
-
-
-@pytest.fixture
-def make_trainer(make_sft):
-    """The same of six steps with a checkpoint after every other one, and a trainer that counts them."""
-    return functools.partial(make_sft, cls=Trainer, save_strategy="steps", save_steps=2, max_steps=STEPS)
-
-
-def flat_weights(trainer):
-    """All trained weights of a trainer, one after the other."""
-    return torch.cat([p.detach().flatten() for p in trained_parameters(trainer.model).values()])
 
 
 @pytest.fixture
@@ -390,9 +364,7 @@ def trained_parameters(model):
 def assert_same_weights(one, other, **close):
     """Compare the adapters of two trainers: bit for bit, or as closely as `rtol` and `atol` say."""
     got, want = (get_peft_model_state_dict(trainer.model) for trainer in (one, other))
-    assert got.keys() == want.keys()
-    for name, weight in got.items():
-        torch.testing.assert_close(weight, want[name], **(close or {"rtol": 0, "atol": 0}), msg=name)
+    torch.testing.assert_close(got, want, **(close or {"rtol": 0, "atol": 0}))
 
 
 # Published sizes
