@@ -5,10 +5,8 @@ import json
 import pytest
 import torch
 from conftest import (
-    CONVERSIONS,
     FAMILIES,
     LAYOUTS,
-    NANBEIGE_3B,
     TINY,
     example_nll,
     golden_adapted,
@@ -264,12 +262,34 @@ QWEN3_4B = {
     "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
+NANBEIGE_3B = {  # its config.json
+    "hidden_size": 3072, "intermediate_size": 10752, "num_hidden_layers": 22, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "head_dim": 128, "kv_channels": 128, "vocab_size": 166144, "num_loops": 2,
+    "loop_loss_weights": [], "rms_norm_eps": 1e-5, "rope_theta": 70_000_000.0, "rope_scaling": None,
+    "max_position_embeddings": 262144, "pad_token_id": 0, "bos_token_id": 166100, "eos_token_id": 166101,
+}  # fmt: skip
+CONVERTED = {
+    "tie_embeddings": False, "qk_bias": False, "mean_recurrence": 32, "n_embd": 2048, "rope_theta": 500_000.0,
+    "n_layers_in_prelude": 4, "n_layers_in_recurrent_block": 6, "n_layers_in_coda": 4, "intermediate_size": 8192,
+    "init_values": {"std": 0.008703882797784892, "embed_scale": 1.0},
+}  # fmt: skip
+LLAMA = {**CONVERTED, "block_layout": "llama", "n_heads": 32, "head_dim": 64}
+LLAMA_3_2 = {**LLAMA, "vocab_size": 128256, "num_key_value_heads": 8}
+TINY_LLAMA = {
+    **LLAMA, "vocab_size": 32000, "intermediate_size": 5632, "num_key_value_heads": 4, "rope_theta": 10_000.0,
+    "n_layers_in_recurrent_block": 8,
+}  # fmt: skip
+OLMO_2 = {
+    **CONVERTED, "block_layout": "olmo", "vocab_size": 100352, "n_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
+}  # fmt: skip
 PUBLISHED = {  # configuration, number of parameters, number of trained parameters of the default adapter
     "Ouro-1.4B": (OuroConfig, {"num_hidden_layers": 24}, 1_434_652_673, 15_138_816),
     "huginn-0125": (HuginnConfig, {}, 3_564_976_800, 6_397_440),
     "LoopUS-4B": (LoopusConfig, {"base_config_dict": QWEN3_4B}, None, 917_504 * 33),
     "Nanbeige4.2-3B": (NanbeigeConfig, NANBEIGE_3B, 4_169_800_704, 23_969_792),
-    **{name: (HuginnConfig, *numbers) for name, numbers in CONVERSIONS.items()},
+    "recurrent_llama": (HuginnConfig, LLAMA_3_2, 1_385_228_288, 3_735_552),
+    "recurrent_tinyllama": (HuginnConfig, TINY_LLAMA, 844_171_264, 3_899_392),
+    "recurrent_olmo": (HuginnConfig, OLMO_2, 1_359_071_232, 4_030_464),
 }
 
 
