@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,17 +42,15 @@ GOLDEN, SAMPLES = ROOT / "tests" / "golden", ROOT / "tests" / "samples"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of a test marked `pairs` run all cases of the first family and one of each other family; the others are slow."""
-    tables = {}
+    tables = defaultdict(list)
     for item in items:
         if item.get_closest_marker("pairs"):
             (family,) = {"family", "make_tiny", "base"} & item.callspec.indices.keys()
-            table = tables.setdefault((item.path, item.originalname), {})
-            table.setdefault(item.callspec.indices[family], []).append(item)
-    for table in tables.values():
-        for place, cases in table.items():
-            for number, item in enumerate(cases):
-                if place > 0 and number != place % len(cases):  # another case for each family
-                    item.add_marker("slow")
+            tables[item.path, item.originalname, item.callspec.indices[family]].append(item)
+    for (*_, place), cases in tables.items():
+        for number, item in enumerate(cases):
+            if place > 0 and number != place % len(cases):  # another case for each family
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,9 +70,7 @@ def pytest_collection_finish():
 def load_script(path):
     """A script of the repository, such as `recipes/sft.py`, as a module."""
     name = f"script_{Path(path).stem}"  # a package is called `evaluate`, too
-    folder = str((ROOT / path).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # scripts import one another
+    sys.path.append(str((ROOT / path).parent))  # scripts import one another
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -365,31 +362,3 @@ def assert_same_weights(one, other, **close):
     """Compare the adapters of two trainers: bit for bit, or as closely as `rtol` and `atol` say."""
     got, want = (get_peft_model_state_dict(trainer.model) for trainer in (one, other))
     torch.testing.assert_close(got, want, **(close or {"rtol": 0, "atol": 0}))
-
-
-# Published sizes
-
-NANBEIGE_3B = {  # what its config.json says
-    "hidden_size": 3072, "intermediate_size": 10752, "num_hidden_layers": 22, "num_attention_heads": 48,
-    "num_key_value_heads": 8, "head_dim": 128, "kv_channels": 128, "vocab_size": 166144, "num_loops": 2,
-    "loop_loss_weights": [], "rms_norm_eps": 1e-5, "rope_theta": 70_000_000.0, "rope_scaling": None,
-    "max_position_embeddings": 262144, "pad_token_id": 0, "bos_token_id": 166100, "eos_token_id": 166101,
-}  # fmt: skip
-_CONVERTED = {
-    "tie_embeddings": False, "qk_bias": False, "mean_recurrence": 32, "n_embd": 2048, "rope_theta": 500_000.0,
-    "n_layers_in_prelude": 4, "n_layers_in_recurrent_block": 6, "n_layers_in_coda": 4, "intermediate_size": 8192,
-    "init_values": {"std": 0.008703882797784892, "embed_scale": 1.0},
-}  # fmt: skip
-_LLAMA = {**_CONVERTED, "block_layout": "llama", "n_heads": 32, "head_dim": 64}
-_LLAMA_3_2 = {**_LLAMA, "vocab_size": 128256, "num_key_value_heads": 8}
-_TINY_LLAMA = {
-    **_LLAMA, "vocab_size": 32000, "intermediate_size": 5632, "num_key_value_heads": 4, "rope_theta": 10_000.0,
-    "n_layers_in_recurrent_block": 8,
-}  # fmt: skip
-_OLMO_HEADS = {"n_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
-_OLMO_2 = {**_CONVERTED, **_OLMO_HEADS, "block_layout": "olmo", "vocab_size": 100352}
-CONVERSIONS = {  # recipe: config, parameters, trainable ones of the default adapter (core blocks + `transformer.adapter`)
-    "recurrent_llama": (_LLAMA_3_2, 1_385_228_288, 3_637_248 + 98_304),
-    "recurrent_tinyllama": (_TINY_LLAMA, 844_171_264, 3_801_088 + 98_304),
-    "recurrent_olmo": (_OLMO_2, 1_359_071_232, 3_932_160 + 98_304),
-}
