@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, load_script, tiny_ouro, trained_parameters, with_adapter
+from conftest import ROOT, assert_same_weights, load_script, tiny_ouro, trained_parameters, with_adapter
 from transformers import BitsAndBytesConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, load_model, merge_and_save
@@ -37,8 +37,7 @@ def dequantize(model):
     return plain
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["nf4", "double"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("double", "checkpointing"), [(False, True), (True, False)])
 def test_4_bit_base_trains_as_dequantized(saved_model, config, dataset, tokenizer, double, checkpointing, tmp_path):
     fields = {"gradient_checkpointing": checkpointing, "adam_epsilon": 1e-4}
     data = {"train_dataset": dataset, "processing_class": tokenizer}
@@ -48,36 +47,27 @@ def test_4_bit_base_trains_as_dequantized(saved_model, config, dataset, tokenize
     base = quantized.model.get_base_model()
     assert base.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
     plain = LoopDropoutSFTTrainer(dequantize(base), config(**fields), **data)
-    got, want = trained_parameters(quantized.model), trained_parameters(plain.model)
-    for name, parameter in want.items():
-        assert got[name].dtype == torch.float32
-        parameter.data.copy_(got[name].data)
-    start = {name: p.detach().clone() for name, p in want.items()}
+    want = trained_parameters(plain.model)
+    for name, parameter in trained_parameters(quantized.model).items():
+        assert parameter.dtype == torch.float32
+        want[name].data.copy_(parameter.data)
     quantized.train()
     plain.train()
-    for one, other in zip(quantized.state.log_history, plain.state.log_history, strict=True):
-        for key in {"loss", "gate_mean", "train_loss"} & set(one):
-            assert one[key] == pytest.approx(other[key], rel=1e-4)
-    moved = max((p.detach() - start[name]).abs().max() for name, p in want.items())
-    torch.testing.assert_close(got, want, rtol=0, atol=float(moved) * 1e-3)
-    check_merge(quantized.model, tmp_path / "merged")
+    losses = [[log.get("loss") for log in trainer.state.log_history] for trainer in (quantized, plain)]
+    assert losses[0][:-1] == pytest.approx(losses[1][:-1], rel=1e-4)
+    assert_same_weights(quantized, plain, rtol=0, atol=2e-5)  # the first step changes weights by 1e-2
 
-
-def check_merge(model, folder):
-    """Merge into the dequantized weights, and compare the saved model with the quantized one and its adapter."""
-    ids = torch.arange(2, 42).view(4, 10)
-    merged = load_model(merge_and_save(model, folder))
+    # Merging dequantizes the weights.
+    merged, ids = load_model(merge_and_save(quantized.model, tmp_path / "merged")), torch.arange(2, 42).view(4, 10)
     assert merged.dtype == torch.float32 and not hasattr(merged.config, "quantization_config")
-    with torch.no_grad():
-        torch.testing.assert_close(merged(ids).logits, model.eval()(ids).logits, atol=2e-5, rtol=1e-4)
-    assert "| Base weights in training | 4-bit, here dequantized |" in (folder / "README.md").read_text()
+    torch.testing.assert_close(merged(ids).logits, quantized.model.eval()(ids).logits, atol=2e-5, rtol=1e-4)
+    assert "| 4-bit, here dequantized |" in (tmp_path / "merged" / "README.md").read_text()
 
 
 def test_merge_script_quantizes_as_in_training(saved_model, train):
     quantization = load_recipe(ROOT / "recipes" / "nanbeige" / "qlora.yaml")["model_init_kwargs"]
     trainer = train(saved_model, max_steps=1, model_init_kwargs={**quantization, "dtype": "float32"})
-    layer = trainer.model.get_base_model().model.layers[0].mlp.up_proj
-    assert layer.base_layer.weight.quant_type == "nf4" and layer.base_layer.weight.quant_state.nested
+    assert trainer.model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.quant_state.nested
     trainer.save_model()
     folder = Path(trainer.args.output_dir)
     dump_recipe({"model_init_kwargs": quantization}, folder / "recipe.yaml")
