@@ -187,6 +187,7 @@ def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, 
         # EvalPlus drops functions that return nothing.
         attacks.append((f"HumanEval/{number}", f"{TOOLS}{body}\n    return False".strip("\n")))
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(programs.os, "cpu_count", lambda: 8)  # some wait for their time limit
     why = dict(zip(ATTACKS, verdicts_of("humaneval", attacks), strict=True))
     assert [name for name, verdict in why.items() if verdict == "pass"] == ["says that it could"], why
     for name in ("memory bomb", "disk fill", "raises its limits", "takes privileges"):
@@ -254,8 +255,8 @@ def evalplus_verdicts(dataset, solutions, folder):
     samples = folder / f"{dataset}.jsonl"
     samples.write_text("".join(json.dumps({"task_id": task, "solution": code}) + "\n" for task, code in solutions))
     paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(folder)}
-    words = ("evalplus.evaluate", "--dataset", dataset, "--samples", samples)
-    python("-m", *words, env={**os.environ, **paths}, fresh=True)
+    code = f"from evalplus.evaluate import *; evaluate('{dataset}', '{samples}'); os._exit(0)"  # one of its threads sleeps
+    python("-c", code, env={**os.environ, **paths}, fresh=True)
     found = json.loads((folder / f"{dataset}_eval_results.json").read_text())["eval"]
     verdicts = [found[task].pop(0) for task, _ in solutions]  # of one task in their order
     base = [verdict["base_status"] == "pass" for verdict in verdicts]
