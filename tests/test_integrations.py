@@ -4,14 +4,12 @@
 """
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from processes import ENVIRONMENT, ROOT
+from processes import ENVIRONMENT, ROOT, python
 from transformers import AutoModelForCausalLM
 
 import loopdropout_trainer  # noqa: F401 (registers the model)
@@ -37,12 +35,6 @@ def folder(tmp_path):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(MODEL), config).save_pretrained(tmp_path / "adapter")
     return tmp_path
-
-
-def run(*words, folder):
-    environment = {**ENVIRONMENT, "AXOLOTL_DO_NOT_TRACK": "1"}
-    program = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
-    assert program.returncode == 0, program.stderr[-4000:]
 
 
 def check_losses(history, p):
@@ -77,7 +69,7 @@ def test_plugin_has_losses_of_trainer(folder, program, p):
     sample = ROOT / "tests" / "samples" / f"{program}.yaml"
     (folder / sample.name).write_text(sample.read_text().replace("loop_dropout_p: 0.5", f"loop_dropout_p: {p}"))
     (folder / "plugin.py").write_text("import loopdropout_trainer.integrations.ms_swift")
-    run(*command, folder=folder)
+    python(*command, cwd=folder, env={**ENVIRONMENT, "AXOLOTL_DO_NOT_TRACK": "1"}, fresh=True)
     state = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     check_losses(state["log_history"], p)
 
@@ -98,6 +90,9 @@ def test_axolotl_evaluation_raises():
 
 HANDLE = f"""
 import sys
+for name in [*sys.modules]:
+    if name.startswith("loopdropout_trainer"):
+        del sys.modules[name]
 sys.modules.update(dict.fromkeys(["trl", "datasets", "lm_eval", "evaluate"]))  # importing one raises ImportError
 import torch
 from loopdropout_trainer import LoopDescription, foreign, loop_dropout, looped
@@ -111,5 +106,5 @@ assert handle.num_draws == 1
 """
 
 
-def test_interfaces_need_neither_trl_nor_datasets(tmp_path):
-    run("-c", HANDLE, folder=tmp_path)
+def test_interfaces_need_neither_trl_nor_datasets():
+    python("-c", HANDLE, fresh=any(map(find_spec, ("axolotl", "swift"))))  # with which `conftest.py` cannot be imported
