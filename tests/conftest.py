@@ -77,6 +77,16 @@ def load_script(path):
     return module
 
 
+def read_lines(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path, rows):
+    """Write a JSONL file and return its path as text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 @pytest.fixture(autouse=True)
 def no_program_outlives_its_test():
     yield

@@ -1,12 +1,9 @@
 """The GPU benchmark runs all of its parts at tiny sizes and does not measure a row twice."""
 
-import json
-import sys
-from pathlib import Path
+from conftest import load_script, read_lines
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import gpu  # noqa: E402
+gpu = load_script("benchmarks/gpu.py")
 
 
 def test_gpu_benchmark_runs_every_part(tmp_path, capsys):
@@ -15,7 +12,7 @@ def test_gpu_benchmark_runs_every_part(tmp_path, capsys):
     assert "The next call continues with matrix products" in capsys.readouterr().out
     gpu.main(smoke)
     gpu.main(smoke)  # nothing is left to do
-    records = [json.loads(line) for line in (tmp_path / "gpu_smoke.jsonl").read_text().splitlines()]
+    records = read_lines(tmp_path / "gpu_smoke.jsonl")
     assert [(record["part"], record["row"]) for record in records] == [row[:2] for row in gpu.tasks(gpu.TINY, "")]
     assert {record["status"] for record in records} == {"ok"}
     assert "| Loop Dropout | ok |" in (tmp_path / "gpu_smoke.md").read_text()
