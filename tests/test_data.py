@@ -1,16 +1,14 @@
 """Training data: examples, loss masks token by token, the choice of examples, and errors."""
 
-import contextlib
-import gzip
-import io
 import json
 import re
 import shlex
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
-from conftest import ROOT, SAMPLES, TINY_OURO_PATH, byte_tokenizer, load_script, tiny_ouro
-from datasets import Dataset
+from conftest import ROOT, SAMPLES, TINY_OURO_PATH, byte_tokenizer, load_script, read_lines, tiny_ouro, write_lines
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.arithmetic import arithmetic_problems
@@ -58,30 +56,14 @@ def both_tokenizers(request):
 
 
 @pytest.fixture
-def write(tmp_path):
-    """`write(rows)`: path of a JSONL file."""
-
-    def make(rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        return str(path)
-
-    return make
-
-
-@pytest.fixture
-def load(write):
-    """`load(preparation, rows or sample, tokenizer)`: datasets of rows."""
+def load(tmp_path):
+    """`load(preparation, rows, tokenizer)`: datasets of rows."""
 
     def make(preparation, rows, tokenizer, max_length=None, **fields):
-        path = str(SAMPLES / f"{rows}.jsonl") if isinstance(rows, str) else write(rows)
+        path = write_lines(tmp_path / "rows.jsonl", rows)
         return load_datasets(DataArguments(preparation, train_files=[path], **fields), tokenizer, max_length)
 
     return make
-
-
-def samples(name):
-    return [json.loads(line) for line in (SAMPLES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def show(example, tokenizer, **losses):
@@ -114,49 +96,29 @@ MADE_UP = [
 
 
 def test_tulu2_trains_assistant_turns(load, both_tokenizers):
-    conversations = [row["messages"] for row in samples("tulu2")] + MADE_UP
+    conversations = [row["messages"] for row in read_lines(SAMPLES / "tulu2.jsonl")] + MADE_UP
     data = load("tulu2", [{"id": "x", "messages": messages} for messages in conversations], both_tokenizers)
-    assert data["train"].to_list() == [{"messages": messages} for messages in conversations]
-    for example in data["train"]:
-        expected = render_tulu2(example["messages"], both_tokenizers.eos_token)
+    for messages, example in zip(conversations, data["train"], strict=True):
+        expected = render_tulu2(messages, both_tokenizers.eos_token)
         assert show(example, both_tokenizers, assistant_only_loss=True) == expected
 
 
 def test_gsm8k_trains_the_solution(load, both_tokenizers):
-    data = load("gsm8k", "gsm8k", both_tokenizers, num_eval_examples=0)["train"]
-    assert data[0]["prompt"] == (
-        "Question: Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
-        "How many clips did Natalia sell altogether in April and May?\nAnswer:"
-    )
-    assert data[0]["completion"] == (
-        " Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether in April and May.\n#### 72"
-    )
-    for row, example in zip(samples("gsm8k"), data, strict=True):
-        assert "<<" not in example["completion"]
-        assert example["completion"].endswith("\n#### " + row["answer"].split("#### ")[1])
-        completion = example["completion"] + both_tokenizers.eos_token
-        assert show(example, both_tokenizers) == f"{example['prompt']}⟦{completion}⟧"
-        assert show(example, both_tokenizers, completion_only_loss=False) == f"⟦{example['prompt']}{completion}⟧"
-
-
-def test_metamath_trains_the_response(load, bytes_tokenizer):
-    fields = {"prompt_end": " So:", "target_prefix": "\n", "example_token_limit": None, "num_eval_examples": 0}
-    data = load("metamath_gsm", "metamath", bytes_tokenizer, **fields)["train"]
-    rows = [row for row in samples("metamath") if row["type"].startswith("GSM")]
+    rows = read_lines(SAMPLES / "gsm8k.jsonl")
+    data = load("gsm8k", rows, both_tokenizers, num_eval_examples=0)["train"]
     for row, example in zip(rows, data, strict=True):
-        assert show(example, bytes_tokenizer) == f"{ALPACA.format(row['query'])} So:⟦\n{row['response']}<eos>⟧"
+        solution = re.sub("<<.*?>>", "", row["answer"]) + both_tokenizers.eos_token
+        assert show(example, both_tokenizers) == f"Question: {row['question']}\nAnswer:⟦ {solution}⟧"
 
 
-def test_no_token_spans_prompt_and_completion():
+def test_tokens_span_a_text_but_not_a_pair():
     tokenizer = byte_tokenizer(["<eos>"], [":T", ":Th"], [(":", "T"), (":T", "h")], eos_token="<eos>")
-    example = {"prompt": "A:", "completion": "The"}
-    assert tokenizer.tokenize("A:The") == ["A", ":Th", "e"]
-    columns = tokenize(example, tokenizer)
-    assert tokenizer.convert_ids_to_tokens(columns["input_ids"]) == ["A", ":", "T", "h", "e", "<eos>"]
-    assert columns["completion_mask"] == [0, 0, 1, 1, 1, 1]
-    columns = tokenize(example, tokenizer, is_one_text=True)
-    assert tokenizer.convert_ids_to_tokens(columns["input_ids"]) == ["A", ":Th", "e", "<eos>"]
-    assert columns["completion_mask"] == [0, 1, 1, 1]
+    for is_one_text, tokens, mask in (
+        (False, ["A", ":", "T", "h", "e", "<eos>"], [0, 0, 1, 1, 1, 1]),
+        (True, ["A", ":Th", "e", "<eos>"], [0, 1, 1, 1]),
+    ):
+        columns = tokenize({"prompt": "A:", "completion": "The"}, tokenizer, is_one_text=is_one_text)
+        assert (tokenizer.convert_ids_to_tokens(columns["input_ids"]), columns["completion_mask"]) == (tokens, mask)
 
 
 CHAT = {"prompt": conversation(("user", "1+1?")), "completion": conversation(("assistant", "2"))}
@@ -184,17 +146,6 @@ def test_labels_are_the_trainers(load, config, bytes_tokenizer, row, losses):
 # The choice of examples
 
 
-def test_metamath_keeps_short_gsm_in_order(load, bytes_tokenizer):
-    room = 511 - len(ALPACA.format("Q").encode()) - 1  # of 512 tokens: the prompt, a space and the response
-    sizes = [room, room + 1, 1, 2]
-    rows = [{"type": kind, "query": "Q", "response": "x" * size} for size in sizes for kind in ("GSM_SV", "MATH_SV")]
-    data = load("metamath_gsm", rows, bytes_tokenizer, num_eval_examples=1)
-    assert [len(answer) for answer in data["train"]["answer"]] == [room, 1]
-    assert data["eval"]["answer"][:] == ["xx"]  # a small source: the last one
-    fewer = load("metamath_gsm", rows, bytes_tokenizer, num_eval_examples=1, num_train_examples=1)
-    assert [len(answer) for answer in fewer["train"]["answer"]] == [room]
-
-
 def test_metamath_holds_out_new_examples_after_100k():
     orders = np.array([*range(100_000), 0, 7, 100_000, 100_001])  # two repeats
     train, held_out = hold_out_after_100k(orders, 1)
@@ -204,21 +155,22 @@ def test_metamath_holds_out_new_examples_after_100k():
 def test_held_out_examples_are_the_same_in_each_run(load, tokenizer):
     rows = [{"question": f"What is {i}?", "answer": f"It is <<{i}={i}>>{i}.\n#### {i}"} for i in range(700)]
     data = load("gsm8k", rows, tokenizer)
-    assert (len(data["train"]), len(data["eval"])) == (200, 500)
-    held_out = {*data["eval"]["question"]}
-    assert not held_out & {*data["train"]["question"]}
+    held_out, trained = ({*data[split]["question"]} for split in ("eval", "train"))
+    assert (len(held_out), len(trained), len(held_out | trained)) == (500, 200, 700)
     again = load("gsm8k", rows[::-1], tokenizer, max_length=4096, num_train_examples=100)
     assert {*again["eval"]["question"]} == held_out and len(again["train"]) == 100
     assert {*load("gsm8k", rows, tokenizer, split_seed=1)["eval"]["question"]} != held_out
 
 
 @pytest.mark.parametrize("by_files", [False, True])
-def test_repeats_of_held_out_examples_are_left_out(load, write, tokenizer, log, by_files):
+def test_repeats_of_held_out_examples_are_left_out(load, tmp_path, tokenizer, log, by_files):
     rows = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
-    held_out = {"eval_files": [write(rows[:5], "eval.jsonl")]} if by_files else {"num_eval_examples": 5}
+    held_out = (
+        {"eval_files": [write_lines(tmp_path / "eval.jsonl", rows[:5])]} if by_files else {"num_eval_examples": 5}
+    )
     data = load(None, rows, tokenizer, **held_out)
     assert (len(data["eval"]), len(data["train"])) == (5, 45)
-    assert not {*data["eval"]["prompt"]} & {*data["train"]["prompt"]}
+    assert {*data["eval"]["prompt"]}.isdisjoint(data["train"]["prompt"])
     assert f"{15 if by_files else 10} examples are left out, because they repeat a held-out example." in log.messages
 
 
@@ -235,10 +187,11 @@ def test_tulu2_draw_does_not_depend_on_held_out_number(load, bytes_tokenizer):
 def test_arithmetic_holds_out_the_first_problems(tokenizer):
     data = load_datasets(DataArguments("arithmetic", num_train_examples=3), tokenizer)
     first = {f"Question: {question}\nAnswer:" for question in arithmetic_problems("train", 200)["question"]}
-    assert {*data["eval"]["prompt"]} == first and not first & {*data["train"]["prompt"]}
+    assert {*data["eval"]["prompt"]} == first and first.isdisjoint(data["train"]["prompt"])
     pairs = load_datasets(DataArguments("arithmetic_pairs", num_train_examples=3), tokenizer)["train"]
-    assert pairs["chosen"][:] == data["train"]["completion"][:] and pairs["prompt"][:] == data["train"]["prompt"][:]
-    assert all(pair["rejected"] != pair["chosen"] for pair in pairs)
+    for pair, example in zip(pairs, data["train"], strict=True):
+        assert (pair["prompt"], pair["chosen"]) == (example["prompt"], example["completion"])
+        assert pair["rejected"] != pair["chosen"]
 
 
 FORMATS = [PAIR, CHAT, {"text": "abc"}, {"messages": MADE_UP[1]}, {"prompt": "p", "chosen": "c", "rejected": "longer"}]
@@ -260,21 +213,17 @@ def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.parquet"])
 def test_files_of_each_format(tmp_path, tokenizer, name):
     rows = [{"prompt": f"q{i}\n,\"'", "completion": f"{i}"} for i in range(5)]
-    path, data = tmp_path / name.removesuffix(".gz"), Dataset.from_list(rows)
-    array = lambda path: path.write_text(json.dumps(rows))
-    {".json": array, ".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}[path.suffix](path)
-    if name.endswith(".gz"):
-        (tmp_path / name).write_bytes(gzip.compress(path.read_bytes()))
+    write = getattr(pd.DataFrame(rows), f"to_{re.search('json|csv|parquet', name)[0]}")
+    options = {"orient": "records", "lines": "jsonl" in name} if "json" in name else {}
+    write(tmp_path / name, **options)
     train = load_datasets(DataArguments(train_files=[str(tmp_path / name)] * 2), tokenizer)["train"]
     assert train.select_columns(["prompt", "completion"]).to_list() == rows * 2
 
 
 def test_dataset_folder_by_name(tmp_path, tokenizer):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.jsonl").write_text('{"question": "Why?", "answer": "Because."}\n')
+    write_lines(tmp_path / "rows.jsonl", [{"question": "Why?", "answer": "Because."}])
     mapping = {"prompt": "question", "completion": "answer"}
-    args = DataArguments(dataset_name=str(tmp_path / "mine"), column_mapping=mapping)
-    example = load_datasets(args, tokenizer)["train"][0]
+    (example,) = load_datasets(DataArguments(dataset_name=str(tmp_path), column_mapping=mapping), tokenizer)["train"]
     assert (example["prompt"], example["completion"]) == ("Why?", "Because.")
 
 
@@ -298,10 +247,10 @@ def test_sharegpt_conversations(load, bytes_tokenizer, preparation):
 
 def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
     rows = [PAIR, {**PAIR, "completion": None}, {**PAIR, "prompt": None}, {**PAIR, "completion": " \n"}]
-    assert len(load(None, rows, bytes_tokenizer)["train"]) == 1
-    assert "3 examples are left out, because they have no text to train on" in log.text
-    chats = [{"messages": MADE_UP[0]}, {"messages": []}, {"messages": MADE_UP[0][:1]}]
-    assert len(load("tulu2", chats, bytes_tokenizer)["train"]) == 1
+    chats = [{"messages": messages} for messages in (MADE_UP[0], [], MADE_UP[0][:1])]
+    for preparation, examples in ((None, rows), ("tulu2", chats)):
+        assert len(load(preparation, examples, bytes_tokenizer)["train"]) == 1
+        assert f"{len(examples) - 1} examples are left out, because they have no text to train on" in log.text
 
 
 WRONG = {
@@ -318,32 +267,39 @@ WRONG = {
     "template": ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
     "steps": ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
     "missing file": ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
-    "broken file": ({"train_files": ["{broken}"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
-    "empty file": ({"train_files": ["{empty}"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
+    "broken file": ({"train_files": ["broken.jsonl"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
+    "empty file": ({"train_files": ["empty.jsonl"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
     "columns": (
-        {"preparation": "gsm8k", "train_files": ["{rows}"]},
+        {"preparation": "gsm8k", "train_files": ["rows.jsonl"]},
         "must have answer, question, got the columns prompt, c",
     ),
     "mapping": (
-        {"column_mapping": {"prompt": "x"}, "train_files": ["{rows}"]},
+        {"column_mapping": {"prompt": "x"}, "train_files": ["rows.jsonl"]},
         "must have x, got the columns prompt, comp",
     ),
     "format": (
-        {"train_files": ["{other}"]},
+        {"train_files": ["other.jsonl"]},
         "must have .*messages, .*text, got the columns a. `column_mapping` renames",
     ),
-    "too many": ({"train_files": ["{rows}"], "num_train_examples": 9}, "must be at most 3 and 0, .* got 9 and 0"),
-    "chat": ({"train_files": ["{chat}"]}, "`chat_template` must be set"),
+    "too many": ({"train_files": ["rows.jsonl"], "num_train_examples": 9}, "must be at most 3 and 0, .* got 9 and 0"),
+    "chat": ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set"),
+}
+
+
+FILES = {
+    "empty": "",
+    "broken": '{"a": \n',
+    "rows": '{"prompt": "p", "completion": "c"}\n' * 3,
+    "other": '{"a": "b"}',
+    "chat": json.dumps({"messages": MADE_UP[0]}),
 }
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_data_arguments(write, tokenizer, tmp_path, fields, message):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "broken.jsonl").write_text('{"a": \n')
-    write([PAIR] * 3), write([{"a": "b"}], "other.jsonl"), write([{"messages": MADE_UP[0]}], "chat.jsonl")
-    paths = {name: tmp_path / f"{name}.jsonl" for name in ("empty", "broken", "rows", "other", "chat")}
-    fields = {**fields, "train_files": [path.format(**paths) for path in fields.get("train_files", [])]}
+def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(f"{name}.jsonl").write_text(text)
     with pytest.raises(UserError, match=message):
         load_datasets(DataArguments(**fields), tokenizer, max_length=100)
 
@@ -351,23 +307,20 @@ def test_wrong_data_arguments(write, tokenizer, tmp_path, fields, message):
 # docs/own_data.md
 
 
-def test_own_data_page_shows_real_output(tmp_path, monkeypatch):
+def test_own_data_page_shows_real_output(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs/own_data.md").read_text(), re.MULTILINE | re.DOTALL)
-    (rows,), (recipe,), commands, (printed,), (snippet,) = (
-        [text for name, text in blocks if name == language] for language in ("json", "yaml", "bash", "", "python")
+    page = (ROOT / "docs/own_data.md").read_text()
+    rows, recipe, dry_run, printed, training, snippet = re.findall(
+        r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     )
     (tmp_path / "questions.jsonl").write_text(rows)
     (tmp_path / "mine.yaml").write_text(recipe)
-    outputs = []
-    for run in (*commands, snippet):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            if run == snippet:
-                exec(snippet, {})
-            else:
-                load_script("recipes/sft.py").main(shlex.split(run)[2:])
-        outputs.append(out.getvalue())
-    assert outputs[0] == printed
-    assert "LoRA" in outputs[1] and "eval_loss" in outputs[1]
+    main = load_script("recipes/sft.py").main
+    main(shlex.split(dry_run)[2:])
+    assert capsys.readouterr().out == printed
+    main(shlex.split(training)[2:])
+    output = capsys.readouterr().out
+    assert "LoRA" in output and "eval_loss" in output
     assert (tmp_path / "outputs/mine/lora/adapter_model.safetensors").exists()
-    assert outputs[2].startswith(printed[printed.index("Question:") :])
+    exec(snippet, {})
+    assert capsys.readouterr().out.startswith(printed[printed.index("Question:") :])
