@@ -48,26 +48,17 @@ def plain_texts(model, tokenizer, prompts, max_new_tokens):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("num_loops", [1, 5])
-def test_completions_equal_plain_loop(make_tiny, tokenizer, num_loops):
+@pytest.mark.parametrize("gates", [[1], [1] * 5, [1, 0, 0, 0], [0.5, 2.0, 0.0, 1.3]])
+def test_completions_equal_plain_loop(make_tiny, tokenizer, gates):
     model = adapted(make_tiny())
-    find_looped_model(model).config.num_loops = num_loops
-    want = plain_texts(model, tokenizer, PROMPTS, 7)
-    for batch_size in (1, 2, 16):
-        assert generate_greedy(model, tokenizer, PROMPTS, 7, batch_size, progress=False) == want
-    assert len(set(want)) == len(want)
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("gates", [[1, 0, 0, 0], [0.5, 2.0, 0.0, 1.3]])
-def test_completions_follow_use_gates(make_tiny, tokenizer, gates):
-    model = adapted(make_tiny())
-    unit = generate_greedy(model, tokenizer, PROMPTS, 7, progress=False)
+    find_looped_model(model).config.num_loops = len(gates)
     with use_gates(model, gates):
         want = plain_texts(model, tokenizer, PROMPTS, 7)
-        assert generate_greedy(model, tokenizer, PROMPTS, 7, 3, progress=False) == want != unit
-    with use_gates(model, torch.full((4, 2), 0.5)), pytest.raises(UserError, match="same for all prompts"):
-        generate_greedy(model, tokenizer, PROMPTS, 4, progress=False)
+        for batch_size in (1, 2, 16):
+            assert generate_greedy(model, tokenizer, PROMPTS, 7, batch_size, progress=False) == want
+    assert len({*want}) == len(want)
+    is_ungated = generate_greedy(model, tokenizer, PROMPTS, 7, progress=False) == want
+    assert is_ungated == ({*gates} == {1})
 
 
 def test_generation_changes_neither_model_nor_tokenizer(tokenizer):
@@ -76,22 +67,16 @@ def test_generation_changes_neither_model_nor_tokenizer(tokenizer):
     tokenizer.pad_token, tokenizer.padding_side = None, "right"
     config = model.base_model.model.generation_config
     config.repetition_penalty = 1.9
-    before = copy.deepcopy(config.to_dict())
+    before = config.to_dict()
     model.train()
     assert generate_greedy(model, tokenizer, PROMPTS, 12, progress=False) == want
     assert all(layer.training for layer in model.modules()) and config.to_dict() == before
     assert (tokenizer.pad_token, tokenizer.padding_side) == (None, "right")
 
 
-def test_stop_strings_end_completions(tokenizer):
+def test_stop_strings_may_be_special_tokens(tokenizer):
+    """A special token is not part of decoded text."""
     model = varied(tiny_ouro())
-    free = generate_greedy(model, tokenizer, PROMPTS[:3], 24, progress=False)
-    stops = [text[3:5] for text in free]
-    want = [text[: min(text.find(stop) for stop in stops if stop in text)] for text in free]
-    calls = []
-    model.model.register_forward_hook(lambda *_: calls.append(1))
-    assert generate_greedy(model, tokenizer, PROMPTS[:3], 24, 3, stops, progress=False) == want and len(calls) < 24
-    # A special token is not part of decoded text.
     tokenizer, ids = copy.deepcopy(tokenizer), greedy_ids(model, tokenizer, PROMPTS[0], 6)
     end = next(place for place in range(1, 6) if ids[place] not in ids[:place])
     special = tokenizer.convert_ids_to_tokens(ids[end])
@@ -100,16 +85,11 @@ def test_stop_strings_end_completions(tokenizer):
     assert texts == [tokenizer.decode(ids[:end])]
 
 
-def generate_texts(*args):
-    """Return the texts of transformers' `generate`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "supports_slots", lambda model: False)
-        return generate_greedy(*args, progress=False)
-
-
 def test_rows_in_slots_equal_generate(tokenizer, monkeypatch):
     model = adapted(tiny_ouro())
-    want = generate_texts(model, tokenizer, MANY, 50, 20, STOPS)
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "supports_slots", lambda model: False)
+        want = generate_greedy(model, tokenizer, MANY, 50, 20, STOPS, progress=False)
     assert len(set(map(len, want))) > 6 and max(map(len, want)) > 30
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 90)  # two prompts at a time
     monkeypatch.setattr(generation, "COLUMN_BLOCK", 16)
@@ -143,8 +123,10 @@ def test_on_text_streams_one_completion(tokenizer, make):
     assert texts == [generate_greedy(model, tokenizer, PROMPTS[:1], n, progress=False)[0] for n in range(1, 6)]
 
 
-def test_empty_prompts(tokenizer):
-    model = tiny_ouro()
+def test_empty_prompts_and_gates_of_examples(tokenizer):
+    model = with_adapter()
     assert generate_greedy(model, tokenizer, [], 4, progress=False) == []
     with pytest.raises(UserError, match="`prompts` must not be empty texts, got one at index 1"):
         generate_greedy(model, tokenizer, ["a", ""], 4, progress=False)
+    with use_gates(model, torch.full((4, 2), 0.5)), pytest.raises(UserError, match="same for all prompts"):
+        generate_greedy(model, tokenizer, PROMPTS, 4, progress=False)
