@@ -4,12 +4,11 @@ import json
 import math
 
 import pytest
-import torch
-from conftest import tiny_ouro, varied
+from conftest import read_lines, tiny_ouro, varied, write_lines
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from processes import python
-from test_evaluation import adapted, saved, write_lines  # noqa: F401 (`saved` is a fixture)
+from test_evaluation import adapted, saved  # noqa: F401 (`saved` is a fixture)
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.errors import UserError
@@ -37,39 +36,32 @@ def answers(lm):
     )
 
 
-def assert_close(got, expected):
-    """Compare log-likelihoods within rounding, and texts and greedy choices exactly."""
-    assert [log for log, _ in got[0]] == pytest.approx([log for log, _ in expected[0]], rel=1e-5, abs=2e-4)
-    assert [greedy for _, greedy in got[0]] == [greedy for _, greedy in expected[0]]
-    assert got[1] == pytest.approx(expected[1], rel=1e-5, abs=2e-4)
-    assert got[2] == expected[2]
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("max_length", [None, 24])
-def test_answers_match_hf(make_tiny, tokenizer, max_length):
-    model = adapted(varied(make_tiny()))
-    expected = answers(HFLM(model, tokenizer=tokenizer, batch_size=1, max_length=max_length))
-    assert len({log for log, _ in expected[0]}) > 10 and len({*expected[2]}) > 1
-    options = {"batch_size": "auto", "max_length": max_length, "max_batch_size": 4}
-    assert_close(answers(LoopedLM(model, tokenizer, **options)), expected)
-
-
 @pytest.mark.pairs
 @pytest.mark.parametrize(
-    ("num_loops", "gates", "readout"),
-    [(6, None, None), (4, [1, 0, 0, 0], None), (4, [0.5, 0, 2, 1], 3), (6, [0] * 6, 2)],
+    ("options", "gates"),
+    [
+        ({}, [1] * 4),
+        ({"max_length": 24, "batch_size": "auto", "max_batch_size": 4}, [1] * 4),
+        ({"num_loops": 6}, [1] * 6),
+        ({"gates": "1-0-0-0"}, [1, 0, 0, 0]),
+        ({"gates": "0.5-0-2-1", "readout": 3}, [0.5, 0, 2]),  # the readout after loop t is the output of t loops
+        ({"num_loops": 6, "gates": "0-0-0-0-0-0", "readout": 2}, [0, 0]),
+    ],
 )
-def test_settings_match_hf_under_them(make_tiny, tokenizer, num_loops, gates, readout):
+def test_answers_match_hf(make_tiny, tokenizer, options, gates):
     model = adapted(varied(make_tiny())).double()  # in float32, rounding decides near ties
     looped = find_looped_model(model)
     own_depth = looped.config.num_loops
-    text = gates and "-".join(map(str, gates))
-    got = answers(LoopedLM(model, tokenizer, batch_size=4, num_loops=num_loops, gates=text, readout=readout))
+    scores, rolling, texts = answers(LoopedLM(model, tokenizer, **{"batch_size": 4, **options}))
     assert looped.config.num_loops == own_depth and looped.loop_state.gates is None
-    depth = readout or num_loops  # the readout after loop t is the output of t loops
-    with set_depth(model, depth), use_gates(model, (gates or [1.0] * num_loops)[:depth]):
-        assert_close(got, answers(HFLM(model, tokenizer=tokenizer, batch_size=1)))
+    with set_depth(model, len(gates)), use_gates(model, gates):
+        hf = HFLM(model, tokenizer=tokenizer, batch_size=1, max_length=options.get("max_length"))
+        expected = answers(hf)
+    assert len({*expected[0]}) > 10 and len({*texts}) > 1
+    for score, other in zip(scores, expected[0], strict=True):
+        assert score == pytest.approx(other, rel=1e-5, abs=2e-4)
+    assert rolling == pytest.approx(expected[1], rel=1e-5, abs=2e-4)
+    assert texts == expected[2]
 
 
 def test_other_options_go_to_transformers(tokenizer):
@@ -80,7 +72,6 @@ def test_other_options_go_to_transformers(tokenizer):
     options = {"until": ["<eos>"], "max_gen_toks": 6, "num_beams": 1, "repetition_penalty": 1.0}
     asked = requests("generate_until", [(text, options) for text in TEXTS])
     assert lm.generate_until(asked, disable_tqdm=True) == expected
-    torch.manual_seed(0)
     sampled = {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 2.0}
     texts = lm.generate_until(requests("generate_until", [(TEXTS[0], sampled)] * 4), disable_tqdm=True)
     assert len({*texts}) > 1
@@ -126,17 +117,20 @@ runpy.run_module("loopdropout_trainer.lm_eval", run_name="__main__")
 """
 
 
+OPTIONS = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks"
+
+
 def test_command_line_takes_depth_and_gates(saved, tmp_path):  # noqa: F811
     """Without an adapter, the readout after loop 2 is the output of a base model with two loops."""
     texts = [f"{i} + {i} =" for i in range(5)]
     write_lines(tmp_path / "rows.jsonl", [{"text": text} for text in [*texts, "more"]])
     for kind, fields in KINDS.items():
         (tmp_path / f"{kind}.yaml").write_text(TASK.format(kind=kind, fields=fields))
-    words = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks".split()
-    arguments = f"pretrained={saved / 'base'},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2,dtype=float32"
     tasks = ",".join(f"own_{kind}" for kind in KINDS)
-    assert "own_multiple_choice" in python("-c", COMMAND, *words, tasks, "--model_args", arguments, cwd=tmp_path)
-    assert [len(path.read_text().splitlines()) for path in tmp_path.rglob("samples_*.jsonl")] == [5] * 3
+    model = f"pretrained={saved / 'base'},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2,dtype=float32"
+    printed = python("-c", COMMAND, *OPTIONS.split(), tasks, "--model_args", model, cwd=tmp_path)
+    assert "own_multiple_choice" in printed
+    assert [len(read_lines(path)) for path in tmp_path.rglob("samples_*.jsonl")] == [5] * 3
     lm = LoopedLM(str(saved / "base"), dtype="float32", num_loops=2)
     logs = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in texts]), disable_tqdm=True)
     (file,) = tmp_path.rglob("results_*.json")
