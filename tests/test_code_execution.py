@@ -6,11 +6,12 @@ import os
 import socket
 import subprocess
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, tiny_ouro
+from conftest import GOLDEN, tiny_ouro, write_lines
 from processes import Program, python
 
 from loopdropout_trainer.errors import UserError
@@ -176,16 +177,14 @@ def surroundings(tmp_path, monkeypatch):
 def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, evalplus_data):
     problem = {"prompt": "def attack():\n", "canonical_solution": "    REFERENCE = True\n    return REFERENCE\n"}
     problem |= {"entry_point": "attack", "contract": "", "atol": 0, "base_input": [[]], "plus_input": [[]]}
-    lines = [json.dumps({**problem, "task_id": f"HumanEval/{number}"}) + "\n" for number in range(len(ATTACKS))]
-    Path(surroundings["DATA"]).write_text("".join(lines))
-    evalplus_data("humaneval", surroundings["DATA"])
+    evalplus_data("humaneval", write_lines(Path(surroundings["DATA"]), [{**problem, "task_id": "HumanEval/0"}]))
     attacks = []
-    for number, code in enumerate(ATTACKS.values()):
+    for code in ATTACKS.values():
         for name, value in surroundings.items():
             code = code.replace(name, value)
         body = textwrap.indent(textwrap.dedent(code).strip("\n"), "    ").rstrip()
         # EvalPlus drops functions that return nothing.
-        attacks.append((f"HumanEval/{number}", f"{TOOLS}{body}\n    return False".strip("\n")))
+        attacks.append(("HumanEval/0", f"{TOOLS}{body}\n    return False".strip("\n")))
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(programs.os, "cpu_count", lambda: 8)  # some wait for their time limit
     why = dict(zip(ATTACKS, verdicts_of("humaneval", attacks), strict=True))
@@ -201,22 +200,19 @@ def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, allowed):
-    fault = lambda: "`bwrap` is not installed"
-    monkeypatch.setattr(sandbox, "sandbox_fault", fault)
-    monkeypatch.setattr(programs, "sandbox_fault", fault)
+    for module in (sandbox, programs):
+        monkeypatch.setattr(module, "sandbox_fault", lambda: "`bwrap` is not installed")
     evalplus_data("humaneval")
-    right, wrong = read_rows("humaneval")[0], "def truncate_number(number):\n    return 0"
-    codes = [right["prompt"] + right["canonical_solution"], wrong]
+    right = read_rows("humaneval")[0]
+    codes = [right["prompt"] + right["canonical_solution"], "def truncate_number(number):\n    return 0"]
     monkeypatch.setattr(LoopedLM, "generate_until", lambda self, requests: codes)
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
-    evaluate = lambda: evaluate_tasks(
-        LoopedLM(tiny_ouro(), tokenizer), ["humaneval_plus"], limit=2, allow_unsafe_code=allowed
-    )
-    if allowed:
-        assert evaluate()[0]["value"] == 50
-    else:
-        with pytest.raises(UserError, match="`bwrap` is not installed.*--allow_unsafe_code true"):
-            evaluate()
+    error = pytest.raises(UserError, match="`bwrap` is not installed.*--allow_unsafe_code true")
+    with nullcontext() if allowed else error:
+        results = evaluate_tasks(
+            LoopedLM(tiny_ouro(), tokenizer), ["humaneval_plus"], limit=2, allow_unsafe_code=allowed
+        )
+        assert results[0]["value"] == 50
 
 
 def test_tasks_of_lm_eval_with_programs_need_permission():
@@ -234,53 +230,49 @@ def test_missing_namespaces_are_named():
 
 
 VARIANTS = {
-    "HumanEval/2": {
-        "near": "def truncate_number(number):\n    return number % 1.0 + 1e-8",
-        "far": "def truncate_number(number):\n    return number % 1.0 + 1e-3",
-    },
-    "Mbpp/2": {
-        "any order": "def similar_elements(a, b):\n    return list(reversed(sorted(set(a) & set(b), key=str)))",
-        "a generator": "def similar_elements(a, b):\n    return (x for x in a if x in b)",
-    },
-    "Mbpp/295": {"zero": "def sum_div(number):\n    return 0", "one": "def sum_div(number):\n    return 1"},
-    "Mbpp/737": {
-        "a match": "import re\ndef check_str(string):\n    return re.match('^[aeiouAEIOU][A-Za-z0-9_]*', string)",
-        "always": "def check_str(string):\n    return object()",
-    },
+    "HumanEval/2 near": "def truncate_number(number):\n    return number % 1.0 + 1e-8",
+    "HumanEval/2 far": "def truncate_number(number):\n    return number % 1.0 + 1e-3",
+    "Mbpp/2 any order": "def similar_elements(a, b):\n    return list(reversed(sorted(set(a) & set(b), key=str)))",
+    "Mbpp/2 a generator": "def similar_elements(a, b):\n    return (x for x in a if x in b)",
+    "Mbpp/295 zero": "def sum_div(number):\n    return 0",
+    "Mbpp/295 one": "def sum_div(number):\n    return 1",
+    "Mbpp/737 a match": "import re\ndef check_str(string):\n    return re.match('^[aeiouAEIOU][A-Za-z0-9_]*', string)",
+    "Mbpp/737 always": "def check_str(string):\n    return object()",
+}
+FAILED = {
+    "humaneval": {"HumanEval/2 far", "HumanEval/32 canonical"},  # its solution never passes
+    "mbpp": {"Mbpp/295 one", "Mbpp/737 always"},
 }
 
 
 def evalplus_verdicts(dataset, solutions, folder):
     """Whether (task, program) pairs pass by EvalPlus's own command, without its added tests and with them."""
-    samples = folder / f"{dataset}.jsonl"
-    samples.write_text("".join(json.dumps({"task_id": task, "solution": code}) + "\n" for task, code in solutions))
+    rows = [{"task_id": task, "solution": code} for task, code in solutions]
+    samples = write_lines(folder / f"{dataset}.jsonl", rows)
     paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(folder)}
     code = f"from evalplus.evaluate import *; evaluate('{dataset}', '{samples}'); os._exit(0)"  # one of its threads sleeps
     python("-c", code, env={**os.environ, **paths}, fresh=True)
     found = json.loads((folder / f"{dataset}_eval_results.json").read_text())["eval"]
     verdicts = [found[task].pop(0) for task, _ in solutions]  # of one task in their order
-    base = [verdict["base_status"] == "pass" for verdict in verdicts]
-    return [[one, one and verdict["plus_status"] == "pass"] for one, verdict in zip(base, verdicts, strict=True)]
+    statuses = [(verdict["base_status"], verdict["plus_status"]) for verdict in verdicts]
+    return [(base == "pass", base == plus == "pass") for base, plus in statuses]
 
 
 @needs_sandbox
 @pytest.mark.parametrize("dataset", ["humaneval", pytest.param("mbpp", marks=pytest.mark.slow)])
 def test_verdicts_match_evalplus(dataset, tmp_path, evalplus_data):
     evalplus_data(dataset)
-    solutions = {}
-    for row in read_rows(dataset):
-        variants = {"canonical": row["prompt"] + row["canonical_solution"], **VARIANTS.get(row["task_id"], {})}
-        solutions |= {f"{row['task_id']} {name}": (row["task_id"], code) for name, code in variants.items()}
-    pairs = list(solutions.values())
+    solutions = {
+        f"{row['task_id']} canonical": row["prompt"] + row["canonical_solution"] for row in read_rows(dataset)
+    }
+    solutions |= {name: code for name, code in VARIANTS.items() if name.lower().startswith(dataset)}
+    pairs = [(name.split()[0], code) for name, code in solutions.items()]
     verdicts = verdicts_of(dataset, pairs)
-    scores = [
-        (programs.score_base({}, [verdict])["acc"], programs.score_plus({}, [verdict])["acc"]) for verdict in verdicts
-    ]
-    assert [list(score) for score in scores] == evalplus_verdicts(dataset, pairs, tmp_path), list(solutions)
-    passed = {name for name, verdict in zip(solutions, verdicts, strict=True) if verdict == "pass"}
-    assert {name for name in solutions if "canonical" in name} - passed <= {"HumanEval/32 canonical"}  # never passes
-    expected = {"HumanEval/2 near"} if dataset == "humaneval" else {"Mbpp/2 any order", "Mbpp/295 zero"}
-    assert expected <= passed and len(passed) < len(solutions)
+    scorers = (programs.score_base, programs.score_plus)
+    scores = [tuple(score({}, [verdict])["acc"] for score in scorers) for verdict in verdicts]
+    assert scores == evalplus_verdicts(dataset, pairs, tmp_path), list(solutions)
+    failed = {name for name, verdict in zip(solutions, verdicts, strict=True) if verdict != "pass"}
+    assert failed == FAILED[dataset]
 
 
 def test_prompts_match_evalplus(tokenizer, monkeypatch, evalplus_data):
@@ -290,12 +282,15 @@ def test_prompts_match_evalplus(tokenizer, monkeypatch, evalplus_data):
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     task = load_task("humaneval_plus")["humaneval_plus"]
     lm = LoopedLM(tiny_ouro(), tokenizer)
-    beginning = task.config.gen_prefix
+    options = {
+        "apply_chat_template": True,
+        "chat_template": lm.apply_chat_template,
+        "gen_prefix": task.config.gen_prefix,
+    }
+    first = task.config.gen_prefix.split("\n")[0]
     for row, problem in zip(read_rows("humaneval"), task.eval_docs, strict=True):
-        options = {"apply_chat_template": True, "chat_template": lm.apply_chat_template, "gen_prefix": beginning}
-        prompt = task.fewshot_context(problem, 0, **options)
-        first = beginning.split("\n")[0]
-        assert prompt == make_raw_chat_prompt(row["prompt"].strip() + "\n", programs.INSTRUCTION, first, tokenizer)
+        expected = make_raw_chat_prompt(row["prompt"].strip() + "\n", programs.INSTRUCTION, first, tokenizer)
+        assert task.fewshot_context(problem, 0, **options) == expected
 
 
 def test_completions_without_a_program_fail_once(evalplus_data, monkeypatch):
