@@ -1,8 +1,7 @@
 """Tokenizers split text as their `tokenizer.json` says, and chat templates train the answer with its end."""
 
 import json
-import shutil
-from itertools import groupby
+from itertools import compress
 
 import pytest
 from conftest import byte_tokenizer, tiny_ouro
@@ -79,31 +78,27 @@ def test_saved_tokenizer_keeps_its_tokens(publish, backend, tmp_path):
     assert saved(TEXT)["input_ids"] == backend.encode(TEXT).ids
     assert saved("<|im_end|>")["input_ids"] == [1] and saved.decode([1], skip_special_tokens=True) == ""
     config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
-    # transformers 4.57.6 reads the same tokenizer from these fields.
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in config
-    assert config["additional_special_tokens"] == ["<|im_end|>"]
-    assert config["model_input_names"] == ["input_ids", "attention_mask"]
+    fields = {  # from which transformers 4.57.6 reads the same tokenizer
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": ["<|im_end|>"],
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    assert config.items() >= fields.items() and "extra_special_tokens" not in config
 
 
-def test_rebuilt_tokenizer_is_kept_with_a_warning(publish, backend, tmp_path, monkeypatch, log):
+def test_rebuilt_tokenizer_is_kept_with_a_warning(publish, backend, monkeypatch, log):
     folder = publish()
     rebuilt = AutoTokenizer.from_pretrained(folder)
     ids = rebuilt(TEXT)["input_ids"]
     assert ids != backend.encode(TEXT).ids
     warn_if_rebuilt(rebuilt)
     warn_if_rebuilt(rebuilt)
-    assert (
-        len(warnings(log)) == 1
-        and "GPT2Tokenizer splits '  7' into ['Ġ', 'Ġ', '7']" in log.text
-        and str(folder) in log.text
-    )
+    (warning,) = warnings(log)
+    assert "GPT2Tokenizer splits '  7' into ['Ġ', 'Ġ', '7']" in warning and str(folder) in warning
     assert rebuilt(TEXT)["input_ids"] == ids
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "cache"), raising=False)
-    repo = tmp_path / "cache" / "models--some--model"
-    shutil.copytree(folder, repo / "snapshots" / "574fa66")
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("574fa66")
+    monkeypatch.setattr(
+        "loopdropout_trainer.tokenizers.try_to_load_from_cache", lambda name, file: f"{folder}//{file}"
+    )
     rebuilt.name_or_path = "some/model"
     warn_if_rebuilt(rebuilt)
     assert len(warnings(log)) == 2
@@ -154,10 +149,9 @@ def test_template_trains_answers_with_their_end(chat_tokenizer, name, answer, pr
     assert render(turns, tokenize=False, add_generation_prompt=True, **thinking) == prompt
     assert render([*turns, answer], tokenize=False).removesuffix("\n") == prompt + trained
     encoded = render([*turns, answer, USER, answer], return_dict=True, return_assistant_tokens_mask=True)
-    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-    pieces = [[token for token, _ in run] for mask, run in groupby(pairs, key=lambda pair: pair[1]) if mask]
-    assert [chat_tokenizer.decode(piece) for piece in pieces] == [trained] * 2
-    assert all([piece[-1]] == end_token_ids(chat_tokenizer) for piece in pieces)
+    ids = list(compress(encoded["input_ids"], encoded["assistant_masks"]))
+    assert chat_tokenizer.decode(ids) == trained * 2
+    assert ids[-1:] == end_token_ids(chat_tokenizer)
     with pytest.raises(TemplateError, match="A role must be system, user or assistant; got 'tool'"):
         render([{"role": "tool", "content": "x"}], tokenize=False)
 
@@ -184,7 +178,7 @@ def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
 
 
 WRONG = {
-    "no tokenizer": ({"name_or_path": "{}/none"}, "The tokenizer of .*none cannot be loaded"),
+    "no tokenizer": ({"name_or_path": "./none"}, "The tokenizer of .*none cannot be loaded"),
     "template": ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
     "template's token": (
         {"chat_template": "ouro"},
@@ -196,8 +190,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_tokenizer_arguments(tmp_path, fields, message):
-    byte_tokenizer(["<pad>"], pad_token="<pad>").save_pretrained(tmp_path)
-    path = fields.get("name_or_path", "{}").format(tmp_path)
+def test_wrong_tokenizer_arguments(tmp_path, monkeypatch, fields, message):
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer(["<pad>"], pad_token="<pad>").save_pretrained("saved")
     with pytest.raises(UserError, match=message):
-        load_tokenizer(**{**fields, "name_or_path": path})
+        load_tokenizer(**{"name_or_path": "saved", **fields})
