@@ -107,4 +107,5 @@ assert handle.num_draws == 1
 
 
 def test_interfaces_need_neither_trl_nor_datasets():
-    python("-c", HANDLE, fresh=any(map(find_spec, ("axolotl", "swift"))))  # with which `conftest.py` cannot be imported
+    """A fork has imported `conftest.py`, which does not work with axolotl and ms-swift."""
+    python("-c", HANDLE, fresh=any(map(find_spec, ("axolotl", "swift"))))
