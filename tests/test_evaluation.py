@@ -214,11 +214,11 @@ def test_load_task_suggests_the_nearest(monkeypatch):
 
 
 def test_ifeval_needs_punkt(monkeypatch, tmp_path):
-    import nltk
+    import lm_eval.tasks.ifeval.instructions_util  # noqa: F401 (its first import sets the path)
 
-    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr("nltk.data.path", [])
     with pytest.raises(UserError, match="python -m nltk.downloader punkt_tab"):
-        own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", [{"prompt": "?"}]), like="ifeval_strict")
+        own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", CAPITALS), like="ifeval_strict")
 
 
 # Own benchmarks
@@ -269,9 +269,9 @@ def test_own_benchmark_has_its_own_name(name):
 
 
 TASK_FILE = """
-task: {name}
+task: mine
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {files}}}}}
+dataset_kwargs: {{data_files: {{test: {}}}}}
 test_split: test
 output_type: generate_until
 doc_to_text: "{{{{country}}}}:"
@@ -283,7 +283,7 @@ metric_list: [{{metric: exact_match}}]
 
 def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
     path = tmp_path / "mine.yaml"
-    path.write_text(TASK_FILE.format(name="mine", files=write_lines(tmp_path / "rows.jsonl", CAPITALS)))
+    path.write_text(TASK_FILE.format(write_lines(tmp_path / "rows.jsonl", CAPITALS)))
     with pytest.raises(UserError, match=f"can run code.* Add `--import {path}` to the command line"):
         load_benchmarks([str(path)])
     monkeypatch.setattr(loading, "IMPORTED", [str(path)])
@@ -444,7 +444,9 @@ def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
 @pytest.mark.slow
 def test_processes_share_the_problems(saved, tmp_path):
     for count in (1, 2, 3):
-        command = words(saved, tmp_path / str(count), "--adapter", saved / "adapter", benchmark_limit=5)
+        command = words(
+            saved, tmp_path / str(count), "--adapter", saved / "adapter", benchmark_limit=5, max_new_tokens=32
+        )
         python(EVALUATE, *command, processes=count)
     assert num_answers(tmp_path / "3") == num_answers(tmp_path / "1") == 10
     for task in ("own_gsm8k", "arithmetic_test"):
