@@ -58,8 +58,7 @@ def test_answers_match_hf(make_tiny, tokenizer, options, gates):
         hf = HFLM(model, tokenizer=tokenizer, batch_size=1, max_length=options.get("max_length"))
         expected = answers(hf)
     assert len({*expected[0]}) > 10 and len({*texts}) > 1
-    for score, other in zip(scores, expected[0], strict=True):
-        assert score == pytest.approx(other, rel=1e-5, abs=2e-4)
+    assert scores == [pytest.approx(pair, rel=1e-5, abs=2e-4) for pair in expected[0]]
     assert rolling == pytest.approx(expected[1], rel=1e-5, abs=2e-4)
     assert texts == expected[2]
 
