@@ -147,7 +147,8 @@ def golden_adapted(data, model=None, modules=None):
     lora = data.meta["lora"]
     modules = modules or lora["modules"]
     config = LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules=modules, task_type="CAUSAL_LM")
-    peft_model = get_peft_model(golden_model(data) if model is None else model, config)
+    model = golden_model(data) if model is None else model
+    peft_model = get_peft_model(model, config)
     for name in modules:
         layer = model.get_submodule(submodule_name(data, name))
         layer.lora_A["default"].weight.data.copy_(data.tensors[f"oracle/lora_A/{name}"])
@@ -230,10 +231,10 @@ DORY = {
 def tiny_dory(**config):
     """A random Dory whose scales differ."""
     model = tiny(FOREIGN["dory"], **DORY)(**config)
-    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            parameter.data *= 1 + 0.5 * torch.rand(parameter.shape, generator=generator)
+            parameter.data *= 1 + 0.5 * torch.rand_like(parameter)
     return model
 
 
