@@ -140,9 +140,8 @@ def test_gradients_equal_full_matrices(case, checkpointing, make_trainer):
     updates = [oracle_update(trainer, draw_of(trainer, index)) for index in range(trainer.rule.passes)]
     expected = sum(oracle_loss(model, batch, num_items, update) for update in updates) / len(updates)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    for gradient, want in zip(
-        gradients, torch.autograd.grad(expected, parameters, materialize_grads=True), strict=True
-    ):
+    wanted = torch.autograd.grad(expected, parameters, materialize_grads=True)
+    for gradient, want in zip(gradients, wanted, strict=True):
         assert (gradient - want).norm() <= 1e-5 * want.norm().clamp(min=1)
 
 
@@ -168,7 +167,7 @@ def test_rule_trains_resumes_and_loads(case, make_trainer):
 
 
 def test_every_adapter_kind_has_a_case():
-    assert {RULES[case].adapter for case in CASES} == {rule.adapter for rule in RULES.values()} == set(ADAPTER_KINDS)
+    assert {RULES[case].adapter for case in CASES} == set(ADAPTER_KINDS)
 
 
 # --- Single rules ----------------------------------------------------------------------------------------------------
@@ -224,9 +223,9 @@ def test_equal_learned_gates_are_merged(make_trainer, tmp_path):
     with pytest.raises(ValueError, match="each loop"):
         model.merge_and_unload()
     model.base_model.lora_loop_gates["default"].data.fill_(0.5)
-    batch, _ = batch_of(trainer)
+    ids = torch.arange(2, 14).view(2, 6)
     merged = AutoModelForCausalLM.from_pretrained(merge_and_save(model, tmp_path / "merged"))
-    torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
