@@ -29,4 +29,3 @@ def test_pages_cite_paper(path):
 
 def test_package_cites_paper():
     assert f"arXiv {NUMBER}" in loopdropout_trainer.__doc__
-    assert (ROOT / "MANIFEST.in").read_text(encoding="utf-8").startswith("include CITATION.cff\n")

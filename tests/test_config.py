@@ -9,11 +9,10 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDro
 from loopdropout_trainer.gates import LoopDropout, make_rule
 
 
-@pytest.mark.parametrize("p", [0.25, [0.25], [0.1, 0.2, 0.3, 0.4]])
-def test_p_is_one_number_or_one_for_each_loop(config, p):
+@pytest.mark.parametrize(("p", "same"), [(0.25, 0.25), ([0.25], 0.25), ([0.1, 0.2, 0.3, 0.4], (0.1, 0.2, 0.3, 0.4))])
+def test_p_is_one_number_or_one_for_each_loop(config, p, same):
     args = config(p=p)
-    assert args.make_rule() == LoopDropout(p if isinstance(p, float) or len(p) > 1 else p[0])
-    assert config(p=args.p).p == args.p
+    assert args.make_rule() == LoopDropout(same) and config(p=args.p).p == args.p
 
 
 def test_rule_args_are_fields_of_the_rule(config):
@@ -41,10 +40,10 @@ def test_wrong_fields_raise(config, fields, message):
     [(LoopDropoutConfig, SFTConfig), (LoopDropoutDPOConfig, DPOConfig), (LoopDropoutGRPOConfig, GRPOConfig)],
 )
 def test_trl_arguments_keep_their_values(config, cls, trl_class):
-    given = config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8)
-    args = cls.from_trl(given, "user/model")
-    assert type(args) is cls and args.rule == "loop_dropout"
-    assert (args.learning_rate, args.output_dir) == (3e-4, given.output_dir)
+    args = cls.from_trl(
+        config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8), "user/model"
+    )
+    assert (type(args), args.rule, args.learning_rate) == (cls, "loop_dropout", 3e-4)
     assert cls.from_trl(args, "user/model") is args
     assert cls.from_trl(None, "user/model").output_dir == "model-LoopDropout"
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from conftest import load_script
 
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.recipe import TINY_OURO_PATH
 from loopdropout_trainer.results import is_finished, read_results, read_run, write_run
 from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
@@ -82,8 +80,6 @@ def test_sft_trains_and_measures_both_rules(quickstart):
     assert places["base model", "accuracy"] == [("none", 4)]
     trained = {("Loop Dropout", 0, 6), ("Input dropout", 0, 6)}
     assert {(row["method"], row["seed"], row["step"]) for row in rows} == {*trained, ("base model", None, None)}
-    scores = {(row["task"], row["n"]) for row in rows if row["metric"] == "accuracy"}
-    assert scores == {("arithmetic_easy_test", 2)}
     assert all(is_finished(path) for path in (folder, folder / "lora"))
 
 
@@ -182,7 +178,6 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     resumed, whole = training_results(copy), training_results(quickstart[0])
     for metric in ("train_loss", "num_tokens"):
         assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
-    assert ("train_seconds" in resumed) == (last_step < 6)
 
 
 def test_plan_names_an_unused_checkpoint(copy):
@@ -247,32 +242,27 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
 
 
 MISTAKES = [
-    ("sft", {"rule": "lora", "p": 0.1}, "The rule 'lora' has no field 'p'"),
-    ("sft", {"rule": "independent", "merge": True}, "`merge` and `depths` must not be set for 'independent'"),
-    ("sft", {"push_merged_to_hub": True}, "`hub_model_id` must be set if `push_merged_to_hub` is set."),
-    ("sft", {"depths": [2]}, "`benchmarks` must be set if `depths` or `single_loop_accuracy` is set."),
-    ("sft", {"single_loop_batches": 1, "num_eval_examples": 0}, "`num_eval_examples` must be at least 1"),
-    ("sft", {"benchmarks": ["development"], "num_eval_examples": 0}, "must have held-out examples"),
-    ("sft", {"lora_target_modules": ["q_projj"]}, "must be modules of the model, such as down_proj, "),
-    ("sft", {"report_to": "wandbb"}, "`report_to`: wandbb is not supported, only "),
-    ("sft", {"resume_from_checkpoint": "checkpoint-1"}, "`resume_from_checkpoint` must be true or the folder of a"),
-    ("sft", {"preview": 8}, "`preview` must be from 0 to 7, got 8."),
-    ("sft", {"hub_tokn": TOKEN}, "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
-    ("dpo", {"preparation": "arithmetic"}, "The examples must have the columns `chosen` and `rejected`."),
-    ("grpo", {"rewards": ["gsm8k"], "num_generations": 2}, "`rewards`: invalid choice: 'gsm8k'"),
+    ("sft", "--rule lora --p 0.1", "The rule 'lora' has no field 'p'"),
+    ("sft", "--rule independent", "`merge` and `depths` must not be set for 'independent'"),
+    ("sft", "--push_merged_to_hub true", "`hub_model_id` must be set if `push_merged_to_hub` is set."),
+    ("sft", "--benchmarks null", "`benchmarks` must be set if `depths` or `single_loop_accuracy` is set."),
+    ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
+    ("sft", "--benchmarks development --single_loop_batches 0 --num_eval_examples 0", "must have held-out examples"),
+    ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
+    ("sft", "--report_to wandbb", "`report_to`: wandbb is not supported, only "),
+    ("sft", "--resume_from_checkpoint checkpoint-1", "`resume_from_checkpoint` must be true or the folder of a"),
+    ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),
+    ("sft", f"--hub_tokn {TOKEN}", "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
+    ("dpo", "--preparation arithmetic", "The examples must have the columns `chosen` and `rejected`."),
+    ("grpo", "--rewards gsm8k", "`rewards`: invalid choice: 'gsm8k'"),
 ]
-RECIPE = {
-    "model_name_or_path": str(TINY_OURO_PATH), "dtype": "float32", "preparation": "arithmetic", "num_train_examples": 8,
-    "num_eval_examples": 2, "max_steps": 1, "per_device_train_batch_size": 2, "output_dir": "out", "use_cpu": True,
-    "bf16": False, "report_to": "none", "save_strategy": "no",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "fields", "message"), MISTAKES, ids=lambda value: str(value)[:50])
-def test_mistake_is_explained_in_one_line(script, fields, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "recipe.yaml"])
-    Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **fields}))
+@pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
+def test_mistake_is_explained_in_one_line(script, words, message, tmp_path, monkeypatch, capsys):
+    recipe = "quickstart.yaml" if script == "sft" else f"{script}/arithmetic.yaml"
+    command = [f"{script}.py", recipe, *SHORT.split(), "--output_dir", str(tmp_path), *words.split()]
+    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="2"):
         run_script(SCRIPTS[script].main)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{script}.py: ")]
