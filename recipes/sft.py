@@ -166,20 +166,19 @@ def plan_runs(script_args: ScriptArguments, training_args: GateConfig, recipe: d
     runs = [Run(script_args, training_args, recipe, progress)]
     for rule in script_args.compare_with or ():
         if rule != training_args.rule:
-            own_recipe = override(
-                recipe,
-                {
-                    "rule": rule,
-                    "output_dir": f"{training_args.output_dir}/{rule}",
-                    "compare_with": None,
-                    "resume_from_checkpoint": training_args.resume_from_checkpoint and "true",
-                    # Only the first run evaluates the base model, merges and pushes.
-                    "evaluate_base": False,
-                    "merge": False,
-                    "push_merged_to_hub": False,
-                    "push_to_hub": False,
-                },
-            )
+            changes = {
+                "rule": rule,
+                "output_dir": f"{training_args.output_dir}/{rule}",
+                "compare_with": None,
+                # Only the first run evaluates the base model, merges and pushes.
+                "evaluate_base": False,
+                "merge": False,
+                "push_merged_to_hub": False,
+                "push_to_hub": False,
+            }
+            if training_args.resume_from_checkpoint:
+                changes["resume_from_checkpoint"] = "true"
+            own_recipe = override(recipe, changes)
             runs.append(Run(*build([type(script_args), type(training_args)], own_recipe), own_recipe, progress))
     for run in runs:
         if (run.script_args.merge or run.script_args.depths) and not run.args.make_rule().mergeable:
