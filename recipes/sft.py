@@ -265,7 +265,7 @@ def train(trainer: Trainer, run: Run) -> None:
     state = load_state(checkpoint) if checkpoint else TrainerState(max_steps=1)
     try:
         if state.global_step < state.max_steps:
-            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.train(checkpoint)
         else:  # transformers would take one more step
             load_trained(trainer, checkpoint)
     except NonFiniteGradientError:

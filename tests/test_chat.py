@@ -28,8 +28,9 @@ def saved(tokenizer, tmp_path_factory):
     tokenizer.save_pretrained(base)
     model = with_adapter(load_model(base), scale=0.2)
     model.save_pretrained(folder)
-    (folder / "recipe.yaml").write_text("preparation: gsm8k\nnum_eval_examples: 3\nlearning_rate: 1e-3\n")
-    merge_and_save(model, folder / "merged", tokenizer, {"recipe": (folder / "recipe.yaml").read_text()})
+    recipe = "preparation: gsm8k\nnum_eval_examples: 3\nlearning_rate: 1e-3\n"
+    (folder / "recipe.yaml").write_text(recipe)
+    merge_and_save(model, folder / "merged", tokenizer, {"recipe": recipe})
     return folder
 
 

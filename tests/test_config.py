@@ -6,18 +6,13 @@ import pytest
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
-from loopdropout_trainer.gates import LoopDropout, make_rule
+from loopdropout_trainer.gates import LoopDropout
 
 
 @pytest.mark.parametrize(("p", "same"), [(0.25, 0.25), ([0.25], 0.25), ([0.1, 0.2, 0.3, 0.4], (0.1, 0.2, 0.3, 0.4))])
 def test_p_is_one_number_or_one_for_each_loop(config, p, same):
     args = config(p=p)
     assert args.make_rule() == LoopDropout(same) and config(p=args.p).p == args.p
-
-
-def test_rule_args_are_fields_of_the_rule(config):
-    args = config(rule="schedule", rule_args={"p_start": 0.5, "p_end": 0.1})
-    assert args.make_rule() == make_rule("schedule", p_start=0.5, p_end=0.1)
 
 
 @pytest.mark.parametrize(

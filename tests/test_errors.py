@@ -57,5 +57,4 @@ def test_hide_secrets_knows_the_environment(monkeypatch):
 
 
 def test_short_repr_fits_into_a_sentence():
-    assert short_repr([1, "a"]) == "[1, 'a']"
     assert max(len(short_repr(value)) for value in ("x" * 1000, list(range(1000)))) < 100

@@ -188,7 +188,6 @@ def test_parse_explains_mistakes_in_recipes(write, text, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("nowhere.yaml", "nowhere.yaml does not exist."),
         ("quickstrt.yaml", "does not exist. Did you mean 'quickstart.yaml'?"),
         ("--name x --sede 1", "`sede` is not a field of this script. Did you mean 'seed'?"),
         ("--name x y", r"Words without `--field` must come first, \[RECIPE.yaml\], got y."),
