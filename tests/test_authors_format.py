@@ -85,7 +85,6 @@ def test_export_script_writes_files_of_authors(tmp_path):
 UNSUPPORTED = [  # fields of LoraConfig, training settings, message
     ({"use_rslora": True}, METADATA, "the scale alpha / r, got `use_rslora`"),
     ({"rank_pattern": {"q_proj": 2}}, METADATA, "one rank and one alpha"),
-    ({"alpha_pattern": {"q_proj": 2}}, METADATA, "one rank and one alpha"),
     ({"target_modules": ["q_proj"]}, METADATA, "the 7 projections of every layer, got other modules"),
     ({"revision": "v2"}, METADATA, "revision 574fa66cb8bf5abdc979642d01cf2b79b16bfab1 .* got v2"),
     ({"base_model_name_or_path": "ByteDance/Ouro-2.6B"}, METADATA, "ByteDance/Ouro-1.4B, got ByteDance/Ouro-2.6B"),

@@ -61,14 +61,6 @@ def test_cache_shared_by_the_loops_raises():
         check_loops(model, input_ids=IDS)
 
 
-@torch.no_grad()
-def test_packed_rows_are_separate_examples():
-    model = tiny_dory().eval()
-    find_looped_model(model)
-    packed = model(IDS.view(1, 12), position_ids=torch.arange(6).repeat(2)[None]).logits
-    torch.testing.assert_close(packed.view(2, 6, -1), model(IDS).logits, atol=1e-5, rtol=1e-5)
-
-
 def test_batched_completions_equal_single_ones(tokenizer):
     model = with_adapter(tiny_dory(), scale=0.3).eval()
     prompts = ["1+1", "1+10", "2"]
