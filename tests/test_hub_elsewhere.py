@@ -1,7 +1,9 @@
 """Merged models in MLX-LM and llama.cpp: `pytest -m peer tests/test_hub_elsewhere.py`.
 
+Both need `pip install sentencepiece protobuf`.
+
 - MLX-LM: `pip install mlx-lm`, and `mlx[cpu]` without an Apple GPU.
-- llama.cpp: `pip install xllamacpp sentencepiece`, and LLAMA_CPP, the folder of llama.cpp's source, for its converter.
+- llama.cpp: `pip install xllamacpp`, and LLAMA_CPP, the folder of llama.cpp's source, for its converter.
 """
 
 import io
