@@ -46,7 +46,7 @@ def test_command_runs_its_script(monkeypatch, capsys):
     assert "usage: loopdropout merge ADAPTER" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["--help", "recipes", "stf"])
+@pytest.mark.parametrize("words", ["--help", "recipes"])
 def test_light_commands_do_not_import_torch(words):
     code = "import sys, atexit\natexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))\n"
     done = run("-c", f"{code}from loopdropout_trainer.cli import main\nmain()", words)

@@ -99,7 +99,6 @@ def test_steps_under_gates_do_not_clip(make):
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["clip_ratio/region_mean"] for log in logs] == [0, 0]
-    assert all(0 < log["gate_mean"] < 2 for log in logs)
 
 
 @pytest.mark.parametrize("fields", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
