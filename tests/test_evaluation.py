@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import sqlite3
+import time
 from collections import Counter
 from contextlib import suppress
 
@@ -383,13 +384,14 @@ def num_answers(folder):
 
 
 def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatch):
-    options = ("--adapter", saved / "adapter", "--max_new_tokens", 24)
+    options = ("--adapter", saved / "adapter", "--max_new_tokens", 48)
     command = words(saved, tmp_path / "run", *options, benchmark_batch_size=1)
     program = Program(EVALUATE, *command)
-    wait_for(lambda: num_answers(tmp_path / "run") >= 3, program)
+    wait_for(lambda: num_answers(tmp_path / "run"), program)
+    time.sleep(0.2)  # long enough to write all answers of a task, too short to generate them
     program.end()
     kept = num_answers(tmp_path / "run")
-    assert 3 <= kept < 16 and not (tmp_path / "run" / "results.jsonl").exists()
+    assert 1 <= kept < 8 and not (tmp_path / "run" / "results.jsonl").exists()
 
     prompts, generate = [], looped_lm.generate_greedy
     count = lambda *given, **options: prompts.extend(given[2]) or generate(*given, **options)
