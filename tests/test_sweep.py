@@ -128,10 +128,9 @@ def test_sweep_chooses_on_first_seed_then_trains_all(lab):
 
 
 def test_sweep_measures_final_runs(lab):
-    methods = {"hard": {"rule": "lora", "benchmarks": ["arithmetic_hard"], "eval_files": ["held.jsonl"]}}
-    made = lab.sweep(
-        methods=methods, measure={"benchmarks": ["arithmetic_test"], "depths": [2]}, select_on="eval_loss"
-    )
+    own = {"benchmarks": ["arithmetic_hard"], "depths": [2], "eval_files": ["held.jsonl"]}
+    measure = {"benchmarks": ["arithmetic_test"], "depths": [4]}
+    made = lab.sweep(methods={"hard": own}, measure=measure, select_on="eval_loss")
     first, final = (made.run_settings(sweep.Run("hard", 0.01, 101, selects)) for selects in (True, False))
     assert (first["benchmarks"], first["single_loop_batches"], first.get("depths")) == ([], 16, None)
     assert (final["benchmarks"], final["single_loop_batches"], final["depths"]) == (["arithmetic_hard"], 1, [2])
