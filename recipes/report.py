@@ -29,8 +29,9 @@ Missing runs are listed.
 #   gsm8k, gsm8k_platinum, gsm_plus_mini, arithmetic_*, development, mmlu, bbh, truthfulqa_mc2, humaneval, humaneval_plus,
 #   mbpp, mbpp_plus, ifeval_strict, ifeval_loose, ...     accuracy (%): one task name for each headline number
 #                                      (arithmetic_*: also accuracy_by_num_steps)
-#   training                           train_seconds, step_seconds, tokens_per_second, peak_memory_gb, trainable_parameters,
-#                                      examples, num_tokens, eval_loss (nats, on held-out examples)
+#   training                           train_loss and eval_loss (nats), examples, trainable_parameters, num_tokens,
+#                                      train_seconds, step_seconds, tokens_per_second, peak_memory_gb, and of GRPO
+#                                      reward_first, reward_last
 #   of the diagnostics (task: "development" for held-out examples, or the name of a task):
 #     single loop                      loss (nats) and loss_reduction (%) with gates "loop t" and loop t, or with gates
 #                                      "unit"; frozen loss: metric loss, gates "none", method "base model"
@@ -38,16 +39,11 @@ Missing runs are listed.
 #
 # From recipe.yaml: recipe_learning_rate, recipe_lora_r, recipe_num_loops, recipe_model_name_or_path, recipe_rule, recipe_p,
 # recipe_run_name ("SWEEP/METHOD/lr_X/seed_S" for a run of a sweep, which gives the columns `sweep` and `variant`).
-#
-# recipes/sweep.py starts `sft.py RUN.yaml --output_dir FOLDER` with `resume_from_checkpoint: true`. In a finished folder the
-# script trains nothing, evaluates with the new settings, and adds results (the results of the training stay). A loss that is
-# not finite ends it with run.json of status "non-finite".
 
 from __future__ import annotations
 
 import argparse
 import json
-import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -62,7 +58,7 @@ from scipy import stats
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.recipe import load_recipe, recipe_names
 from loopdropout_trainer.results import COLUMNS, UNCOMPARED, read_recipe, read_results, read_samples
 
 
@@ -190,8 +186,6 @@ def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part:
 
 # Tables
 
-OPTIONS = {"of", "show", "minus", "part", "decimals", "scale"}
-
 
 def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed or task has none."""
@@ -202,26 +196,41 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     return rows
 
 
-def fill_cell(results: pd.DataFrame, cell: dict) -> str:
+def fill_cell(
+    results: pd.DataFrame,
+    *,
+    show: str = "mean",
+    minus: dict | None = None,
+    part: str | None = None,
+    of: str | None = None,
+    decimals: int = 2,
+    scale: float = 1.0,
+    recipe: str | None = None,
+    **wanted: Any,
+) -> str:
     """Return the text of a cell.
 
     Args:
         results: from `load_results`.
-        cell: options of `OPTIONS`, and for other columns the values that select the results.
+        show: `mean` (± SD over seeds), `seeds` (the value of each seed), or a column.
+        minus: columns of the results to subtract, paired by seed.
+        part: part of this difference by `answer_decomposition`, such as `gain_both_answered`.
+        of: cost of the training to show, such as `train_seconds`.
+        decimals: digits after the decimal point.
+        scale: factor on the values.
+        recipe: file whose setting `show` is the text.
+        wanted: values of the columns that select the results.
     """
-    options = {"show": "mean", "decimals": 2, "scale": 1, **cell}
-    show, decimals = options["show"], options["decimals"]
-    if "recipe" in cell:
-        return str(load_recipe(cell["recipe"])[show])
-    wanted = {name: value for name, value in cell.items() if name not in OPTIONS}
+    if recipe:
+        return str(load_recipe(recipe)[show])
     rows = find(results, wanted)
-    if "minus" in cell:
-        return difference(rows, find(results, {**wanted, **cell["minus"]}), decimals, cell.get("part"))
-    if "of" in cell:
-        costs = find(results, {"task": "training", "metric": cell["of"]})
+    if minus:
+        return difference(rows, find(results, {**wanted, **minus}), decimals, part)
+    if of:
+        costs = find(results, {"task": "training", "metric": of})
         rows = costs[costs["run"].isin(rows["run"])]
     by_task = [average(own) for _, own in rows.groupby("task")]
-    values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * options["scale"]
+    values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale
     if show == "mean":
         return mean_sd(values, decimals)
     return " / ".join(f"{value:.{decimals}f}" for value in values) if show == "seeds" else f"{rows[show].iloc[0]:g}"
@@ -241,10 +250,10 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
             ((heads[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
             wanted = {**wanted, **selection}
         for (title, column), paper in zip_longest(spec["columns"].items(), row[len(heads) :]):
+            number = "–"
             try:
-                number = fill_cell(results, {**wanted, **column})
+                number = fill_cell(results, **{**wanted, **column})
             except Missing as reason:
-                number = "–"
                 missing.append(f"Missing: {', '.join(heads.values())}, {title}: {reason}.")
             lines.append({**heads, "column": title, "here": number, "paper": paper})
     return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
@@ -281,19 +290,7 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-# Figures (plotnine is imported in the functions, because sweeps do not need it)
-
-COLORS = {
-    "base model": "#7a7a7a",
-    "LoRA": "#E69F00",
-    "Loop Dropout": "#0072B2",
-    "LoRA+": "#009E73",
-    "CoTo": "#CC79A7",
-    "LoRA Dropout": "#D55E00",
-    "rsLoRA": "#56B4E9",
-}
-"""Colors of Okabe and Ito, which color-blind readers can tell apart."""
-OTHER_COLORS = ["#000000", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
+# Figures (plots.py is imported in the functions, because sweeps do not need plotnine)
 
 
 def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -303,73 +300,6 @@ def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     for name in {"panel", "label"} & {*by}:
         data[name] = pd.Categorical(data[name], data[name].unique())
     return data.fillna({"sd": 0.0})
-
-
-def decorate(plot: Any, title: str, x_label: str, y_label: str, num_panels: int = 1) -> Any:
-    """Add the title, the axis labels and the theme that all figures share."""
-    import plotnine as p9
-
-    return (
-        plot
-        + p9.labs(title=title, x=x_label, y=y_label)
-        + p9.theme_minimal(base_size=10)
-        + p9.theme(
-            figure_size=(max(5.0, 3.4 * num_panels), 4.4),
-            plot_title=p9.element_text(size=12),
-            plot_background=p9.element_rect(fill="white", color="white"),
-            legend_position="bottom",
-            legend_direction="vertical",
-            legend_title=p9.element_blank(),
-            legend_key_width=24,
-            panel_grid_minor=p9.element_blank(),
-            panel_spacing=0.03,
-        )
-    )
-
-
-def line_plot(data: pd.DataFrame, x: str, x_label: str, y_label: str, title: str) -> Any:
-    """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
-
-    Args:
-        data: columns `panel`, `label`, which begins with the method, `mean`, `sd` and the column named `x`.
-    """
-    import plotnine as p9
-
-    labels = data["label"].unique()
-    methods = [label.split(", ")[0] for label in labels]
-    # A method has the same color in every figure.
-    colors = [COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)] for name in methods]
-    ticks = sorted(data[x].unique())
-    scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
-    plot = (
-        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
-        + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
-        + p9.geom_line(size=1.1)
-        + p9.geom_point(size=2)
-        + p9.facet_wrap("panel", scales="free")
-        + p9.scale_color_manual(colors)
-        + p9.scale_fill_manual(colors)
-        + p9.scale_shape_manual([*"os^Dv<>P" * len(labels)][: len(labels)])
-        + scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
-    )
-    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
-
-
-def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, title: str) -> Any:
-    """Return a matrix of the means with their numbers, the first row on top."""
-    import plotnine as p9
-
-    step = data[x].drop_duplicates().sort_values().diff().min()
-    plot = (
-        p9.ggplot(data, p9.aes(x, y))
-        + p9.geom_tile(p9.aes(fill="mean"), color="white", width=step, height=step)
-        + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}", size=9)
-        + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
-        + p9.scale_x_continuous(breaks=data[x].unique())
-        + p9.scale_y_reverse(breaks=data[y].unique())
-        + p9.facet_wrap("panel")
-    )
-    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -382,6 +312,8 @@ def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
 
 def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
+    from loopdropout_trainer.plots import heat_plot, line_plot
+
     labels = {name: spec[name] for name in ("title", "x_label", "y_label")}
     if spec["figure"] == "gates":
         return heat_plot(draw_gates(**spec["filter"]), "loop", "example", **labels)
@@ -405,6 +337,8 @@ def overview_figure(results: pd.DataFrame) -> Any:
     Args:
         results: from `load_results`.
     """
+    from loopdropout_trainer.plots import line_plot
+
     accuracy = results.query("metric == 'accuracy'")
     task = accuracy["task"].iloc[0]
     accuracy = accuracy.query("task == @task")
@@ -417,12 +351,6 @@ def overview_figure(results: pd.DataFrame) -> Any:
     by = ["panel", "label", "loop"]
     data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
     return line_plot(data, "loop", "number of loops K, or the only loop t with the adapter", "%", f"Results on {task}")
-
-
-def save_figure(plot: Any, path: str | Path) -> None:
-    """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
-    for ending in ("png", "pdf", "svg"):
-        plot.save(f"{path}.{ending}", dpi=200, verbose=False)
 
 
 # The command
@@ -447,6 +375,8 @@ def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str]
 
 
 def main(argv: list[str] | None = None) -> None:
+    from loopdropout_trainer.plots import save_figure
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", help="Folders of runs. All folders below them are read.")
     parser.add_argument("--tables", nargs="+", default=[], help="Names in recipes/tables, YAML files, or `all`.")
@@ -456,9 +386,11 @@ def main(argv: list[str] | None = None) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
 
     # Tables and figures of YAML files
-    known = {path.stem: path for path in sorted(Path(__file__).with_name("tables").glob("*.yaml"))}
-    for name in known if arguments.tables == ["all"] else arguments.tables:
-        spec = load_recipe(known.get(name, name))
+    names = arguments.tables
+    if names == ["all"]:
+        names = [name for name in recipe_names() if name.startswith("tables/")]
+    for name in names:
+        spec = load_recipe(name if name.endswith(".yaml") else f"tables/{name}.yaml")
         path = output_dir / Path(name).stem
         try:
             if "figure" in spec:

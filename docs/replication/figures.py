@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -20,12 +19,10 @@ from plotnine import (
 )
 from runs import METHODS, Study
 
+from loopdropout_trainer.plots import COLORS, decorate, line_plot
+
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parents[1] / "recipes"))
-from report import COLORS, decorate, line_plot  # noqa: E402
-
-
 _PANELS = {  # metric, column of x, values of x
     "accuracy (%) with K loops": ("accuracy", "depth", (1, 2, 3, 4, 6, 8, 10, 12)),
     "accuracy (%), only loop t": ("accuracy", "loop", (1, 2, 3, 4)),

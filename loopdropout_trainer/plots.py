@@ -1,0 +1,89 @@
+"""Figures in the style of the paper, with plotnine (`pip install "loopdropout-trainer[reports]"`)."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pandas as pd
+import plotnine as p9
+
+
+COLORS = {
+    "base model": "#7a7a7a",
+    "LoRA": "#E69F00",
+    "Loop Dropout": "#0072B2",
+    "LoRA+": "#009E73",
+    "CoTo": "#CC79A7",
+    "LoRA Dropout": "#D55E00",
+    "rsLoRA": "#56B4E9",
+}
+"""Colors of Okabe and Ito, which color-blind readers can tell apart."""
+OTHER_COLORS = ["#000000", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
+
+
+def decorate(plot: p9.ggplot, title: str, x_label: str, y_label: str, num_panels: int = 1) -> p9.ggplot:
+    """Add the title, the axis labels and the theme that all figures share."""
+    return (
+        plot
+        + p9.labs(title=title, x=x_label, y=y_label)
+        + p9.theme_minimal(base_size=10)
+        + p9.theme(
+            figure_size=(max(5.0, 3.4 * num_panels), 4.4),
+            plot_title=p9.element_text(size=12),
+            plot_background=p9.element_rect(fill="white", color="white"),
+            legend_position="bottom",
+            legend_direction="vertical",
+            legend_title=p9.element_blank(),
+            legend_key_width=24,
+            panel_grid_minor=p9.element_blank(),
+            panel_spacing=0.03,
+        )
+    )
+
+
+def line_plot(data: pd.DataFrame, x: str, x_label: str, y_label: str, title: str) -> p9.ggplot:
+    """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
+
+    Args:
+        data: columns `panel`, `label`, which begins with the method, `mean`, `sd` and the column named `x`.
+    """
+    labels = data["label"].unique()
+    methods = [label.split(", ")[0] for label in labels]
+    # A method has the same color in every figure.
+    colors = [COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)] for name in methods]
+    ticks = sorted(data[x].unique())
+    scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
+    plot = (
+        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
+        + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
+        + p9.geom_line(size=1.1)
+        + p9.geom_point(size=2)
+        + p9.facet_wrap("panel", scales="free")
+        + p9.scale_color_manual(colors)
+        + p9.scale_fill_manual(colors)
+        + p9.scale_shape_manual([*"os^Dv<>P" * len(labels)][: len(labels)])
+        + scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
+    )
+    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
+
+
+def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, title: str) -> p9.ggplot:
+    """Return a matrix of the means with their numbers, the first row on top."""
+    step = data[x].drop_duplicates().sort_values().diff().min()
+    plot = (
+        p9.ggplot(data, p9.aes(x, y))
+        + p9.geom_tile(p9.aes(fill="mean"), color="white", width=step, height=step)
+        + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}", size=9)
+        + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
+        + p9.scale_x_continuous(breaks=data[x].unique())
+        + p9.scale_y_reverse(breaks=data[y].unique())
+        + p9.facet_wrap("panel")
+    )
+    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
+
+
+def save_figure(plot: p9.ggplot, path: str | Path) -> None:
+    """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
+    for ending in ("png", "pdf", "svg"):
+        plot.save(f"{path}.{ending}", dpi=200, verbose=False)
