@@ -1,6 +1,5 @@
 """docs/replication: the pages have the numbers of runs.csv.gz, and its intervals, against other code and simulations."""
 
-import json
 import sys
 
 import numpy as np
@@ -37,36 +36,19 @@ def texts(rows):
 def test_pages_are_written_from_the_file(texts):
     tables, numbers, appendix = texts
     assert make.APPENDIX.read_text(encoding="utf-8") == appendix
-    for page in make.PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert make.fill(text, tables, numbers) == text, page
-
-
-def test_every_table_and_number_has_a_place(texts):
-    pages = "".join(page.read_text(encoding="utf-8") for page in make.PAGES)
-    tables, numbers, _ = texts
-    assert [name for name in tables if f"<!-- {name}: begin -->" not in pages] == []
-    assert [name for name in numbers if f"<!--{name}-->" not in pages] == []
-
-
-def test_another_number_changes_the_page(texts):
-    page = make.PAGES[0].read_text(encoding="utf-8")
-    tables = {name: table.replace("1", "2") for name, table in texts[0].items()}
-    assert make.fill(page, tables, {}) != page
+    pages = [page.read_text(encoding="utf-8") for page in make.PAGES]
+    assert [make.fill(page, tables, numbers) for page in pages] == pages
+    marks = [*(f"<!-- {name}: begin -->" for name in tables), *(f"<!--{name}-->" for name in numbers)]
+    assert [mark for mark in marks if mark not in "".join(pages)] == []
+    assert make.fill(pages[0], dict.fromkeys(tables, "another"), {}).count("another") > 5
 
 
 def test_comparisons_have_one_adjusted_p(rows):
     table = pd.read_csv(make.CSV)
     claims, same = make.decide(make.parts(rows)[0])
-    assert len(claims) == len(table) == 71 and len(same) == 4
-    assert table["adjusted_p"].tolist() == pytest.approx(claims["adjusted"].tolist())
+    assert table["adjusted_p"].tolist() == pytest.approx(claims["adjusted"].tolist()) and len(same) == 4
     assert ((table["adjusted_p"] < 0.05) == (table["verdict"] != "not significant")).all()
     assert table["verdict"].value_counts().tolist() == [51, 18, 2]
-
-
-def test_page_tables_have_at_most_ten_rows(texts):
-    tables, _, _ = texts
-    assert {name: table.count("\n") - 1 for name, table in tables.items() if table.count("\n") > 11} == {}
 
 
 # runs.csv.gz
@@ -76,24 +58,22 @@ def test_collect_reads_the_results_of_a_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs.csv.gz")
     folder = tmp_path / "small/lora@depth_2/lr_0.001/seed_0"
     shared = {"unit": "%", "method": "LoRA", "seed": 0, "step": 150, "num_loops": 2, "gates": "unit", "n": 5}
-    accuracy = {"task": "arithmetic_easy_test", "metric": "accuracy", "value": 60.0, "samples": "samples.jsonl"}
+    accuracy = {"task": "arithmetic_easy_test", "metric": "accuracy", "samples": "samples.jsonl"}
     rows = [
-        {"task": "training", "metric": "examples", "value": 256},
-        {"task": "development", "metric": "accuracy", "value": 70.0},
+        {"task": "training", "metric": "examples"},
+        {"task": "development", "metric": "accuracy"},
         {**accuracy, "num_loops": 4},
         {**accuracy, "gates": "loop 1", "loop": 1},
-        {"task": "development", "metric": "loss", "value": 0.5, "gates": "none", "method": "base model"},
-        {"task": "development", "metric": "loss_reduction", "value": 40.0, "gates": "loop 2", "loop": 2},
+        {"task": "development", "metric": "loss", "gates": "none", "method": "base model"},
+        {"task": "development", "metric": "loss_reduction", "gates": "loop 2", "loop": 2},
     ]
-    write_results(folder, [{**shared, **row} for row in rows])
+    write_results(folder, [{**shared, "value": 60.0, **row} for row in rows])
     recipe = {"learning_rate": 0.001, "arithmetic_steps": [1, 3], "run_name": "small/lora@depth_2/lr_0.001/seed_0"}
     dump_recipe(recipe, folder / "recipe.yaml")
-    lines = [json.dumps({"correct": value}) for value in (1.0, 1.0, 0.0, 0.0, 1.0)]
-    (folder / "samples.jsonl").write_text("\n".join(lines))
+    (folder / "samples.jsonl").write_text("".join(f'{{"correct": {value}}}\n' for value in (1.0, 1.0, 0.0, 0.0, 1.0)))
     table = runs.collect([str(tmp_path / "small")])
-    assert (
-        {*table["method"]} == {"depth_2_lora"} and {*table["difficulty"]} == {"1 to 3"} and {*table["steps"]} == {150}
-    )
+    facts = {"study": "small", "method": "depth_2_lora", "difficulty": "1 to 3", "steps": 150, "examples": 60}
+    assert table[[*facts]].drop_duplicates().to_dict("records") == [facts]
     assert table["metric"].tolist() == ["development", "accuracy", "accuracy", "frozen_loss", "loss_reduction"]
     counted = table[table["loop"] == 1].iloc[0]
     assert runs.verdicts(counted).tolist() == [1, 1, 0, 0, 1] and counted["verdicts"] == "c8"
