@@ -170,12 +170,10 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
 
 def find_checkpoint(args: TrainingArguments) -> str | None:
     """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`."""
-    name = str(args.resume_from_checkpoint)
-    if name.lower() == "true":
+    name = args.resume_from_checkpoint
+    if str(name).lower() == "true":
         return newest_checkpoint(args.output_dir)
-    if name.lower() in ("false", "none"):
-        return None
-    if not Path(name, TRAINER_STATE_NAME).is_file():
+    if name and not Path(name, TRAINER_STATE_NAME).is_file():
         raise UserError(f"`resume_from_checkpoint` must be true or the folder of a checkpoint, got {name}.")
     return name
 

@@ -81,6 +81,8 @@ class GateConfig:
         self.p = list(p) if isinstance(p, tuple) else p
         # TRL's default is bfloat16, which transformers accepts on a machine without accelerator only with `use_cpu`.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if str(self.resume_from_checkpoint).lower() in ("false", "none"):  # words of a command line
+            self.resume_from_checkpoint = None
         super().__post_init__()
 
     def make_rule(self) -> GateRule:

@@ -48,6 +48,10 @@ def test_default_learning_rates_are_the_papers_or_trls():
     assert LoopDropoutConfig.from_trl(SFTConfig("out", use_cpu=True), "user/model").learning_rate == 2e-5
 
 
+def test_false_does_not_resume(config):
+    assert config(resume_from_checkpoint="false").resume_from_checkpoint is None
+
+
 def test_arguments_of_another_trainer_raise(config):
     with pytest.raises(ValueError, match="LoopDropoutDPOConfig or DPOConfig, got a LoopDropoutConfig"):
         LoopDropoutDPOConfig.from_trl(config(), "user/model")
