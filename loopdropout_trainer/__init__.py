@@ -5,12 +5,13 @@ The model families register with transformers' Auto classes when transformers is
 
 # ruff: noqa: F401  (handed on)
 
+import logging
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
+from packaging.requirements import Requirement
 from wrapt import register_post_import_hook
-
-from loopdropout_trainer.versions import warn_about_untested_versions
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
@@ -59,7 +60,33 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
+def _warn_about_untested_versions() -> None:
+    """Log a warning for each dependency whose installed version is outside the range of `setup.cfg`.
+
+    pip keeps to these ranges. An installation with `--no-deps`, or a later upgrade of one library, does not.
+    """
+    try:
+        requirements = requires("loopdropout-trainer") or []
+    except PackageNotFoundError:  # a source tree on the path, without an installation
+        return
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None:  # an extra
+            continue
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            logging.getLogger(__name__).warning(
+                "%s %s is installed, and this package is tested with %s%s. Results may be wrong: see constraints.txt.",
+                requirement.name,
+                installed,
+                requirement.name,
+                ",".join(sorted(map(str, requirement.specifier), reverse=True)),
+            )
+
+
 __version__ = "0.1.0"
 
-warn_about_untested_versions()
+_warn_about_untested_versions()
 register_post_import_hook(lambda transformers: import_module("loopdropout_trainer.models"), "transformers")

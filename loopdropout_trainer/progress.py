@@ -1,19 +1,30 @@
-"""Progress of a job of several trainings: the method's name on each line, the expected time, and sample completions."""
+"""Show a job of several trainings: its progress and sample completions, and its results in W&B, Trackio or MLflow."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
+from typing import Any
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from loopdropout_trainer.distributed import IGNORED, shards_weights
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.tracking import log_table
+
+
+CURVES = {
+    ("accuracy", "num_loops"): "test_accuracy_by_depth",
+    ("accuracy", "loop"): "test_accuracy_by_loop",
+    ("loss_reduction", "loop"): "test_rho_by_loop",
+}
+"""Curves by metric and axis: over depths, or over the loop that alone has the adapter."""
 
 
 class JobProgressCallback(ProgressCallback):
@@ -98,3 +109,36 @@ class SampleCompletionsCallback(TrainerCallback):
             sample["reference"] = tokenizer.decode(self.reference, skip_special_tokens=True)
             tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
             log_table(args, "samples", pd.DataFrame([sample]))
+
+
+def log_table(args: TrainingArguments, name: str, table: pd.DataFrame) -> None:
+    """Log a table to the running runs of W&B and Trackio."""
+    for tracker in {"wandb", "trackio"}.intersection(args.report_to):
+        module = sys.modules[tracker]
+        module.log({name: module.Table(dataframe=table)})
+
+
+def finish_run(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Log results to the run of a training, and end the run. The next training then starts another run.
+
+    The results are `CURVES`. The step of a point is the depth or the loop.
+
+    Args:
+        trainer: Trainer after its training.
+        rows: Results of its folder.
+    """
+    args = trainer.args
+    modules = {name: sys.modules[name] for name in args.report_to if name in sys.modules}
+    if mlflow := modules.get("mlflow"):  # transformers has ended its run
+        ended = mlflow.last_active_run()
+        if ended and ended.info.run_name == args.run_name:
+            mlflow.start_run(run_id=ended.info.run_id)
+    for row in sorted(rows, key=lambda row: (row["num_loops"], row.get("loop") or 0)):
+        axis = "loop" if row.get("loop") else "num_loops"
+        if row["gates"] != "none" and (name := CURVES.get((row["metric"], axis))):
+            state = replace(trainer.state, global_step=row[axis])
+            logs = {f"{name}/{row['task']}": row["value"]}
+            trainer.callback_handler.on_log(args, state, trainer.control, logs)
+    for name, end in {"wandb": "finish", "trackio": "finish", "mlflow": "end_run"}.items():
+        if name in modules:
+            getattr(modules[name], end)()

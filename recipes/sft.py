@@ -37,7 +37,7 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.hub import load_model, merge_and_save, push_merged_to_hub, read_card_fields, write_model_card
 from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
-from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback
+from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback, finish_run
 from loopdropout_trainer.recipe import (
     AdapterArguments,
     ModelArguments,
@@ -61,7 +61,6 @@ from loopdropout_trainer.results import (
     write_run,
 )
 from loopdropout_trainer.tokenizers import load_tokenizer
-from loopdropout_trainer.tracking import finish_run
 from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
 
 

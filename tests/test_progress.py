@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pandas as pd
 from transformers import TrainerCallback
 
-from loopdropout_trainer.tracking import finish_run, log_table
+from loopdropout_trainer.progress import finish_run, log_table
 
 
 class Logs(TrainerCallback):
