@@ -1,6 +1,6 @@
 """Train the same tiny run in a layout of processes. `test_distributed.py` compares it with one process.
 
-A run trains a random two-layer Ouro of four loops for four steps of eight examples. Each process writes a record
+A run trains a random two-layer Ouro of two loops for three steps of eight examples. Each process writes a record
 (`rank<r>.json`), and the first process writes the adapter. Only these files count, since a process group over gloo sometimes
 aborts at exit.
 """
@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
-import psutil
-from processes import free_port
-
-
-ROOT = Path(__file__).resolve().parents[1]
-LAUNCH_FILES = ROOT / "recipes" / "accelerate"
+from accelerate.commands import launch
+from processes import CPU, ROOT, Program, free_port, ranks
+from safetensors.torch import load_file
 
 
 @dataclass(frozen=True)
@@ -29,12 +26,12 @@ class Layout:
     """How the eight examples of a step are spread.
 
     Attributes:
-        launch_file: in recipes/accelerate, or None for a plain process.
+        launch_file: in recipes/accelerate.
         processes, batch, accumulation: their product is 8.
         distributed_type: what accelerate must call it.
     """
 
-    launch_file: str | None
+    launch_file: str
     processes: int
     batch: int
     accumulation: int = 1
@@ -42,15 +39,14 @@ class Layout:
 
 
 LAYOUTS = {
-    "one process, batch 8": Layout(None, 1, 8, distributed_type="NO"),
     "ddp": Layout("ddp", 2, 4),
     "ddp, accumulation": Layout("ddp", 2, 2, 2),
     "ddp, four processes": Layout("ddp", 4, 2),
-    "zero2": Layout("zero2", 2, 4, distributed_type="DEEPSPEED"),
-    "zero2_offload": Layout("zero2_offload", 2, 4, distributed_type="DEEPSPEED"),
-    "zero3": Layout("zero3", 2, 4, distributed_type="DEEPSPEED"),
-    "zero3_offload": Layout("zero3_offload", 2, 4, distributed_type="DEEPSPEED"),
     "fsdp2": Layout("fsdp2", 2, 4, distributed_type="FSDP"),
+    **{
+        name: Layout(name, 2, 4, distributed_type="DEEPSPEED")
+        for name in ("zero2", "zero2_offload", "zero3", "zero3_offload")
+    },
 }
 
 
@@ -58,7 +54,7 @@ RUNS = {
     "plain": {"gradient_checkpointing": False},
     "checkpointing": {"gradient_checkpointing": True},
     "reentrant asked for": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    "packing": {"packing": True, "max_length": 32},
+    "packing": {"packing": True, "max_length": 32, "logging_steps": 2},  # the last step is not a logging step
     "saving": {"save_strategy": "steps", "save_steps": 2},
     "resuming": {},
 }
@@ -75,20 +71,14 @@ RULES = {
 }
 """Runs of the rules that do more than draw one gate for each example and loop."""
 
-_TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
+_TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "optim": "sgd", "learning_rate": 0.1}
 UNEVEN = {
-    "5 of 8": {**_TWO_EPOCHS, "num_examples": 13},
-    "1 of 8": {**_TWO_EPOCHS, "num_examples": 9},
-    "packing, uneven": {**_TWO_EPOCHS, "num_examples": 70, "packing": True, "max_length": 40},
+    "7 examples": {**_TWO_EPOCHS, "num_examples": 7},
+    "5 examples": {**_TWO_EPOCHS, "num_examples": 5},
+    "5 examples, micro-batches": {**_TWO_EPOCHS, "num_examples": 5, "loss_average": "micro_batches"},
+    "packing, uneven": {**_TWO_EPOCHS, "num_examples": 30, "packing": True, "max_length": 40},
 }
 """Runs whose epochs end with a step of fewer rows."""
-
-_ONE_STEP = {"max_steps": 1, "learning_rate": 0.0}
-EVALUATIONS = {
-    "evaluation": {**_ONE_STEP, "eval_rows": 7},
-    "padding-free evaluation": {**_ONE_STEP, "eval_rows": 7, "padding_free": True, "max_length": None},
-}
-"""Runs whose last step is an evaluation on so many rows."""
 
 
 @dataclass
@@ -96,17 +86,12 @@ class Run:
     """What the processes of one run recorded, and its adapter.
 
     Attributes:
-        records: of each process: distributed_type, world_size, first_step, losses, gates.
+        records: of each process: distributed_type, world_size, share_of_weights, losses, train_loss, eval_loss.
         adapter: the saved weights by name.
     """
 
     records: list[dict]
     adapter: dict
-
-    @property
-    def gates(self) -> dict[str, list[float]]:
-        """Gates [K] of each example of each step, from all processes."""
-        return {name: gates for record in self.records for name, gates in record["gates"].items()}
 
     def distance(self, other: Run) -> float:
         """Largest difference of a weight, relative to the largest weight."""
@@ -114,51 +99,49 @@ class Run:
         return max((self.adapter[n].float() - t.float()).abs().max().item() for n, t in other.adapter.items()) / scale
 
 
-def read(layout: Layout, folder: Path, runs: Sequence[str]) -> dict[str, Run]:
-    """Read the records and adapters of a layout. The end of the log explains a missing record."""
+def alone(folder: Path, runs: Sequence[str], **fields) -> dict[str, Run]:
+    """Make runs in this process."""
+    save_model(folder / "model")
+    records = {name: train(folder, name, **fields) for name in runs}
+    return {name: Run([record], _adapter(folder / name)) for name, record in records.items()}
+
+
+def launched(layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), **fields) -> dict[str, Run]:
+    """Make runs in the processes of a layout. Raise RuntimeError with the end of the log if a process does not finish."""
+    for program in start(layout, folder, runs, **fields):
+        program.wait()
     files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
-    assert all(file.exists() for file in files), (folder / "log.txt").read_text()[-6000:]
+    if not all(file.exists() for file in files):
+        raise RuntimeError((folder / "log.txt").read_text()[-6000:])
     records = [json.loads(file.read_text()) for file in files]
     return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
 
 
-def start(layout: Layout, folder: Path, runs: Sequence[str], **fields) -> subprocess.Popen:
-    """Start the processes of a layout; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`."""
-    spec = write_spec(layout, folder, runs, **fields)
-    command = [sys.executable]
-    if layout.launch_file is not None:
-        command += ["-m", "accelerate.commands.launch"]
-        command += ["--config_file", str(LAUNCH_FILES / f"{layout.launch_file}.yaml")]
-        command += ["--num_processes", str(layout.processes), "--main_process_port", str(free_port())]
-    command += [str(Path(__file__).resolve()), "--work", str(spec)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    with (folder / "log.txt").open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+def start(layout: Layout, folder: Path, runs: Sequence[str], fresh: bool = False, **fields) -> list[Program]:
+    """Start the processes of a layout; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`.
 
-
-def write_spec(layout: Layout, folder: Path, runs: Sequence[str], **fields) -> Path:
-    """Write the model, unless it is there to resume, and what each process is to do; return the file that `--work` reads."""
+    Args:
+        fresh: as new interpreters of `accelerate launch`, instead of forks with the environment that it sets.
+    """
     if not fields.get("resume_from_checkpoint"):
         shutil.rmtree(folder, ignore_errors=True)
         save_model(folder / "model")
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
     spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
     (folder / "spec.json").write_text(json.dumps(spec))
-    return folder / "spec.json"
-
-
-def kill(process: subprocess.Popen) -> None:
-    """Kill a launch, workers first: they are in process groups of their own."""
-    for worker in psutil.Process(process.pid).children(recursive=True):
-        worker.kill()
-    process.kill()
-    process.wait()
+    script, output = [__file__, "--work", str(folder / "spec.json")], folder / "log.txt"
+    words = ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{layout.launch_file}.yaml")]
+    words += ["--num_processes", str(layout.processes), "--main_process_port", str(free_port()), *script]
+    if fresh:
+        return [Program("-m", "accelerate.commands.launch", *words, output=output)]
+    with patch("torch.distributed.run.run") as run:
+        run.side_effect = lambda args: environments.extend(ranks(layout.processes, {**os.environ, **CPU}))
+        environments = []
+        launch.launch_command(launch.launch_command_parser().parse_args(words))
+    return [Program(*script, output=output, env=env) for env in environments]
 
 
 def _adapter(folder: Path) -> dict:
-    from safetensors.torch import load_file
-
     file = folder / "adapter_model.safetensors"
     return load_file(file) if file.exists() else {}
 
@@ -167,7 +150,7 @@ def work(spec: dict) -> None:
     """Make the runs of one of a layout's processes, and write its record."""
     if spec["layout"] == "fsdp2":
         _fsdp_on_a_cpu()
-    if spec["layout"] and spec["layout"].startswith("zero"):
+    if spec["layout"].startswith("zero"):
         _deepspeed_over_gloo()
     import torch
     from accelerate import PartialState
@@ -180,73 +163,44 @@ def work(spec: dict) -> None:
     os.replace(file.with_suffix(".partial"), file)
 
 
-def train(folder: Path, name: str, dtype: str = "float32", num_loops: int = 4, **fields) -> dict:
+def train(folder: Path, name: str, **fields) -> dict:
     """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
-    from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
-    from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
-
-    steps, gates = [], {}
-
-    trainer_class = LoRADropoutSFTTrainer if name == "lora_dropout" else LoopDropoutSFTTrainer
-
-    class RecordingTrainer(trainer_class):
-        def draw_gates(self, inputs):
-            super().draw_gates(inputs)
-            steps.append(self.state.global_step)
-            batch, rows = self.gates.batch, inputs["input_ids"]
-            if batch.gates is not None:  # None: all gates of the micro-batch are one
-                texts = rows.tolist() if batch.segments is None else _texts(rows, batch.segments)
-                by_example = batch.gates.transpose(0, 1).expand(len(texts), *[-1] * (batch.gates.dim() - 1))
-                for text, drawn in zip(texts, by_example.tolist(), strict=True):
-                    gates[f"{self.state.global_step}: {''.join(map(chr, (t for t in text if t > 1)))}"] = drawn
+    from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, LoRADropoutSFTTrainer
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
-    fields = {
-        **_FIELDS,
-        "output_dir": str(run_dir),
-        **{**RUNS, **RULES, **UNEVEN, **EVALUATIONS}[name],
-        **fields,
-    }
-    rows = examples().select(range(fields.pop("num_examples", 192)))
-    eval_rows = examples().select(range(100, 100 + fields.pop("eval_rows", 1)))
+    fields = {**_FIELDS, **fields, **{**RUNS, **RULES, **UNEVEN}[name], "output_dir": str(run_dir)}
+    rows = examples().select(range(fields.pop("num_examples", 96)))
     args = LoopDropoutConfig(**fields)
-    # TRL 1.9 sets the device map "auto", which ZeRO-3 does not support.
-    args.model_init_kwargs = {"dtype": dtype, "num_loops": num_loops, "device_map": None}
-    trainer = RecordingTrainer(str(folder / "model"), args, train_dataset=rows, eval_dataset=eval_rows)
-    if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model
+    args.model_init_kwargs = {"num_loops": 2, "dtype": "float32"}
+    args.model_init_kwargs["device_map"] = None  # TRL 1.9 sets "auto", which ZeRO-3 does not support
+    trainer_class = LoRADropoutSFTTrainer if name == "lora_dropout" else LoopDropoutSFTTrainer
+    trainer = trainer_class(
+        str(folder / "model"), args, train_dataset=rows, eval_dataset=examples().select(range(80, 87))
+    )
+    if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model; norms stay whole
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        zero["stage3_param_persistence_threshold"] = 0
+        zero["stage3_param_persistence_threshold"] = 100
     resume = str(run_dir / "checkpoint-2") if name == "resuming" else bool(args.resume_from_checkpoint)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / name))
+    parameters = list(trainer.model.parameters())  # under ZeRO-3 each process holds a part of each
+    held = sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters)
     return {
         "distributed_type": trainer.accelerator.distributed_type.value,
         "world_size": trainer.accelerator.num_processes,
-        "first_step": steps[0],
-        "share_of_weights": _held(trainer.model),
+        "share_of_weights": held / sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "train_loss": trainer.state.log_history[-1]["train_loss"],
-        "eval_loss": trainer.evaluate()["eval_loss"] if name in EVALUATIONS else None,
-        "gates": gates,
+        "eval_loss": trainer.evaluate()["eval_loss"],
     }
 
 
-def _held(model) -> float:
-    """Return the share of a model's parameters that this process holds; under ZeRO-3 a part of each."""
-    held = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in model.parameters())
-    return held / sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in model.parameters())
-
-
-def _texts(rows, segments) -> list[list[int]]:
-    """Return the tokens of each example packed in `rows` [1, S]."""
-    return [rows[segments == index].tolist() for index in range(int(segments.max()) + 1)]
-
-
 _FIELDS = {
-    "max_steps": 4,
+    "max_steps": 3,
     "learning_rate": 1e-2,
     "adam_epsilon": 1e-4,  # AdamW divides a gradient by its own size: rounding would become a step of full length
     "logging_steps": 1,
+    "per_device_eval_batch_size": 2,
     "report_to": "none",
     "save_strategy": "no",
     "bf16": False,
@@ -265,10 +219,10 @@ def save_model(folder: Path) -> None:
 
 
 def examples():
-    """Return 192 prompts, no two alike, with completions of different lengths: enough for four steps when packed."""
+    """Return 96 prompts, no two alike, with completions of different lengths: enough for three steps when packed."""
     from datasets import Dataset
 
-    return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(192)])
+    return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(96)])
 
 
 def _fsdp_on_a_cpu() -> None:
