@@ -107,12 +107,11 @@ def alone(folder: Path, runs: Sequence[str], **fields) -> dict[str, Run]:
 
 
 def launched(layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), **fields) -> dict[str, Run]:
-    """Make runs in the processes of a layout. Raise RuntimeError with the end of the log if a process does not finish."""
+    """Make runs in the processes of a layout. The end of the log explains a missing record."""
     for program in start(layout, folder, runs, **fields):
         program.wait()
     files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
-    if not all(file.exists() for file in files):
-        raise RuntimeError((folder / "log.txt").read_text()[-6000:])
+    assert all(file.exists() for file in files), (folder / "log.txt").read_text()[-6000:]
     records = [json.loads(file.read_text()) for file in files]
     return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
 
@@ -168,14 +167,14 @@ def train(folder: Path, name: str, **fields) -> dict:
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, LoRADropoutSFTTrainer
 
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
-    fields = {**_FIELDS, **fields, **{**RUNS, **RULES, **UNEVEN}[name], "output_dir": str(run_dir)}
+    fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **UNEVEN}[name], **fields}
     rows = examples().select(range(fields.pop("num_examples", 96)))
     args = LoopDropoutConfig(**fields)
-    args.model_init_kwargs = {"num_loops": 2, "dtype": "float32"}
-    args.model_init_kwargs["device_map"] = None  # TRL 1.9 sets "auto", which ZeRO-3 does not support
+    # TRL 1.9 sets the device map "auto", which ZeRO-3 does not support.
+    args.model_init_kwargs = {"dtype": "float32", "num_loops": 2, "device_map": None}
     trainer_class = LoRADropoutSFTTrainer if name == "lora_dropout" else LoopDropoutSFTTrainer
     trainer = trainer_class(
-        str(folder / "model"), args, train_dataset=rows, eval_dataset=examples().select(range(80, 87))
+        str(folder / "model"), args, train_dataset=rows, eval_dataset=examples().select(range(80, 89))
     )
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model; norms stay whole
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]

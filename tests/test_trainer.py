@@ -137,15 +137,15 @@ def eval_losses(trainer):
 
 
 def test_callbacks_see_unit_gates(make_sft, train):
-    watch, fields = GatesAtEvents(), {"gradient_accumulation_steps": 2}
+    watch, fields = GatesAtEvents(), {"gradient_accumulation_steps": 2, "max_steps": 2}
     trainer = make_sft(callbacks=[watch], save_strategy="steps", save_steps=1, **fields)
     watch.trainer = trainer
     trainer.train()
-    assert len(watch.after) > 12 and all(gates is None for gates in watch.after)
-    assert len(watch.before) == 4 and all(gates is not None for gates in watch.before)
+    assert len(watch.after) >= 12 and all(gates is None for gates in watch.after)
+    assert len(watch.before) == 2 and all(gates is not None for gates in watch.before)
     evaluated, plain = train(eval_strategy="steps", eval_steps=1, **fields), train(**fields)
     assert eval_losses(trainer) == eval_losses(evaluated)
-    assert eval_losses(evaluated)[3] == plain.evaluate()["eval_loss"]
+    assert eval_losses(evaluated)[1] == plain.evaluate()["eval_loss"]
     assert_same_weights(trainer, plain)
     assert_same_weights(evaluated, plain)
 
@@ -194,7 +194,7 @@ def test_training_without_drawn_gates_raises(make_sft, fields):
 def test_own_loss_trains_under_drawn_gates(train):
     fields = {"padding_free": True, "max_length": None, **EXACT, "eval_strategy": "epoch"}
     own, plain = train(cls=OwnDrawnLoss, **fields), train(**fields)
-    assert_same_weights(own, plain, atol=1e-6, rtol=1e-4)
+    assert_same_weights(own, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_step_without_active_loop_changes_nothing(train):
