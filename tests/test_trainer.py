@@ -66,14 +66,15 @@ def test_signature_equals_parent(cls, parent):
         {"padding_free": True, "max_length": None},
         {"bf16": True},
         {"rule": "loop_dropout", "p": 0.0, "lora_dropout": 0.1},
+        {"remove_padding": True, "neftune_noise_alpha": 5.0},
     ],
     ids=str,
 )
 def test_unit_gates_train_as_trl_and_peft(train, fields):
     adapter = default_peft_config(tiny_ouro(), lora_dropout=fields.get("lora_dropout", 0.0))
-    fields = {"rule": "lora", "max_steps": 3, "peft_config": adapter, **fields}
+    fields = {"rule": "lora", "max_steps": 3, "peft_config": adapter, **PLAIN, **fields}
     fields.pop("lora_dropout", None)
-    ours = train(**PLAIN, **fields)
+    ours = train(**fields)
     model = tiny_ouro()
     set_seed(ours.args.seed)  # older releases of TRL initialize the adapter before they set the seed
     theirs = train(model, cls=SFTTrainer, **fields)
