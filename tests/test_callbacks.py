@@ -33,10 +33,11 @@ def test_depths_are_sampled_for_each_step(train):
     assert_same_weights(whole, split, atol=1e-5, rtol=1e-3)
 
 
-def test_resumed_training_samples_the_same_depths(train):
-    fields = {"save_strategy": "steps", "save_steps": 2, **DEPTHS}
-    whole = train(**fields)
-    assert_same_weights(whole, train(resume=f"{whole.args.output_dir}/checkpoint-2", **fields))
+def test_resumed_training_samples_the_same_depths(make_sft):
+    whole, resumed = (make_sft(save_strategy="steps", save_steps=2, **DEPTHS) for _ in range(2))
+    whole.train()
+    resumed.train(f"{whole.args.output_dir}/checkpoint-2")
+    assert_same_weights(whole, resumed)
 
 
 def test_sensitivity_is_summed_over_micro_batches(train):
