@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, Features, Value, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -345,6 +345,12 @@ def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
         if files:
             return read_files(files)
         options = {"revision": args.dataset_revision, "split": args.dataset_split}
+        if Path(args.dataset_name).is_dir():
+            builder = load_dataset_builder(args.dataset_name, args.dataset_config)
+            if builder.name == "csv":  # all cells are text, as in `read_files`
+                file = next(iter(builder.config.data_files.values()))[0]
+                features = Features(dict.fromkeys(pd.read_csv(file, nrows=0).columns, Value("string")))
+                options |= {"features": features, "keep_default_na": False}
         return load_dataset(args.dataset_name, args.dataset_config, **options)
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
         reason = str(error.__cause__ or error) or "a file is empty"

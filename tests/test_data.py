@@ -221,10 +221,12 @@ def test_files_of_each_format(tmp_path, tokenizer, name):
 
 
 def test_dataset_folder_by_name(tmp_path, tokenizer):
-    write_lines(tmp_path / "rows.jsonl", [{"question": "Why?", "answer": "Because."}])
+    folder = tmp_path / "numbers"
+    folder.mkdir()
+    (folder / "rows.csv").write_text("question,answer\n1 + 1?,2.0\n")
     mapping = {"prompt": "question", "completion": "answer"}
-    (example,) = load_datasets(DataArguments(dataset_name=str(tmp_path), column_mapping=mapping), tokenizer)["train"]
-    assert (example["prompt"], example["completion"]) == ("Why?", "Because.")
+    (example,) = load_datasets(DataArguments(dataset_name=str(folder), column_mapping=mapping), tokenizer)["train"]
+    assert (example["prompt"], example["completion"]) == ("1 + 1?", "2.0")
 
 
 def test_prompt_template_fills_columns(load, tokenizer):
