@@ -1,6 +1,5 @@
 """Training data: examples, loss masks token by token, the choice of examples, and errors."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -71,16 +70,6 @@ def show(example, tokenizer, **losses):
     return preview(label_example(example, tokenizer, **losses), tokenizer)
 
 
-def render_tulu2(messages, end):
-    """Tulu 2's format, written a second time."""
-    turns = []
-    for message in messages:
-        content = message["content"].strip()
-        content = f"⟦{content}{end}⟧" if message["role"] == "assistant" else content
-        turns.append(f"<|{message['role']}|>\n{content}")
-    return "\n".join(turns)
-
-
 def conversation(*turns):
     return [{"role": role, "content": content} for role, content in turns]
 
@@ -98,9 +87,11 @@ MADE_UP = [
 def test_tulu2_trains_assistant_turns(load, both_tokenizers):
     conversations = [row["messages"] for row in read_lines(SAMPLES / "tulu2.jsonl")] + MADE_UP
     data = load("tulu2", [{"id": "x", "messages": messages} for messages in conversations], both_tokenizers)
+    end = both_tokenizers.eos_token
     for messages, example in zip(conversations, data["train"], strict=True):
-        expected = render_tulu2(messages, both_tokenizers.eos_token)
-        assert show(example, both_tokenizers, assistant_only_loss=True) == expected
+        turns = [(turn["role"], turn["content"].strip()) for turn in messages]
+        texts = [f"<|{role}|>\n" + (f"⟦{text}{end}⟧" if role == "assistant" else text) for role, text in turns]
+        assert show(example, both_tokenizers, assistant_only_loss=True) == "\n".join(texts)
 
 
 def test_gsm8k_trains_the_solution(load, both_tokenizers):
@@ -165,10 +156,8 @@ def test_held_out_examples_are_the_same_in_each_run(load, tokenizer):
 @pytest.mark.parametrize("by_files", [False, True])
 def test_repeats_of_held_out_examples_are_left_out(load, tmp_path, tokenizer, log, by_files):
     rows = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
-    held_out = (
-        {"eval_files": [write_lines(tmp_path / "eval.jsonl", rows[:5])]} if by_files else {"num_eval_examples": 5}
-    )
-    data = load(None, rows, tokenizer, **held_out)
+    eval_files = [write_lines(tmp_path / "eval.jsonl", rows[:5])] if by_files else None
+    data = load(None, rows, tokenizer, eval_files=eval_files, num_eval_examples=None if by_files else 5)
     assert (len(data["eval"]), len(data["train"])) == (5, 45)
     assert {*data["eval"]["prompt"]}.isdisjoint(data["train"]["prompt"])
     assert f"{15 if by_files else 10} examples are left out, because they repeat a held-out example." in log.messages
@@ -255,53 +244,31 @@ def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
         assert f"{len(examples) - 1} examples are left out, because they have no text to train on" in log.text
 
 
-WRONG = {
-    "no data": ({}, "`dataset_name` or `train_files` must be set"),
-    "two sources": (
-        {"dataset_name": "x", "train_files": ["y"]},
-        "Set either `dataset_name: x` or `train_files: .*, not both",
-    ),
-    "generated": (
-        {"preparation": "arithmetic", "dataset_name": "x"},
-        "`dataset_name: x` or `preparation: arithmetic`, not",
-    ),
-    "two evals": ({"eval_files": ["a"], "num_eval_examples": 5}, "either `eval_files` or `num_eval_examples`"),
-    "template": ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
-    "steps": ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
-    "missing file": ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
-    "broken file": ({"train_files": ["broken.jsonl"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
-    "empty file": ({"train_files": ["empty.jsonl"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
-    "columns": (
-        {"preparation": "gsm8k", "train_files": ["rows.jsonl"]},
-        "must have answer, question, got the columns prompt, c",
-    ),
-    "mapping": (
-        {"column_mapping": {"prompt": "x"}, "train_files": ["rows.jsonl"]},
-        "must have x, got the columns prompt, comp",
-    ),
-    "format": (
-        {"train_files": ["other.jsonl"]},
-        "must have .*messages, .*text, got the columns a. `column_mapping` renames",
-    ),
-    "too many": ({"train_files": ["rows.jsonl"], "num_train_examples": 9}, "must be at most 3 and 0, .* got 9 and 0"),
-    "chat": ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set"),
-}
+WRONG = [
+    ({}, "`dataset_name` or `train_files` must be set"),
+    ({"dataset_name": "x", "train_files": ["y"]}, "Set either `dataset_name: x` or `train_files: .*, not both"),
+    ({"preparation": "arithmetic", "dataset_name": "x"}, "`dataset_name: x` or `preparation: arithmetic`, not"),
+    ({"eval_files": ["a"], "num_eval_examples": 5}, "either `eval_files` or `num_eval_examples`"),
+    ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
+    ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
+    ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
+    ({"train_files": ["broken.jsonl"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
+    ({"train_files": ["empty.jsonl"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
+    ({"train_files": ["rows.jsonl"], "preparation": "gsm8k"}, "must have answer, question, got the columns prompt, c"),
+    ({"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}}, "must have x, got the columns prompt, comp"),
+    ({"train_files": ["other.jsonl"]}, "must have .*messages, .*text, got the columns a. `column_mapping` renames"),
+    ({"train_files": ["rows.jsonl"], "num_train_examples": 9}, "must be at most 3 and 0, .* got 9 and 0"),
+    ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set"),
+]
+ROWS = {"empty": [], "rows": [PAIR] * 3, "other": [{"a": "b"}], "chat": [{"messages": MADE_UP[0]}]}
 
 
-FILES = {
-    "empty": "",
-    "broken": '{"a": \n',
-    "rows": '{"prompt": "p", "completion": "c"}\n' * 3,
-    "other": '{"a": "b"}',
-    "chat": json.dumps({"messages": MADE_UP[0]}),
-}
-
-
-@pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("fields", "message"), WRONG)
 def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message):
     monkeypatch.chdir(tmp_path)
-    for name, text in FILES.items():
-        Path(f"{name}.jsonl").write_text(text)
+    Path("broken.jsonl").write_text('{"a": \n')
+    for name, rows in ROWS.items():
+        write_lines(Path(f"{name}.jsonl"), rows)
     with pytest.raises(UserError, match=message):
         load_datasets(DataArguments(**fields), tokenizer, max_length=100)
 
