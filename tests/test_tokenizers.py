@@ -43,18 +43,15 @@ def backend(request):
 
 
 @pytest.fixture
-def publish(backend, tmp_path):
-    """`publish(tokenizer_class)`: folder of a model, as on the Hub."""
-
-    def make(tokenizer_class="GPT2Tokenizer"):
-        tiny_ouro(vocab_size=backend.get_vocab_size()).save_pretrained(tmp_path / "published")
-        backend.save(str(tmp_path / "published" / "tokenizer.json"))
-        config = {"eos_token": "<|endoftext|>", "model_max_length": 512, "tokenizer_class": tokenizer_class}
-        config["additional_special_tokens"] = ["<|im_end|>"]
-        (tmp_path / "published" / "tokenizer_config.json").write_text(json.dumps(config))
-        return tmp_path / "published"
-
-    return make
+def published(backend, tmp_path):
+    """Folder of a model, as on the Hub."""
+    folder = tmp_path / "published"
+    tiny_ouro(vocab_size=backend.get_vocab_size()).save_pretrained(folder)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|endoftext|>", "model_max_length": 512, "tokenizer_class": "GPT2Tokenizer"}
+    config["additional_special_tokens"] = ["<|im_end|>"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def warnings(log):
@@ -63,20 +60,18 @@ def warnings(log):
 
 
 @pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "TokenizersBackend"])
-def test_load_tokenizer_keeps_the_files_tokens(publish, backend, tokenizer_class, log):
-    tokenizer = load_tokenizer(publish(tokenizer_class))
-    ids = backend.encode(TEXT).ids
-    assert tokenizer(TEXT)["input_ids"] == ids and tokenizer.decode(ids) == TEXT
-    assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>" and tokenizer.model_max_length == 512
+def test_load_tokenizer_keeps_the_files_tokens(published, backend, tokenizer_class, tmp_path, log):
+    path = published / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("GPT2Tokenizer", tokenizer_class))
+    tokenizer = load_tokenizer(published)
     warn_if_rebuilt(tokenizer)
     assert not warnings(log)
-
-
-def test_saved_tokenizer_keeps_its_tokens(publish, backend, tmp_path):
-    load_tokenizer(publish()).save_pretrained(tmp_path / "saved")
-    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert saved(TEXT)["input_ids"] == backend.encode(TEXT).ids
-    assert saved("<|im_end|>")["input_ids"] == [1] and saved.decode([1], skip_special_tokens=True) == ""
+    tokenizer.save_pretrained(tmp_path / "saved")
+    ids = backend.encode(TEXT).ids
+    for kept in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert kept(TEXT)["input_ids"] == ids and kept.decode(ids) == TEXT
+        assert kept("<|im_end|>")["input_ids"] == [1] and kept.decode([1], skip_special_tokens=True) == ""
+        assert kept.eos_token == kept.pad_token == "<|endoftext|>" and kept.model_max_length == 512
     config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
     fields = {  # from which transformers 4.57.6 reads the same tokenizer
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -86,31 +81,28 @@ def test_saved_tokenizer_keeps_its_tokens(publish, backend, tmp_path):
     assert config.items() >= fields.items() and "extra_special_tokens" not in config
 
 
-def test_rebuilt_tokenizer_is_kept_with_a_warning(publish, backend, monkeypatch, log):
-    folder = publish()
-    rebuilt = AutoTokenizer.from_pretrained(folder)
+def test_rebuilt_tokenizer_is_kept_with_a_warning(published, backend, monkeypatch, log):
+    rebuilt = AutoTokenizer.from_pretrained(published)
     ids = rebuilt(TEXT)["input_ids"]
     assert ids != backend.encode(TEXT).ids
     warn_if_rebuilt(rebuilt)
     warn_if_rebuilt(rebuilt)
     (warning,) = warnings(log)
-    assert "GPT2Tokenizer splits '  7' into ['Ġ', 'Ġ', '7']" in warning and str(folder) in warning
+    assert "GPT2Tokenizer splits '  7' into ['Ġ', 'Ġ', '7']" in warning and str(published) in warning
     assert rebuilt(TEXT)["input_ids"] == ids
-    monkeypatch.setattr(
-        "loopdropout_trainer.tokenizers.try_to_load_from_cache", lambda name, file: f"{folder}//{file}"
-    )
+    in_cache = lambda name, file: f"{published}//{file}"
+    monkeypatch.setattr("loopdropout_trainer.tokenizers.try_to_load_from_cache", in_cache)
     rebuilt.name_or_path = "some/model"
     warn_if_rebuilt(rebuilt)
     assert len(warnings(log)) == 2
 
 
-def test_trainer_reads_the_file(publish, backend, config, log):
-    folder = publish()
+def test_trainer_reads_the_file(published, backend, config, log):
     rows = Dataset.from_list([{"text": TEXT}] * 8)
-    trainer = LoopDropoutSFTTrainer(str(folder), config(), train_dataset=rows)
+    trainer = LoopDropoutSFTTrainer(str(published), config(), train_dataset=rows)
     assert trainer.train_dataset[0]["input_ids"] == [*backend.encode(TEXT).ids, 0] and not warnings(log)
-    rebuilt = AutoTokenizer.from_pretrained(folder)
-    LoopDropoutSFTTrainer(str(folder), config(), train_dataset=rows, processing_class=rebuilt)
+    rebuilt = AutoTokenizer.from_pretrained(published)
+    LoopDropoutSFTTrainer(str(published), config(), train_dataset=rows, processing_class=rebuilt)
     assert len(warnings(log)) == 1
 
 
@@ -177,19 +169,16 @@ def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
     assert end_token_ids(chat_tokenizer) == ids
 
 
-WRONG = {
-    "no tokenizer": ({"name_or_path": "./none"}, "The tokenizer of .*none cannot be loaded"),
-    "template": ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
-    "template's token": (
-        {"chat_template": "ouro"},
-        r"`bos_token` must be a token of the tokenizer .*, got <\|im_start",
-    ),
-    "end token": ({"eos_token": "<end>"}, "`eos_token` must be a token of the tokenizer .*, got <end>"),
-    "no end token": ({}, "`eos_token` must be set"),
-}
-
-
-@pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name_or_path": "./none"}, "The tokenizer of .*none cannot be loaded"),
+        ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
+        ({"chat_template": "ouro"}, r"`bos_token` must be a token of the tokenizer .*, got <\|im_start"),
+        ({"eos_token": "<end>"}, "`eos_token` must be a token of the tokenizer .*, got <end>"),
+        ({}, "`eos_token` must be set"),
+    ],
+)
 def test_wrong_tokenizer_arguments(tmp_path, monkeypatch, fields, message):
     monkeypatch.chdir(tmp_path)
     byte_tokenizer(["<pad>"], pad_token="<pad>").save_pretrained("saved")
