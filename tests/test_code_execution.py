@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import textwrap
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -198,8 +197,7 @@ def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("programs_*")) and not list(tmp_path.glob("sandbox_*"))
 
 
-@pytest.mark.parametrize("allowed", [False, True])
-def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, allowed):
+def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data):
     for module in (sandbox, programs):
         monkeypatch.setattr(module, "sandbox_fault", lambda: "`bwrap` is not installed")
     evalplus_data("humaneval")
@@ -207,15 +205,11 @@ def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, all
     codes = [right["prompt"] + right["canonical_solution"], "def truncate_number(number):\n    return 0"]
     monkeypatch.setattr(LoopedLM, "generate_until", lambda self, requests: codes)
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
-    error = pytest.raises(UserError, match="`bwrap` is not installed.*--allow_unsafe_code true")
-    with nullcontext() if allowed else error:
-        results = evaluate_tasks(
-            LoopedLM(tiny_ouro(), tokenizer), ["humaneval_plus"], limit=2, allow_unsafe_code=allowed
-        )
-        assert results[0]["value"] == 50
-
-
-def test_tasks_of_lm_eval_with_programs_need_permission():
+    lm = LoopedLM(tiny_ouro(), tokenizer)
+    with pytest.raises(UserError, match="`bwrap` is not installed.*--allow_unsafe_code true"):
+        evaluate_tasks(lm, ["humaneval_plus"], limit=2)
+    (result, *_) = evaluate_tasks(lm, ["humaneval_plus"], limit=2, allow_unsafe_code=True)
+    assert result["value"] == 50
     with pytest.raises(UserError, match="lm-eval runs the programs of this task itself"):
         sandbox.check_allowed("humaneval_instruct", False, can_be_sandboxed=False)
 
@@ -262,14 +256,12 @@ def evalplus_verdicts(dataset, solutions, folder):
 @pytest.mark.parametrize("dataset", ["humaneval", pytest.param("mbpp", marks=pytest.mark.slow)])
 def test_verdicts_match_evalplus(dataset, tmp_path, evalplus_data):
     evalplus_data(dataset)
-    solutions = {
-        f"{row['task_id']} canonical": row["prompt"] + row["canonical_solution"] for row in read_rows(dataset)
-    }
+    rows = {f"{row['task_id']} canonical": row for row in read_rows(dataset)}
+    solutions = {name: row["prompt"] + row["canonical_solution"] for name, row in rows.items()}
     solutions |= {name: code for name, code in VARIANTS.items() if name.lower().startswith(dataset)}
     pairs = [(name.split()[0], code) for name, code in solutions.items()]
     verdicts = verdicts_of(dataset, pairs)
-    scorers = (programs.score_base, programs.score_plus)
-    scores = [tuple(score({}, [verdict])["acc"] for score in scorers) for verdict in verdicts]
+    scores = [(programs.score_base({}, [one])["acc"], programs.score_plus({}, [one])["acc"]) for one in verdicts]
     assert scores == evalplus_verdicts(dataset, pairs, tmp_path), list(solutions)
     failed = {name for name, verdict in zip(solutions, verdicts, strict=True) if verdict != "pass"}
     assert failed == FAILED[dataset]
@@ -281,13 +273,9 @@ def test_prompts_match_evalplus(tokenizer, monkeypatch, evalplus_data):
     evalplus_data("humaneval")
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     task = load_task("humaneval_plus")["humaneval_plus"]
-    lm = LoopedLM(tiny_ouro(), tokenizer)
-    options = {
-        "apply_chat_template": True,
-        "chat_template": lm.apply_chat_template,
-        "gen_prefix": task.config.gen_prefix,
-    }
-    first = task.config.gen_prefix.split("\n")[0]
+    render, prefix = LoopedLM(tiny_ouro(), tokenizer).apply_chat_template, task.config.gen_prefix
+    options = {"apply_chat_template": True, "chat_template": render, "gen_prefix": prefix}
+    first = prefix.split("\n")[0]
     for row, problem in zip(read_rows("humaneval"), task.eval_docs, strict=True):
         expected = make_raw_chat_prompt(row["prompt"].strip() + "\n", programs.INSTRUCTION, first, tokenizer)
         assert task.fewshot_context(problem, 0, **options) == expected

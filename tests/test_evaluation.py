@@ -22,25 +22,14 @@ from transformers import set_seed
 from loopdropout_trainer import merge_and_save
 from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.evaluation import (
-    LoopedLM,
-    development_task,
-    evaluate_tasks,
-    load_benchmarks,
-    load_task,
-    loading,
-    looped_lm,
-    own_benchmark,
-    scorers,
-)
-from loopdropout_trainer.evaluation.loading import task_of_rows
+from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, looped_lm, own_benchmark, scorers
+from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
 
 
 EVALUATE = ROOT / "recipes" / "evaluate.py"
-GSM8K = str(SAMPLES / "gsm8k_test.jsonl")
-OWN_GSM8K = {"own_gsm8k": {"files": GSM8K, "like": "gsm8k"}}
+OWN_GSM8K = {"files": str(SAMPLES / "gsm8k_test.jsonl"), "like": "gsm8k"}
 
 
 def read_golden(name, kind=None):
@@ -67,7 +56,7 @@ def replay(monkeypatch, tokenizer, tmp_path):
         answer = lambda self, requests: [responses[request.doc_id] for request in requests]
         monkeypatch.setattr(LoopedLM, "generate_until", answer)
         if isinstance(task, str):
-            task = task_of_rows("replayed", task, Dataset.from_list(problems))
+            task = loading.task_of_rows("replayed", task, Dataset.from_list(problems))
         results = evaluate_tasks(LoopedLM(tiny_ouro(), tokenizer), [task], output_dir=tmp_path, **options)
         return results, read_lines(tmp_path / results[0]["samples"])
 
@@ -131,13 +120,8 @@ def test_answer_decomposition_matches_golden():
     metrics = {"gain": "total", "gain_both_answered": "both", "gain_missing_in_either": "missing"}
     for case in json.loads(gzip.decompress((GOLDEN / "eval_stats.json.gz").read_bytes()))["synthetic"]:
         for seed, sides in enumerate(zip(case["b"], case["a"], strict=True)):
-            samples = [
-                [
-                    {"correct": int(c), "answered": int(a)}
-                    for c, a in zip(side["correct"], side["extractable"], strict=True)
-                ]
-                for side in sides
-            ]
+            pairs = [zip(map(int, side["correct"]), map(int, side["extractable"]), strict=True) for side in sides]
+            samples = [[{"correct": correct, "answered": answered} for correct, answered in side] for side in pairs]
             gains = {row["metric"]: row["value"] for row in answer_decomposition(*samples)}
             expected = {metric: case["expected"][f"per_seed_{key}"][seed] for metric, key in metrics.items()}
             assert gains == pytest.approx(expected)
@@ -147,11 +131,9 @@ def test_answer_decomposition_matches_golden():
 
 
 def test_tasks_have_the_prompts_of_the_paper():
-    task, direct = (own_benchmark("mine", GSM8K, like=like) for like in ("metamath_gsm8k", "gsm8k"))
+    task, direct = (own_benchmark("mine", **{**OWN_GSM8K, "like": like}) for like in ("metamath_gsm8k", "gsm8k"))
     math = own_benchmark("mine", str(SAMPLES / "math500_test.jsonl"), like="metamath_math500")
-    question = (
-        "A robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in total does it take?"
-    )
+    question = task.eval_docs[1]["question"]
     assert direct.doc_to_text(direct.eval_docs[1]) == f"Question: {question}\nAnswer:"
     assert task.doc_to_text(task.eval_docs[1]) == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -184,18 +166,19 @@ def test_arithmetic_counts_last_numbers(replay):
 )
 def test_development_task_scores_held_out_examples(replay, preparation, answer):
     examples = Dataset.from_list([{"question": "1 + 1?", "answer": answer}] * 3)
-    (accuracy, *_), _ = replay(development_task(preparation, examples), [], [answer, "#### 3", "The answer is: 3"])
+    (accuracy, *_), _ = replay(
+        loading.development_task(preparation, examples), [], [answer, "#### 3", "The answer is: 3"]
+    )
     assert (accuracy["task"], accuracy["value"]) == ("development", pytest.approx(100 / 3))
 
 
-def load_subject(*, name, **options):
-    """Generate one to three problems of a subject of MMLU."""
-    answers = random.Random(name).choices(range(4), k=1 + len(name) % 3)
-    rows = [{"question": "?", "subject": name, "choices": [*"wxyz"], "answer": answer} for answer in answers]
-    return dict.fromkeys(("test", "dev"), Dataset.from_list(rows))
-
-
 def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
+    def load_subject(*, name, **options):
+        """Generate one to three problems of a subject of MMLU."""
+        answers = random.Random(name).choices(range(4), k=1 + len(name) % 3)
+        rows = [{"question": "?", "subject": name, "choices": [*"wxyz"], "answer": answer} for answer in answers]
+        return dict.fromkeys(("test", "dev"), Dataset.from_list(rows))
+
     monkeypatch.setattr("datasets.load_dataset", load_subject)
     lm = LoopedLM(steady(), tokenizer, batch_size=64)
     accuracy, *parts = evaluate_tasks(lm, ["mmlu_stem"], output_dir=tmp_path)
@@ -249,10 +232,7 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
         ({"prompt": "{land}"}, "The task `capitals` cannot be loaded: `land` is missing"),
         ({"scorer": "exact_mach"}, "`scorer` must be one of .* Did you mean 'exact_match'"),
         ({"promt": "x"}, "The benchmark `capitals` has no field `promt`"),
-        (
-            {**dict.fromkeys(OWN), "like": "metamath_gsm8k"},
-            "The task `capitals` cannot be loaded: 'question' is undefined",
-        ),
+        ({**dict.fromkeys(OWN), "like": "metamath_gsm8k"}, "`capitals` cannot be loaded: 'question' is undefined"),
         ({"scorer": None, "like": "gsm_plus"}, "`like` must be a task without examples of another split"),
     ],
 )
@@ -368,7 +348,7 @@ def saved(tokenizer, tmp_path_factory):
 def words(saved, output_dir, *more, **fields):
     """The command line of an evaluation of eight problems."""
     fields = {"model_name_or_path": saved / "base", "dtype": "float32", "benchmark_limit": 8, **fields}
-    fields |= {"output_dir": output_dir, "use_cpu": "true", "own_benchmarks": json.dumps(OWN_GSM8K)}
+    fields |= {"output_dir": output_dir, "use_cpu": "true", "own_benchmarks": json.dumps({"own_gsm8k": OWN_GSM8K})}
     options = [str(part) for name, value in fields.items() for part in (f"--{name}", value)]
     return [*options, "--benchmarks", "own_gsm8k", "arithmetic_test", *map(str, more)]
 

@@ -31,20 +31,13 @@ def adapted(model):
 @torch.no_grad()
 def greedy_ids(model, tokenizer, prompt, max_new_tokens):
     """Return the token ids of one completion, without padding and without a cache."""
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    length = ids.shape[1]
+    ids = start = torch.tensor([tokenizer(prompt)["input_ids"]])
     for _ in range(max_new_tokens):
         token = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
         if token.item() == tokenizer.eos_token_id:
             break
         ids = torch.cat([ids, token], dim=1)
-    return ids[0, length:].tolist()
-
-
-def plain_texts(model, tokenizer, prompts, max_new_tokens):
-    """Return the texts of plain loops."""
-    ids = [greedy_ids(model, tokenizer, prompt, max_new_tokens) for prompt in prompts]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return ids[0, start.shape[1] :].tolist()
 
 
 @pytest.mark.pairs
@@ -53,7 +46,8 @@ def test_completions_equal_plain_loop(make_tiny, tokenizer, gates):
     model = adapted(make_tiny())
     find_looped_model(model).config.num_loops = len(gates)
     with use_gates(model, gates):
-        want = plain_texts(model, tokenizer, PROMPTS, 7)
+        ids = [greedy_ids(model, tokenizer, prompt, 7) for prompt in PROMPTS]
+        want = tokenizer.batch_decode(ids, skip_special_tokens=True)
         for batch_size in (1, 2, 16):
             assert generate_greedy(model, tokenizer, PROMPTS, 7, batch_size, progress=False) == want
     assert len({*want}) == len(want)

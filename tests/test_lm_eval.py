@@ -76,23 +76,19 @@ def test_other_options_go_to_transformers(tokenizer):
     assert len({*texts}) > 1
 
 
-INVALID = {
-    "`gates` must have one number for each loop .K = 4., .* got '1-0'": {"gates": "1-0"},
-    "`gates` must have one number .* got '1-x-0-0'": {"gates": "1-x-0-0"},
-    "`gates` must not be set for a model without": {"gates": "1-0-0-0"},
-    "`readout` must be a loop from 1 to 4, got 5": {"readout": 5},
-}
-
-
-@pytest.mark.parametrize("message", INVALID)
-def test_invalid_settings_raise(tokenizer, message):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gates": "1-0"}, "`gates` must have one number for each loop .K = 4., .* got '1-0'"),
+        ({"gates": "1-x-0-0"}, "`gates` must have one number .* got '1-x-0-0'"),
+        ({"gates": "1-0-0-0"}, "`gates` must not be set for a model without"),
+        ({"readout": 5}, "`readout` must be a loop from 1 to 4, got 5"),
+        ({"max_length": 16}, "`max_new_tokens` must be less than 16, got 16"),
+    ],
+)
+def test_invalid_settings_raise(tokenizer, options, message):
     with pytest.raises(UserError, match=message):
-        LoopedLM(tiny_ouro().eval(), tokenizer, **INVALID[message])
-
-
-def test_answers_must_fit_into_the_context(tokenizer):
-    lm = LoopedLM(tiny_ouro(), tokenizer, max_length=16)
-    with pytest.raises(UserError, match="`max_new_tokens` must be less than 16, got 16"):
+        lm = LoopedLM(tiny_ouro(), tokenizer, **options)
         lm.generate_until(requests("generate_until", [("a", {"max_gen_toks": 16})]))
 
 
@@ -116,18 +112,16 @@ runpy.run_module("loopdropout_trainer.lm_eval", run_name="__main__")
 """
 
 
-OPTIONS = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks"
-
-
 def test_command_line_takes_depth_and_gates(saved, tmp_path):  # noqa: F811
     """Without an adapter, the readout after loop 2 is the output of a base model with two loops."""
     texts = [f"{i} + {i} =" for i in range(5)]
     write_lines(tmp_path / "rows.jsonl", [{"text": text} for text in [*texts, "more"]])
     for kind, fields in KINDS.items():
         (tmp_path / f"{kind}.yaml").write_text(TASK.format(kind=kind, fields=fields))
+    options = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks"
     tasks = ",".join(f"own_{kind}" for kind in KINDS)
     model = f"pretrained={saved / 'base'},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2,dtype=float32"
-    printed = python("-c", COMMAND, *OPTIONS.split(), tasks, "--model_args", model, cwd=tmp_path)
+    printed = python("-c", COMMAND, *options.split(), tasks, "--model_args", model, cwd=tmp_path)
     assert "own_multiple_choice" in printed
     assert [len(read_lines(path)) for path in tmp_path.rglob("samples_*.jsonl")] == [5] * 3
     lm = LoopedLM(str(saved / "base"), dtype="float32", num_loops=2)
