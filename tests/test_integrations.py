@@ -75,15 +75,11 @@ def test_plugin_has_losses_of_trainer(folder, program, p):
 
 
 @pytest.mark.skipif(find_spec("axolotl") is None, reason="axolotl is not installed")
-def test_axolotl_fused_kernel_raises():
+def test_axolotl_fused_kernel_and_evaluation_raise():
     from loopdropout_trainer.integrations.axolotl import LoopDropoutPlugin
 
     with pytest.raises(ValueError, match=r"`lora_o_kernel` must be false.*got true"):
         LoopDropoutPlugin().register({"lora_o_kernel": True})
-
-
-@pytest.mark.skipif(find_spec("axolotl") is None, reason="axolotl is not installed")
-def test_axolotl_evaluation_raises():
     with pytest.raises(ValueError, match="`lm-eval` must be 0.4.13 for evaluation, got 0.4.11"):
         import loopdropout_trainer.evaluation  # noqa: F401
 
