@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import statsmodels.api as sm
+from conftest import write_lines
 from processes import ROOT
 from scipy import stats
 from statsmodels.formula.api import ols
@@ -25,16 +26,11 @@ def rows():
     return pd.read_csv(make.RUNS)
 
 
-@pytest.fixture(scope="module")
-def texts(rows):
-    return make.make_texts(*make.parts(rows))
-
-
 # The pages
 
 
-def test_pages_are_written_from_the_file(texts):
-    tables, numbers, appendix = texts
+def test_pages_are_written_from_the_file(rows):
+    tables, numbers, appendix = make.make_texts(*make.parts(rows))
     assert make.APPENDIX.read_text(encoding="utf-8") == appendix
     pages = [page.read_text(encoding="utf-8") for page in make.PAGES]
     assert [make.fill(page, tables, numbers) for page in pages] == pages
@@ -70,7 +66,7 @@ def test_collect_reads_the_results_of_a_sweep(tmp_path, monkeypatch):
     write_results(folder, [{**shared, "value": 60.0, **row} for row in rows])
     recipe = {"learning_rate": 0.001, "arithmetic_steps": [1, 3], "run_name": "small/lora@depth_2/lr_0.001/seed_0"}
     dump_recipe(recipe, folder / "recipe.yaml")
-    (folder / "samples.jsonl").write_text("".join(f'{{"correct": {value}}}\n' for value in (1.0, 1.0, 0.0, 0.0, 1.0)))
+    write_lines(folder / "samples.jsonl", [{"correct": value} for value in (1.0, 1.0, 0.0, 0.0, 1.0)])
     table = runs.collect([str(tmp_path / "small")])
     facts = {"study": "small", "method": "depth_2_lora", "difficulty": "1 to 3", "steps": 150, "examples": 60}
     assert table[[*facts]].drop_duplicates().to_dict("records") == [facts]
@@ -145,18 +141,11 @@ def draw_gains(rng, draws, seeds, problems, by_method, by_seed, shift):
     return 100 * (correct[:, 0].astype(float) - correct[:, 1])
 
 
-def true_gain(by_method, by_seed, shift):
-    """The mean over all problems and seeds, by quadrature."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(100)
-    spread = np.sqrt(2**2 + by_method**2 + by_seed**2)
-    accuracy = lambda mean: weights @ (1 / (1 + np.exp(-mean - spread * nodes))) / weights.sum()
-    return 100 * (accuracy(1 + shift) - accuracy(1))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "problems"), [(3, 500), (3, 1000), (5, 1000), (10, 1000)])
 @pytest.mark.parametrize("kind", [(0.4, 0.0, 0.2), (0.4, 0.15, 0.2), (1.0, 0.5, 0.2), (0.5, 1.5, -1.0)])
 def test_intervals_cover_the_truth(seeds, problems, kind):
     rng = np.random.default_rng(seeds + problems)
+    truth = draw_gains(rng, 400_000, 1, 5, *kind).mean()
     found = [estimate(gains) for _ in range(40) for gains in draw_gains(rng, 50, seeds, problems, *kind)]
-    assert 0.915 <= np.mean([each.low <= true_gain(*kind) <= each.high for each in found]) <= 0.99
+    assert 0.915 <= np.mean([each.low <= truth <= each.high for each in found]) <= 0.99
