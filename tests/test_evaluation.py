@@ -234,43 +234,35 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
         ({"promt": "x"}, "The benchmark `capitals` has no field `promt`"),
         ({**dict.fromkeys(OWN), "like": "metamath_gsm8k"}, "`capitals` cannot be loaded: 'question' is undefined"),
         ({"scorer": None, "like": "gsm_plus"}, "`like` must be a task without examples of another split"),
+        ({"name": "mmlu"}, "must not have the name of a task .* got 'mmlu'"),
+        ({"name": "metamath_gsm8k"}, "must not have the name of a task .* got 'metamath_gsm8k'"),
+        ({"name": "development"}, "must not have the name of a task .* got 'development'"),
     ],
 )
 def test_own_benchmark_explains_mistakes(tmp_path, monkeypatch, fields, message):
     monkeypatch.setitem(loading._FOLDERS, "gsm", "gsm_plus")
-    own = {"files": write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN, **fields}
+    own = {"name": "capitals", "files": write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN, **fields}
+    name = own.pop("name")
     with pytest.raises(UserError, match=message):
-        load_benchmarks(["capitals"], {"capitals": own})
+        load_benchmarks([name], {name: own})
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "mmlu", "development"])
-def test_own_benchmark_has_its_own_name(name):
-    with pytest.raises(UserError, match=f"must not have the name of a task .* got '{name}'"):
-        own_benchmark(name, **OWN)
-
-
-TASK_FILE = """
-task: mine
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{country}}}}:"
-doc_to_target: "{{{{capital}}}}"
-generation_kwargs: {{until: ["."], max_gen_toks: 8}}
-metric_list: [{{metric: exact_match}}]
-"""
+def write_task(path, rows, **fields):
+    """Write a task file of lm-eval over a JSONL file."""
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": rows}}, "test_split": "test"}
+    path.write_text(json.dumps({**source, **fields}))
 
 
 def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
-    path = tmp_path / "mine.yaml"
-    path.write_text(TASK_FILE.format(write_lines(tmp_path / "rows.jsonl", CAPITALS)))
+    path, rows = tmp_path / "mine.yaml", write_lines(tmp_path / "rows.jsonl", CAPITALS)
+    fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
+    write_task(path, rows, task="mine", **fields)
     with pytest.raises(UserError, match=f"can run code.* Add `--import {path}` to the command line"):
         load_benchmarks([str(path)])
     monkeypatch.setattr(loading, "IMPORTED", [str(path)])
     (task,) = load_benchmarks([str(path)])
     assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
-    path.write_text(path.read_text().replace("task: mine", "task: gsm8k"))
+    write_task(path, rows, task="gsm8k", **fields)
     with pytest.raises(UserError, match="must not have the name of a task .* got 'gsm8k'"):
         load_task(str(path))
 
@@ -389,7 +381,8 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     adapters = ("--adapter", "none", f"own={saved / 'adapter'}")
     averages = json.dumps({"Average": ["own_gsm8k", "arithmetic_test"]})
     fields = {"gates": "single_loop", "averages": averages, "benchmark_limit": 2, "max_new_tokens": 4}
-    SCRIPT.main(words(saved, tmp_path, *adapters, "--at_depths", 2, 4, **fields))
+    command = words(saved, tmp_path, *adapters, "--at_depths", 2, 4, **fields)
+    SCRIPT.main(command)
     rows = [row for row in read_results(tmp_path) if (row["task"], row["metric"]) == ("own_gsm8k", "accuracy")]
     places = [(row["method"], row["num_loops"], row["gates"], row.get("loop")) for row in rows]
     alone = [("own", depth, f"loop {t}", t) for depth in (2, 4) for t in range(1, depth + 1)]
@@ -398,11 +391,6 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     assert len({row["samples"] for row in rows}) == len(rows)
     printed = capsys.readouterr().out
     assert "own, K = 4, loop 3" in printed and "Average " in printed and "own_gsm8k, missing" in printed
-
-
-def test_script_names_what_changed(saved, tmp_path):
-    command = words(saved, tmp_path, benchmark_limit=1, max_new_tokens=2)
-    SCRIPT.main(command)
     with pytest.raises(UserError, match=r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
     with pytest.raises(UserError, match="`adapter` must give each adapter its own name"):

@@ -8,7 +8,7 @@ from conftest import read_lines, tiny_ouro, varied, write_lines
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from processes import python
-from test_evaluation import adapted, saved  # noqa: F401 (`saved` is a fixture)
+from test_evaluation import adapted, saved, write_task  # noqa: F401 (`saved` is a fixture)
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.errors import UserError
@@ -92,18 +92,10 @@ def test_invalid_settings_raise(tokenizer, options, message):
         lm.generate_until(requests("generate_until", [("a", {"max_gen_toks": 16})]))
 
 
-TASK = """
-task: own_{kind}
-output_type: {kind}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: rows.jsonl}}}}
-test_split: test
-{fields}
-"""
 KINDS = {
-    "multiple_choice": 'doc_to_text: text\ndoc_to_choice: ["0", "1"]\ndoc_to_target: 0',
-    "generate_until": 'doc_to_text: text\ndoc_to_target: text\ngeneration_kwargs: {until: ["x"], max_gen_toks: 6}',
-    "loglikelihood_rolling": 'doc_to_text: ""\ndoc_to_target: text\nmetric_list: [{metric: byte_perplexity}]',
+    "multiple_choice": {"doc_to_choice": ["0", "1"], "doc_to_target": 0},
+    "generate_until": {"doc_to_target": "text", "generation_kwargs": {"max_gen_toks": 6}},
+    "loglikelihood_rolling": {"doc_to_target": "text", "metric_list": [{"metric": "byte_perplexity"}]},
 }
 COMMAND = """
 import functools, runpy, lm_eval.tasks
@@ -117,7 +109,8 @@ def test_command_line_takes_depth_and_gates(saved, tmp_path):  # noqa: F811
     texts = [f"{i} + {i} =" for i in range(5)]
     write_lines(tmp_path / "rows.jsonl", [{"text": text} for text in [*texts, "more"]])
     for kind, fields in KINDS.items():
-        (tmp_path / f"{kind}.yaml").write_text(TASK.format(kind=kind, fields=fields))
+        names = {"task": f"own_{kind}", "output_type": kind, "doc_to_text": "text"}
+        write_task(tmp_path / f"{kind}.yaml", "rows.jsonl", **names, **fields)
     options = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks"
     tasks = ",".join(f"own_{kind}" for kind in KINDS)
     model = f"pretrained={saved / 'base'},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2,dtype=float32"
