@@ -107,8 +107,7 @@ def golden():
     def load(family):
         meta = {**json.loads((GOLDEN / f"{family}.json").read_text()), "name": family}
         tensors = load_file(GOLDEN / f"{family}.safetensors")
-        prefix = "weights/"
-        weights = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        weights = {name[len("weights/") :]: x for name, x in tensors.items() if name.startswith("weights/")}
         return SimpleNamespace(meta=meta, tensors=tensors, weights=weights)
 
     return load
@@ -286,12 +285,8 @@ class Recording:
         kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
         kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        kept.gated, kept.gates, kept.depth, kept.loss = (
-            self.gates.batch,
-            self.gates.gates,
-            self.num_loops,
-            loss.detach(),
-        )
+        kept.gated, kept.gates, kept.depth = self.gates.batch, self.gates.gates, self.num_loops
+        kept.loss = loss.detach()
         self.seen = [*self.seen, kept]
         return loss
 
@@ -367,6 +362,11 @@ def with_adapter(model=None, seed=1, scale=0.05, **config):
 def trained_parameters(model):
     """The parameters that need a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def logged(trainer, name):
+    """All values that a trainer has logged under a name."""
+    return [log[name] for log in trainer.state.log_history if name in log]
 
 
 def assert_same_weights(one, other, **close):

@@ -69,7 +69,7 @@ def wait_for(condition, program=None):
 
 def ended(process):
     """Wait for the end of a process of `fork`, and return its exit code."""
-    wait_for(lambda: process.exitcode is not None)
+    process.join(PATIENCE)
     return process.exitcode
 
 

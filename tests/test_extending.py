@@ -12,6 +12,7 @@ from transformers import (
     HrmTextConfig,
     HrmTextForCausalLM,
     LlamaForCausalLM,
+    LlamaModel,
 )
 
 from loopdropout_trainer import LoopDescription, check_loops, load_model, merge_and_save, register_looped, use_gates
@@ -131,17 +132,14 @@ def test_trainer_loads_an_own_class_by_name(make_sft, monkeypatch, tmp_path):
     assert type(trainer.model.get_base_model()) is OwnHrm and trainer.num_loops == 2
 
 
-def test_description_of_a_backbone_raises():
-    with pytest.raises(ValueError, match="must be a causal language model, got HrmTextModel"):
-        register_looped(type(tiny_hrm().model), LoopDescription)
-
-
-def test_check_loops_finds_a_wrong_loop(monkeypatch):
+def test_wrong_descriptions_raise(monkeypatch):
     class OneLoop(LoopDescription):
         num_loops = 2
         recurrent_layers = lambda self: self.base_model.layers
         running_loop = lambda self, **kwargs: 0
 
+    with pytest.raises(ValueError, match="must be a causal language model, got LlamaModel"):
+        register_looped(LlamaModel, OneLoop)
     model, ids = tiny(LlamaForCausalLM, **DECODER)(), torch.tensor([[3]])
     with pytest.raises(NotLoopedError):
         check_loops(model, input_ids=ids)

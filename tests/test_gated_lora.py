@@ -7,7 +7,7 @@ import copy
 import functools
 import pickle
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field, make_dataclass
 
 import pytest
 import torch
@@ -52,12 +52,11 @@ def test_gate_multiplies_rank_width_activations():
 
 def test_use_gates_restores_state():
     model = adapted()
-    state = find_looped_model(model).loop_state
     with pytest.raises(KeyError), use_gates(model, torch.zeros(4)):
         assert gated_layers(model)
         raise KeyError
-    assert state.gates is None and not gated_layers(model)
-    add_gates(model)
+    assert not gated_layers(model)
+    state = add_gates(model)
     with use_gates(model, torch.full((4,), 2.0)):
         with use_gates(model, torch.zeros(4)):
             assert not state.gates.any()
@@ -79,9 +78,6 @@ def test_use_gates_restores_state():
 def test_use_gates_validates_gates(gates, message):
     with pytest.raises(ValueError, match=message), use_gates(model := adapted(), gates):
         model(IDS)
-
-
-# Every adapter of every layer
 
 
 def two_adapters(gated_first=True, **fields):
@@ -161,19 +157,11 @@ def test_use_gates_needs_an_unmerged_adapter(model):
             pass
 
 
-def test_layers_with_own_forward_raise():
-    """Some LoRA layers over quantized weights compute their own update."""
-    model = adapted()
-    own_class = type("OwnForward", (lora_layer.Linear,), {"forward": lambda self, x: self.base_layer(x)})
-    adapted_layers(model)[3].__class__ = own_class
-    with pytest.raises(ValueError, match="`model.layers.0.self_attn.o_proj` .*OwnForward"):
-        add_gates(model)
-
-
 UNSUPPORTED = {  # fields of LoraConfig
     "use_dora": True, "modules_to_save": ["lm_head"], "trainable_token_indices": [3], "bias": "all",
     "init_lora_weights": "pissa_niter_4",
 }  # fmt: skip
+UNKNOWN_VARIANT = ("brand_new", bool, field(default=True, metadata={"is_lora_variant": True}))
 
 
 @pytest.mark.parametrize(
@@ -182,6 +170,7 @@ UNSUPPORTED = {  # fields of LoraConfig
         *(({field: value}, field) for field, value in UNSUPPORTED.items()),
         ({"target_modules": ["q_proj", "lm_head"]}, "`lm_head` is not a linear projection of the recurrent block"),
         (PrefixTuningConfig(num_virtual_tokens=2), "PrefixTuningConfig"),
+        (make_dataclass("FutureConfig", [UNKNOWN_VARIANT], bases=(LoraConfig,))(), "`brand_new`"),
     ],
     ids=str,
 )
@@ -194,17 +183,16 @@ def test_unsupported_adapters_raise(model, config, message):
     assert "\n" not in str(error.value)
 
 
-def test_unknown_variants_and_two_adapters_raise():
-    @dataclass
-    class Config(LoraConfig):
-        brand_new: bool = field(default=True, metadata={"is_lora_variant": True})
-
-    with pytest.raises(ValueError, match="`brand_new`"):
-        check_peft_config(Config())
-    peft_model = two_adapters()
-    peft_model.base_model.set_adapter(["default", "second"])
+def test_add_gates_checks_adapters_and_layers():
+    model = two_adapters(gated_first=False)
+    model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="Exactly one adapter must be active"):
-        add_gates(peft_model, rule=make_rule("loop_dropout"))
+        add_gates(model, rule=make_rule("loop_dropout"))
+    # Some LoRA layers over quantized weights compute their own update.
+    own_class = type("OwnForward", (lora_layer.Linear,), {"forward": lambda self, x: self.base_layer(x)})
+    adapted_layers(model)[3].__class__ = own_class
+    with pytest.raises(ValueError, match="`model.layers.0.self_attn.o_proj` .*OwnForward"):
+        add_gates(model)
 
 
 FACTORS = {True: {"B"}, False: {"A", "B"}, "gaussian": {"B"}, "orthogonal": {"A", "B"}, "mica": {"A"}}
@@ -221,8 +209,7 @@ def test_base_preserving_inits_train(init, model, train):
 
 
 def test_default_targets_are_the_recurrent_block(make_tiny):
-    peft_model = get_peft_model(make_tiny(), LoraConfig(r=2))
-    looped = find_looped_model(peft_model)
+    looped = find_looped_model(get_peft_model(make_tiny(), LoraConfig(r=2)))
     names = [name for name, module in looped.named_modules() if isinstance(module, lora_layer.LoraLayer)]
     assert names == looped.recurrent_linears()
 

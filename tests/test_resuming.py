@@ -83,24 +83,18 @@ def make_trainer(make_sft):
     return functools.partial(make_sft, cls=Recorder, save_strategy="steps", save_steps=2, max_steps=6)
 
 
-class Interrupted(Recorder):
-    """Receives a signal in its third step, as often as a launcher may send it."""
-
-    number = None
-
-    def compute_loss(self, *args, **kwargs):
-        if self.number and self.state.global_step == 2:
-            signal.raise_signal(self.number)
-            signal.raise_signal(self.number)
-        return super().compute_loss(*args, **kwargs)
-
-
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_with_a_checkpoint(make_trainer, stop):
+    class Interrupted(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            if self.state.global_step == 2:
+                signal.raise_signal(stop)
+                signal.raise_signal(stop)  # launchers may send it more than once
+            return super().compute_loss(*args, **kwargs)
+
     straight, handler = make_trainer(save_strategy="no"), signal.getsignal(stop)
     straight.train()
     trainer = make_trainer(cls=Interrupted, save_strategy="no")
-    trainer.number = stop
     with pytest.raises(TrainingInterrupted, match="after step 3 of 6") as error:
         trainer.train()
     assert error.value.signal == stop and signal.getsignal(stop) is handler

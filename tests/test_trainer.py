@@ -7,7 +7,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
+from conftest import Recorder, assert_same_weights, logged, tiny_ouro, trained_parameters
 from peft import get_peft_model_state_dict
 from transformers import TrainerCallback, set_seed
 from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
@@ -33,8 +33,8 @@ class OwnConfig(SFTConfig):
     nickname: str = "mine"
 
 
-def test_trl_config_gets_paper_defaults(model, dataset, tokenizer, tmp_path):
-    args = OwnConfig(str(tmp_path), max_steps=1, report_to="none", bf16=False, use_cpu=True)
+def test_trl_config_gets_paper_defaults(config, model, dataset, tokenizer):
+    args = config(OwnConfig, max_steps=1)
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     assert (trainer.args.rule, trainer.args.p, trainer.args.nickname) == ("loop_dropout", 0.5, "mine")
     lora = trainer.model.peft_config["default"]
@@ -44,16 +44,12 @@ def test_trl_config_gets_paper_defaults(model, dataset, tokenizer, tmp_path):
     trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("cls", "parent"),
-    [
-        (LoopDropoutSFTTrainer, SFTTrainer),
-        (LoopDropoutDPOTrainer, DPOTrainer),
-        (LoopDropoutGRPOTrainer, GRPOTrainer),
-    ],
-)
-def test_signature_equals_parent(cls, parent):
-    assert list(inspect.signature(cls).parameters) == list(inspect.signature(parent).parameters)
+PARENTS = {LoopDropoutSFTTrainer: SFTTrainer, LoopDropoutDPOTrainer: DPOTrainer, LoopDropoutGRPOTrainer: GRPOTrainer}
+
+
+@pytest.mark.parametrize("cls", PARENTS)
+def test_signature_equals_parent(cls):
+    assert list(inspect.signature(cls).parameters) == list(inspect.signature(PARENTS[cls]).parameters)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +91,9 @@ def test_draws_depend_on_seed_step_and_row(train):
 def test_smaller_batch_size_begins_at_full_depth(make_sft):
     depths = {"depth_sampling": "uniform", "depth_sampling_args": {"low": 2, "high": 3}}
     trainer = make_sft(auto_find_batch_size=True, eval_on_start=True, eval_strategy="no", **depths)
-    step, evaluated_at = trainer.training_step, []
-    trainer.training_step = Mock(
-        side_effect=[torch.OutOfMemoryError("CUDA out of memory."), *[DEFAULT] * 4], wraps=step
-    )
+    evaluated_at = []
+    effects = [torch.OutOfMemoryError("CUDA out of memory."), *[DEFAULT] * 4]
+    trainer.training_step = Mock(side_effect=effects, wraps=trainer.training_step)
     trainer.evaluate = lambda *args, **kwargs: evaluated_at.append(trainer.num_loops) or {}
     trainer.train()
     assert evaluated_at == [4, 4]
@@ -120,21 +115,17 @@ class GatesAtEvents(TrainerCallback):
     def __init__(self):
         self.after, self.before = [], []
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.after.append(self.trainer.gates.gates)
-        self.trainer.evaluate()
-
     def on_log(self, args, state, control, **kwargs):
         self.after.append(self.trainer.gates.gates)
 
     on_save = on_evaluate = on_substep_end = on_log
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_step_end(self, *args, **kwargs):
+        self.on_log(*args)
+        self.trainer.evaluate()
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
         self.before.append(self.trainer.gates.gates)
-
-
-def eval_losses(trainer):
-    return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
 def test_callbacks_see_unit_gates(make_sft, train):
@@ -145,8 +136,8 @@ def test_callbacks_see_unit_gates(make_sft, train):
     assert len(watch.after) >= 12 and all(gates is None for gates in watch.after)
     assert len(watch.before) == 2 and all(gates is not None for gates in watch.before)
     evaluated, plain = train(eval_strategy="steps", eval_steps=1, **fields), train(**fields)
-    assert eval_losses(trainer) == eval_losses(evaluated)
-    assert eval_losses(evaluated)[1] == plain.evaluate()["eval_loss"]
+    assert logged(trainer, "eval_loss") == logged(evaluated, "eval_loss")
+    assert logged(evaluated, "eval_loss")[1] == plain.evaluate()["eval_loss"]
     assert_same_weights(trainer, plain)
     assert_same_weights(evaluated, plain)
 
@@ -180,10 +171,6 @@ class OwnLoss(LoopDropoutSFTTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-class OwnDrawnLoss(OwnLoss):
-    draws = True
-
-
 @pytest.mark.parametrize("fields", [{}, PLAIN], ids=["optimized", "plain"])
 def test_training_without_drawn_gates_raises(make_sft, fields):
     trainer = make_sft(cls=OwnLoss, **fields)
@@ -192,17 +179,17 @@ def test_training_without_drawn_gates_raises(make_sft, fields):
     assert trainer.evaluate()["eval_loss"] > 0
 
 
-def test_own_loss_trains_under_drawn_gates(train):
+def test_own_loss_trains_under_drawn_gates(train, monkeypatch):
+    monkeypatch.setattr(OwnLoss, "draws", True)
     fields = {"padding_free": True, "max_length": None, **EXACT, "eval_strategy": "epoch"}
-    own, plain = train(cls=OwnDrawnLoss, **fields), train(**fields)
-    assert_same_weights(own, plain, atol=1e-5, rtol=1e-4)
+    assert_same_weights(train(cls=OwnLoss, **fields), train(**fields), atol=1e-5, rtol=1e-4)
 
 
 def test_step_without_active_loop_changes_nothing(train):
     trainer = train(p=[0.999999] * 4)
     weights = get_peft_model_state_dict(trainer.model)
     assert all(not tensor.any() for name, tensor in weights.items() if "lora_B" in name)
-    assert [log["gate_mean"] for log in trainer.state.log_history if "loss" in log] == [0] * 4
+    assert logged(trainer, "gate_mean") == [0] * 4
 
 
 def test_lora_plus_scales_the_learning_rate_of_b(train):
