@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,22 +100,20 @@ def test_sft_prints_plan_and_tables(quickstart):
     for line in (
         "rules       Loop Dropout (p = 0.5), Input dropout",
         "6 steps, 16 examples per step",
-        "32, 8 held out",
+        "Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod",
+        "loop 1  loop 2  loop 3  loop 4  all loops",
+        "completion: ",
+        f"Everything is in {folder}",
     ):
         assert line in text
-    assert "Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod" in text
-    assert "loop 1  loop 2  loop 3  loop 4  all loops" in text and f"Everything is in {folder}" in text
     for method in ("Loop Dropout", "Input dropout"):
         assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
-    assert "completion: " in text
 
 
 def test_sft_never_saves_tokens(quickstart):
     folder, text = quickstart
     contents = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
-    assert (
-        len(contents) > 40 and TOKEN not in text and not [content for content in contents if TOKEN.encode() in content]
-    )
+    assert len(contents) > 40 and not any(TOKEN.encode() in content for content in [text.encode(), *contents])
 
 
 def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
@@ -126,15 +125,12 @@ def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
 # Finished and interrupted runs
 
 
-def test_finished_run_is_printed_and_not_repeated(quickstart, copy, no_steps):
+def test_finished_run_is_printed_and_measured_further(quickstart, copy, no_steps):
     stamp = (copy / "run.json").stat().st_mtime_ns
     text = run(*WORDS, "--output_dir", copy)
     assert tables(text) == tables(quickstart[1])
     assert f"trained     {copy}, {copy}/lora\n" in text
     assert (copy / "run.json").stat().st_mtime_ns == stamp
-
-
-def test_finished_run_takes_more_measurements(quickstart, copy, no_steps):
     run(*WORDS, "--output_dir", copy, "--depths", "1", "3", "--single_loop_batches", "1")
     depths = {row["num_loops"] for row in read_results(copy) if row["metric"] == "accuracy"}
     assert depths == {1, 2, 3, 4} and adapter(copy) == adapter(quickstart[0])
@@ -153,11 +149,6 @@ def test_folder_of_another_recipe_is_not_used(quickstart, words, difference):
         run(*WORDS, "--output_dir", folder, *words.split())
 
 
-def training_results(folder):
-    rows = [row for row in read_results(folder) if (row["folder"], row["task"]) == (str(folder), "training")]
-    return {row["metric"]: row["value"] for row in rows}
-
-
 def interrupt(folder, last_step):
     """Remove the files that a run writes after a checkpoint; the next checkpoint is incomplete."""
     for name in ("run.json", "adapter_model.safetensors", "results.jsonl"):
@@ -172,18 +163,18 @@ def interrupt(folder, last_step):
 @pytest.mark.parametrize("last_step", [0, 2, 6])
 def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     interrupt(copy, last_step)
+    plan = run(*WORDS, "--output_dir", copy, "--dry_run", "true")
+    names_it = f"not used    {copy}/checkpoint-{last_step}. Add `--resume_from_checkpoint true`" in plan
+    assert names_it == (last_step > 0)
     text = run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", *FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
     assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
-    resumed, whole = training_results(copy), training_results(quickstart[0])
+    resumed, whole = (
+        {row["metric"]: row["value"] for row in read_results(folder) if row["folder"] == str(folder)}
+        for folder in (copy, quickstart[0])
+    )
     for metric in ("train_loss", "num_tokens"):
         assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
-
-
-def test_plan_names_an_unused_checkpoint(copy):
-    interrupt(copy, 2)
-    text = run(*WORDS, "--output_dir", copy, "--dry_run", "true")
-    assert f"not used    {copy}/checkpoint-2. Add `--resume_from_checkpoint true`" in text
 
 
 def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
@@ -193,21 +184,12 @@ def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_
     assert tables(run(*WORDS, "--output_dir", copy)) == tables(quickstart[1])
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (open, (self.path, "w"))
-
-
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_crafted_checkpoint_runs_no_code(copy, tmp_path, name):
+def test_crafted_checkpoint_runs_no_code(copy, name):
     interrupt(copy, 4)
-    torch.save(Evil(tmp_path / "ran"), copy / "checkpoint-4" / name)
+    torch.save(SimpleNamespace(), copy / "checkpoint-4" / name)  # unpickling calls its class
     with pytest.raises(Exception, match="(?i)weights.only|unpickl"):
         run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_non_finite_loss_is_recorded(tmp_path):
