@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, SAMPLES, Recorder, load_script, trained_parameters
+from conftest import GOLDEN, ROOT, SAMPLES, Recorder, load_script, trained_parameters, write_lines
 from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file
@@ -50,10 +50,10 @@ def prepared(request, tmp_path):
     """Training rows, the output of the authors' program, a function that prepares rows, and the tokenizer."""
     data, tokenizer = read_golden("data"), load_tokenizer(AUTHORS / request.param)
     expected = data[request.param[-1]]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data["rows"]))
+    file = write_lines(tmp_path / "rows.jsonl", data["rows"])
 
     def prepare(*words, max_length=None):
-        fields = ["--train_files", tmp_path / "rows.jsonl", "--example_token_limit", expected["length_limit"]]
+        fields = ["--train_files", file, "--example_token_limit", expected["length_limit"]]
         args, _ = read_settings("--output_dir", tmp_path, *fields, *words)
         return load_datasets(args, tokenizer, max_length)["train"]
 

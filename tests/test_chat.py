@@ -67,6 +67,8 @@ def test_chat_shows_each_depth_and_gates(saved, shown, tokenizer):
 def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):
     CHAT.main([str(saved / "merged"), "3 + 4?", "--max_new_tokens", "8"])
     assert shown == {"K = 4": {"merged": answer(load_model(saved), tokenizer, QUESTION)}}
+    with pytest.raises(UserError, match="has no adapter to gate"):
+        CHAT.main([str(saved / "merged"), "3 + 4?", "--gates", "1-0-0-0"])
 
 
 def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
@@ -84,8 +86,3 @@ def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypa
     folder = merge_and_save(load_model(saved), tmp_path / "model", tokenizer)
     CHAT.main([str(folder), "Hi!", "--max_new_tokens", "8"])
     assert shown["K = 4"]["model"] == answer(load_model(saved), tokenizer, "[user] Hi!<eos>[assistant]")
-
-
-def test_chat_needs_an_adapter_for_gates(saved):
-    with pytest.raises(UserError, match="has no adapter to gate"):
-        CHAT.main([str(saved / "merged"), "Hi!", "--gates", "1-0-0-0"])

@@ -1,6 +1,5 @@
 """Test that README, documentation and package cite the paper in the same way."""
 
-import pytest
 import yaml
 from conftest import ROOT
 
@@ -21,11 +20,8 @@ def test_readme_starts_with_citation():
     assert PAPER["identifiers"][0]["value"] == f"arXiv:{NUMBER}"
 
 
-@pytest.mark.parametrize("path", ["docs/replication.md", "loopdropout_trainer/model_card.jinja"])
-def test_pages_cite_paper(path):
-    text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
-    assert PAPER["title"] in text and PAPER["url"] in text
-
-
-def test_package_cites_paper():
+def test_pages_and_package_cite_paper():
+    for path in ("docs/replication.md", "loopdropout_trainer/model_card.jinja"):
+        text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+        assert PAPER["title"] in text and PAPER["url"] in text, path
     assert f"arXiv {NUMBER}" in loopdropout_trainer.__doc__

@@ -1,4 +1,4 @@
-"""The command `loopdropout`, from a clone and from a wheel."""
+"""The import of the package, its dependencies, and the command `loopdropout`, from a clone and from a wheel."""
 
 import functools
 import os
@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from packaging.version import Version
 from processes import python
 
 from loopdropout_trainer import cli
@@ -63,6 +64,23 @@ def test_families_register_before_transformers_is_imported():
     code = "import loopdropout_trainer\nfrom transformers import AutoConfig\nprint(AutoConfig.for_model('ouro').model_type)"
     done = run("-c", code)
     assert (done.stdout, done.stderr) == ("ouro\n", "")
+
+
+def test_import_warns_about_untested_version(tmp_path):
+    folder = tmp_path / "transformers-99.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
+    (line,) = run(
+        "-c", "import loopdropout_trainer", env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    ).stderr.splitlines()
+    assert "transformers 99.0 is installed" in line and "transformers>=5.16.1,<5.25" in line
+
+
+def test_constraints_pin_every_direct_dependency():
+    lines = (ROOT / "constraints.txt").read_text().replace("_", "-").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "evaluate", "deepspeed", "lm-eval"):
+        assert Version(pins[name])
 
 
 @pytest.mark.build

@@ -4,24 +4,14 @@ import sys
 from types import SimpleNamespace
 
 import pandas as pd
-from transformers import TrainerCallback
 
 from loopdropout_trainer.progress import finish_run, log_table
 
 
-class Logs(TrainerCallback):
-    """Keeps the logs with their steps."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.seen.append((state.global_step, logs))
-
-
-def test_curves_are_logged_over_loops(make_sft):
-    logs = Logs()
-    trainer = make_sft(callbacks=[logs])
+def test_curves_are_logged_over_loops(make_sft, monkeypatch):
+    logs, trainer = [], make_sft()
+    log = lambda args, state, control, values: logs.append((state.global_step, values))
+    monkeypatch.setattr(trainer.callback_handler, "on_log", log)
     accuracy = {"metric": "accuracy", "task": "gsm8k", "num_loops": 4, "gates": "unit", "value": 50.0}
     rows = [
         accuracy,
@@ -32,11 +22,11 @@ def test_curves_are_logged_over_loops(make_sft):
         {**accuracy, "metric": "loss_reduction", "value": 6.0},
     ]
     finish_run(trainer, rows)
-    assert sorted((step, *log.items()) for step, log in logs.seen) == [
-        (1, ("test_rho_by_loop/gsm8k", 5.0)),
-        (2, ("test_accuracy_by_depth/gsm8k", 20.0)),
-        (3, ("test_accuracy_by_loop/gsm8k", 30.0)),
-        (4, ("test_accuracy_by_depth/gsm8k", 50.0)),
+    assert logs == [
+        (2, {"test_accuracy_by_depth/gsm8k": 20.0}),
+        (4, {"test_accuracy_by_depth/gsm8k": 50.0}),
+        (1, {"test_rho_by_loop/gsm8k": 5.0}),
+        (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
     ]
 
 
