@@ -48,9 +48,8 @@ def test_trainer_has_losses_of_plugins(folder, p):
 
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(MODEL), folder / "adapter", is_trainable=True
-    )
+    base = AutoModelForCausalLM.from_pretrained(MODEL)
+    model = PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
     args = LoopDropoutConfig(
         folder / "out", p=p, seed=7, max_steps=3, per_device_train_batch_size=4, train_sampling_strategy="sequential",
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", bf16=False, logging_steps=1, report_to="none",
