@@ -239,19 +239,6 @@ FAILED = {
 }
 
 
-def evalplus_verdicts(dataset, solutions, folder):
-    """Whether (task, program) pairs pass by EvalPlus's own command, without its added tests and with them."""
-    rows = [{"task_id": task, "solution": code} for task, code in solutions]
-    samples = write_lines(folder / f"{dataset}.jsonl", rows)
-    paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(folder)}
-    code = f"from evalplus.evaluate import *; evaluate('{dataset}', '{samples}'); os._exit(0)"  # one of its threads sleeps
-    python("-c", code, env={**os.environ, **paths}, fresh=True)
-    found = json.loads((folder / f"{dataset}_eval_results.json").read_text())["eval"]
-    verdicts = [found[task].pop(0) for task, _ in solutions]  # of one task in their order
-    statuses = [(verdict["base_status"], verdict["plus_status"]) for verdict in verdicts]
-    return [(base == "pass", base == plus == "pass") for base, plus in statuses]
-
-
 @needs_sandbox
 @pytest.mark.parametrize("dataset", ["humaneval", pytest.param("mbpp", marks=pytest.mark.slow)])
 def test_verdicts_match_evalplus(dataset, tmp_path, evalplus_data):
@@ -261,10 +248,19 @@ def test_verdicts_match_evalplus(dataset, tmp_path, evalplus_data):
     solutions |= {name: code for name, code in VARIANTS.items() if name.lower().startswith(dataset)}
     pairs = [(name.split()[0], code) for name, code in solutions.items()]
     verdicts = verdicts_of(dataset, pairs)
-    scores = [(programs.score_base({}, [one])["acc"], programs.score_plus({}, [one])["acc"]) for one in verdicts]
-    assert scores == evalplus_verdicts(dataset, pairs, tmp_path), list(solutions)
     failed = {name for name, verdict in zip(solutions, verdicts, strict=True) if verdict != "pass"}
     assert failed == FAILED[dataset]
+
+    samples = write_lines(tmp_path / "samples.jsonl", [{"task_id": task, "solution": code} for task, code in pairs])
+    paths = {f"{dataset.upper()}_OVERRIDE_PATH": str(FILES[dataset]), "XDG_CACHE_HOME": str(tmp_path)}
+    code = f"from evalplus.evaluate import *; evaluate('{dataset}', '{samples}'); os._exit(0)"  # one of its threads sleeps
+    python("-c", code, env={**os.environ, **paths}, fresh=True)
+    results = json.loads((tmp_path / "samples_eval_results.json").read_text())["eval"]
+    for (task, _), verdict in zip(pairs, verdicts, strict=True):
+        expected = results[task].pop(0)  # the verdicts on one task in their order
+        passes = [expected[name] == "pass" for name in ("base_status", "plus_status")]
+        scores = [score({}, [verdict])["acc"] for score in (programs.score_base, programs.score_plus)]
+        assert scores == [passes[0], all(passes)], task
 
 
 def test_prompts_match_evalplus(tokenizer, monkeypatch, evalplus_data):
