@@ -31,8 +31,8 @@ PAIR = {"prompt": "p", "completion": "c"}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +210,9 @@ def test_files_of_each_format(tmp_path, tokenizer, name):
 
 
 def test_dataset_folder_by_name(tmp_path, tokenizer):
-    folder = tmp_path / "numbers"
-    folder.mkdir()
-    (folder / "rows.csv").write_text("question,answer\n1 + 1?,2.0\n")
+    (tmp_path / "rows.csv").write_text("question,answer\n1 + 1?,2.0\n")
     mapping = {"prompt": "question", "completion": "answer"}
-    (example,) = load_datasets(DataArguments(dataset_name=str(folder), column_mapping=mapping), tokenizer)["train"]
+    (example,) = load_datasets(DataArguments(dataset_name=str(tmp_path), column_mapping=mapping), tokenizer)["train"]
     assert (example["prompt"], example["completion"]) == ("1 + 1?", "2.0")
 
 
