@@ -35,9 +35,8 @@ def test_wrong_fields_raise(config, fields, message):
     [(LoopDropoutConfig, SFTConfig), (LoopDropoutDPOConfig, DPOConfig), (LoopDropoutGRPOConfig, GRPOConfig)],
 )
 def test_trl_arguments_keep_their_values(config, cls, trl_class):
-    args = cls.from_trl(
-        config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8), "user/model"
-    )
+    trl_args = config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8)
+    args = cls.from_trl(trl_args, "user/model")
     assert (type(args), args.rule, args.learning_rate) == (cls, "loop_dropout", 3e-4)
     assert cls.from_trl(args, "user/model") is args
     assert cls.from_trl(None, "user/model").output_dir == "model-LoopDropout"
