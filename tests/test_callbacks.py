@@ -18,12 +18,16 @@ def test_gates_are_logged(train, fields):
     trainer = train(cls=Recorder, p=[0.9, 0.5, 0.5, 0.1], **fields)
     for step, log in enumerate(log for log in trainer.state.log_history if "loss" in log):
         gates = torch.cat([seen.gates for seen in trainer.seen if seen.step == step], dim=1)  # [K, B]
-        logged = [log["gate_mean"], *(log[f"active_loop_{loop}"] for loop in range(1, 5))]
-        assert logged == pytest.approx([gates.mean().item(), *(gates != 0).float().mean(dim=1).tolist()])
+        values = [log["gate_mean"], *(log[f"active_loop_{loop}"] for loop in range(1, 5))]
+        assert values == pytest.approx([gates.mean().item(), *(gates != 0).float().mean(dim=1).tolist()])
 
 
-def test_depths_are_sampled_for_each_step(train):
-    whole, split = (train(cls=Recorder, max_steps=6, **DEPTHS, **EXACT, **fields) for fields in ({}, SPLIT))
+def test_depths_are_sampled_for_each_step(make_sft):
+    fields = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, **DEPTHS, **EXACT}
+    whole, resumed, split = (make_sft(cls=Recorder, **fields, **more) for more in ({}, {}, SPLIT))
+    whole.train()
+    resumed.train(f"{whole.args.output_dir}/checkpoint-4")
+    split.train()
     sampler, seed = whole.args.make_depth_sampler(), whole.args.seed
     depths = [sample_depth(sampler, seed, step, 4) for step in range(6)]
     assert [len(seen.gates) for seen in whole.seen] == [seen.depth for seen in whole.seen] == depths
@@ -31,12 +35,7 @@ def test_depths_are_sampled_for_each_step(train):
     assert logged(whole, "depth") == depths
     assert len(set(depths)) > 2 and whole.num_loops == 4
     assert_same_weights(whole, split, atol=1e-5, rtol=1e-3)
-
-
-def test_resumed_training_samples_the_same_depths(make_sft):
-    whole, resumed = (make_sft(save_strategy="steps", save_steps=2, **DEPTHS) for _ in range(2))
-    whole.train()
-    resumed.train(f"{whole.args.output_dir}/checkpoint-2")
+    assert [seen.depth for seen in resumed.seen] == depths[4:]
     assert_same_weights(whole, resumed)
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import Recorder, assert_same_weights, tiny_ouro, trained_parameters
+from conftest import Recorder, assert_same_weights, byte_tokenizer, tiny_ouro, trained_parameters
 from datasets import Dataset
 from processes import ended, fork
 
@@ -28,7 +28,7 @@ def die_at(place, event):
     sys.addaudithook(count)
 
 
-def training(output_dir, rows, tokenizer, event=None):
+def training(output_dir, event=None):
     """Train with a checkpoint after every step, resume if there is one, and be killed at a file event."""
     torch.set_num_threads(1)
     if event is not None:
@@ -37,33 +37,31 @@ def training(output_dir, rows, tokenizer, event=None):
         output_dir, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
         save_strategy="steps", save_steps=1, save_total_limit=2, report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    data, adapter = Dataset.from_list(rows), default_peft_config(tiny_ouro(), lora_dropout=0.1)
-    trainer = LoopDropoutSFTTrainer(
-        tiny_ouro(), args, train_dataset=data, processing_class=tokenizer, peft_config=adapter
-    )
+    rows = Dataset.from_list([{"prompt": str(i), "completion": "x" * (i % 5 + 1)} for i in range(48)])
+    data = {
+        "train_dataset": rows,
+        "processing_class": byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>"),
+    }
+    adapter = default_peft_config(tiny_ouro(), lora_dropout=0.1)
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, peft_config=adapter, **data)
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model(os.path.join(output_dir, "final"))
 
 
-def finish(folder, *given):
-    assert ended(fork(training, str(folder), *given)) == 0
+def finish(folder):
+    assert ended(fork(training, str(folder))) == 0
     return (folder / "final" / "adapter_model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
-def given(dataset, tokenizer):
-    return dataset.to_list(), tokenizer
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, given):
-    return finish(tmp_path_factory.mktemp("uninterrupted"), *given)
+def uninterrupted(tmp_path_factory):
+    return finish(tmp_path_factory.mktemp("uninterrupted"))
 
 
 @pytest.mark.parametrize("event", [9, 21, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60, 4))])
-def test_killed_training_resumes_bit_for_bit(tmp_path, given, uninterrupted, event):
-    assert ended(fork(training, str(tmp_path), *given, event=event)) == -signal.SIGKILL
-    assert finish(tmp_path, *given) == uninterrupted
+def test_killed_training_resumes_bit_for_bit(tmp_path, uninterrupted, event):
+    assert ended(fork(training, str(tmp_path), event)) == -signal.SIGKILL
+    assert finish(tmp_path) == uninterrupted
 
 
 def test_incomplete_checkpoint_is_not_used(tmp_path):
