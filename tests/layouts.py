@@ -17,25 +17,28 @@ from pathlib import Path
 from unittest.mock import patch
 
 from accelerate.commands import launch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from conftest import byte_tokenizer, tiny_ouro
+from datasets import Dataset
 from processes import CPU, ROOT, Program, free_port, ranks
 from safetensors.torch import load_file
+
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, LoRADropoutSFTTrainer
+
+
+ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the eight examples of a step are spread.
+    """How the eight examples of a step are spread: the product of processes, batch and accumulation is 8."""
 
-    Attributes:
-        launch_file: in recipes/accelerate.
-        processes, batch, accumulation: their product is 8.
-        distributed_type: what accelerate must call it.
-    """
-
-    launch_file: str
+    launch_file: str  # in recipes/accelerate
     processes: int
     batch: int
     accumulation: int = 1
-    distributed_type: str = "MULTI_CPU"
+    distributed_type: str = "MULTI_CPU"  # accelerate's name
 
 
 LAYOUTS = {
@@ -83,12 +86,7 @@ UNEVEN = {
 
 @dataclass
 class Run:
-    """What the processes of one run recorded, and its adapter.
-
-    Attributes:
-        records: of each process: distributed_type, world_size, share_of_weights, losses, train_loss, eval_loss.
-        adapter: the saved weights by name.
-    """
+    """The record that `train` returned in each process of one run, and the saved weights."""
 
     records: list[dict]
     adapter: dict
@@ -103,7 +101,7 @@ def alone(folder: Path, runs: Sequence[str], **fields) -> dict[str, Run]:
     """Make runs in this process."""
     save_model(folder / "model")
     records = {name: train(folder, name, **fields) for name in runs}
-    return {name: Run([record], _adapter(folder / name)) for name, record in records.items()}
+    return {name: Run([record], load_file(folder / name / ADAPTER)) for name, record in records.items()}
 
 
 def launched(layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), **fields) -> dict[str, Run]:
@@ -113,7 +111,7 @@ def launched(layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), **
     files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
     assert all(file.exists() for file in files), (folder / "log.txt").read_text()[-6000:]
     records = [json.loads(file.read_text()) for file in files]
-    return {name: Run([record[name] for record in records], _adapter(folder / name)) for name in runs}
+    return {name: Run([record[name] for record in records], load_file(folder / name / ADAPTER)) for name in runs}
 
 
 def start(layout: Layout, folder: Path, runs: Sequence[str], fresh: bool = False, **fields) -> list[Program]:
@@ -140,21 +138,15 @@ def start(layout: Layout, folder: Path, runs: Sequence[str], fresh: bool = False
     return [Program(*script, output=output, env=env) for env in environments]
 
 
-def _adapter(folder: Path) -> dict:
-    file = folder / "adapter_model.safetensors"
-    return load_file(file) if file.exists() else {}
-
-
 def work(spec: dict) -> None:
     """Make the runs of one of a layout's processes, and write its record."""
     if spec["layout"] == "fsdp2":
         _fsdp_on_a_cpu()
     if spec["layout"].startswith("zero"):
-        _deepspeed_over_gloo()
-    import torch
-    from accelerate import PartialState
+        import deepspeed
 
-    torch.set_num_threads(1)
+        # Do not compile an operator for sums in shared memory, which training over gloo does not use.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     folder = Path(spec["folder"])
     record = {name: train(folder, name, **spec["fields"]) for name in spec["runs"]}
     file = folder / f"rank{PartialState().process_index}.json"
@@ -164,8 +156,6 @@ def work(spec: dict) -> None:
 
 def train(folder: Path, name: str, **fields) -> dict:
     """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
-    from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, LoRADropoutSFTTrainer
-
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
     fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **UNEVEN}[name], **fields}
     rows = examples().select(range(fields.pop("num_examples", 96)))
@@ -211,24 +201,17 @@ _FIELDS = {
 
 def save_model(folder: Path) -> None:
     """Write a random Ouro of two layers and four loops, and a tokenizer with one token for each byte."""
-    from conftest import byte_tokenizer, tiny_ouro
-
     tiny_ouro().save_pretrained(folder)
     byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
 
 
 def examples():
     """Return 96 prompts, no two alike, with completions of different lengths: enough for three steps when packed."""
-    from datasets import Dataset
-
     return Dataset.from_list([{"prompt": f"{i}+{i % 7}", "completion": "=" + "x" * (i % 5 + 1)} for i in range(96)])
 
 
 def _fsdp_on_a_cpu() -> None:
     """Make accelerate run FSDP on a CPU, which it ignores otherwise; for measurements only."""
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
     original = AcceleratorState.__init__
 
     def init(self, *args, fsdp_plugin=None, **kwargs):
@@ -238,13 +221,6 @@ def _fsdp_on_a_cpu() -> None:
             self.fsdp_plugin = fsdp_plugin
 
     AcceleratorState.__init__ = init
-
-
-def _deepspeed_over_gloo() -> None:
-    """Keep DeepSpeed from compiling an operator for sums in shared memory, which training over gloo does not use."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 if __name__ == "__main__":
