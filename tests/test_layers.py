@@ -31,12 +31,9 @@ def operation(name, dtype, second):
 
 
 def leaves(inputs, num_trained):
-    return [
-        x.detach().clone(memory_format=torch.preserve_format).requires_grad_(i < num_trained)
-        if torch.is_tensor(x)
-        else x
-        for i, x in enumerate(inputs)
-    ]
+    """The same inputs with gradients of the first ones; the clones keep their strides."""
+    trained = [x.detach().clone().requires_grad_() for x in inputs[:num_trained]]
+    return [*trained, *inputs[num_trained:]]
 
 
 def result_and_gradients(function, inputs, num_trained):
