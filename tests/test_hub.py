@@ -1,7 +1,6 @@
 """Loading, merging, model cards and pushes."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,7 +9,7 @@ import pytest
 import torch
 from conftest import (
     ENVIRONMENT,
-    SAMPLES,
+    byte_tokenizer,
     load_script,
     python,
     tiny_hrm,
@@ -29,9 +28,9 @@ from loopdropout_trainer import load_adapter, load_model, merge_and_save, push_m
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.hub import end_tokens, save_adapter_metadata, write_model_card
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.recipe import name_folders
 from loopdropout_trainer.results import write_results
+from loopdropout_trainer.standalone import write_code
 
 
 IDS = torch.arange(2, 42).view(4, 10)
@@ -133,16 +132,14 @@ def test_load_adapter_warns_about_another_base(base, tmp_path, log):
         load_adapter(tiny_huginn(), tmp_path / "adapter")
 
 
-def test_end_tokens_are_saved_and_loaded(tmp_path, tokenizer):
+def test_end_tokens_are_saved_and_loaded(tmp_path):
     model = adapted()
     model.generation_config.eos_token_id = [0, 7]
     model.save_pretrained(tmp_path / "adapter")
     save_adapter_metadata(model, tmp_path / "adapter")
     loaded = load_adapter(tiny_ouro(), tmp_path / "adapter")
     assert end_tokens(loaded) == [0, 7]
-    tokenizer.eos_token, before = "<pad>", tokenizer.eos_token
-    merge_and_save(loaded, tmp_path / "merged", tokenizer)
-    tokenizer.eos_token = before
+    merge_and_save(loaded, tmp_path / "merged", byte_tokenizer(["<eos>", "<pad>"], eos_token="<pad>"))
     assert load(tmp_path / "merged").generation_config.eos_token_id == [0, 7, 1]
 
 
@@ -150,26 +147,19 @@ def test_end_tokens_are_saved_and_loaded(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("lora", "gated"), [({}, False), ({"use_rslora": True}, True), ({"target_modules": ["q_proj", "down_proj"]}, True)]
+    ("lora", "scale"), [({}, 0.3), ({"use_rslora": True}, 1.0), ({"target_modules": ["q_proj", "down_proj"]}, 1.0)]
 )
-def test_merged_logits_equal_unit_gates(tmp_path, lora, gated):
+def test_merged_logits_equal_gates_of_the_scale(tmp_path, lora, scale):
     model = with_adapter(None, **lora).eval()
-    if gated:
-        add_gates(model)
     before = model(IDS).logits
     with use_gates(model, torch.full((4,), 3.0)):
-        merge_and_save(model, tmp_path)
+        card = card_of(merge_and_save(model, tmp_path, scale=scale))
     assert torch.equal(model(IDS).logits, before)  # it stays unmerged
-    assert_close(load(tmp_path)(IDS).logits, before)
-
-
-def test_scaled_merge_equals_smaller_gates(tmp_path):
-    model = adapted()
-    folder = merge_and_save(model, tmp_path, scale=0.3)
-    with use_gates(model, torch.full((4,), 0.3)):
-        assert_close(load(folder)(IDS).logits, model(IDS).logits)
-    assert "with the update scaled by 0.3" in card_of(folder) and "merged update | 0.3 |" in card_of(folder)
-    assert "scaled" not in card_of(merge_and_save(model, tmp_path / "whole"))
+    with use_gates(model, torch.full((4,), scale)):
+        assert_close(load(tmp_path)(IDS).logits, model(IDS).logits)
+    assert (
+        ("the update scaled by 0.3" in card) == ("merged update | 0.3 |" in card) == ("scaled" in card) == (scale < 1)
+    )
 
 
 def test_merged_bfloat16_weights_are_rounded_once(tmp_path):
@@ -201,9 +191,7 @@ def test_merge_never_replaces_base_or_adapter(base, trained):
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-HUB_CODE = SAMPLES / "modeling_plain_ouro.py"
-CLASSES = {"AutoConfig": "PlainOuroConfig", "AutoModelForCausalLM": "PlainOuroForCausalLM"}
-AUTO_MAP = {key: f"{HUB_CODE.stem}.{name}" for key, name in CLASSES.items()}
+AUTO_MAP = {"AutoConfig": "configuration_ouro.OuroConfig", "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}
 
 
 def test_auto_map_names_the_code_on_the_hub(tmp_path, log):
@@ -226,36 +214,30 @@ ids = torch.arange(2, 42).view(4, 10)
 for folder in sys.argv[1:]:
     os.chdir(folder)
     model = runpy.run_path("card.py")["model"].eval()
-    result = {"class": type(model).__name__, "logits": model(ids).logits}
-    if "plain" not in folder:  # the plain code has no cache
-        result["tokens"] = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    torch.save(result, "result.pt")
+    tokens = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    torch.save((model(ids).logits, tokens), "result.pt")
     model.save_pretrained("again")
 """
 
 
 def test_merged_models_load_without_this_package(tmp_path):
     (tmp_path / "base").mkdir()
-    shutil.copy(HUB_CODE, tmp_path / "base")
-    plain = adapted(base=str(tmp_path / "base"))
-    plain.get_base_model().config.auto_map = dict(AUTO_MAP)
+    with_code = adapted(base=str(tmp_path / "base"))  # a base model with its own code
+    with_code.get_base_model().config.auto_map = write_code(with_code.get_base_model(), tmp_path / "base")
     families = (tiny_ouro, tiny_huginn, tiny_loopus, tiny_nanbeige)
-    models = {tmp_path / "plain": plain, **{tmp_path / f"own_{i}": adapted(make()) for i, make in enumerate(families)}}
+    models = {tmp_path / str(i): model for i, model in enumerate([with_code, *(adapted(make()) for make in families)])}
     for folder, model in models.items():
-        merge_and_save(model, folder, standalone=model is not plain)
+        merge_and_save(model, folder, standalone=model is not with_code)
         (folder / "card.py").write_text(code_of(folder)[1])
     env = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
     python("-c", RUN_CARDS, *models, env=env, fresh=True)
     greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for folder, model in models.items():
-        result = torch.load(folder / "result.pt")
-        assert_close(result["logits"], model(IDS).logits)
-        if model is plain:
-            assert result["class"] == "PlainOuroForCausalLM"
-        else:
-            assert torch.equal(result["tokens"], load(folder).generate(IDS, **greedy))
-            assert torch.equal(result["logits"], load(folder / "again")(IDS).logits)
-    assert "With the code in this repository" in card_of(tmp_path / "own_0")
+        logits, tokens = torch.load(folder / "result.pt")
+        assert_close(logits, model(IDS).logits)
+        assert torch.equal(tokens, load(folder).generate(IDS, **greedy))
+        assert torch.equal(logits, load(folder / "again")(IDS).logits)
+        assert "With the code in this repository" in card_of(folder)
     assert "auto_map" not in config_of(merge_and_save(adapted(tiny_hrm()), tmp_path / "hrm", standalone=True))
 
 
