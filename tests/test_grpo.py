@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import Recording, assert_same_weights, logged, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
+from transformers import set_seed
 from trl import GRPOTrainer
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
@@ -42,6 +43,7 @@ def make(config, tokenizer):
         model = tiny_ouro() if model is None else model
         find_looped_model(model).generation_config.eos_token_id = list(range(2, 54))  # one token in five
         more = {"peft_config": default_peft_config(model)} if cls is GRPOTrainer else {}
+        set_seed(args.seed)  # older releases of TRL initialize the adapter before they set the seed
         return cls(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer, **more)
 
     return trainer
