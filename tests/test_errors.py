@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from loopdropout_trainer.errors import UserError, hide_secrets, run_script, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, run_script, short_repr
 
 
 TOKEN = "hf_averysecrettokenofsomeone"
@@ -44,6 +44,11 @@ def test_run_script_lets_the_first_process_speak(monkeypatch):
 def test_run_script_keeps_other_tracebacks():
     with pytest.raises(OSError, match="x"):
         run_script(lambda: raise_(OSError("x")))
+
+
+def test_closest_match_suggests_only_close_names():
+    assert closest_match("lorra", ["lora", "coto"]) == " Did you mean 'lora'?"
+    assert closest_match("xyz", ["lora", "coto"]) == ""
 
 
 def test_hide_secrets_knows_the_environment(monkeypatch):
