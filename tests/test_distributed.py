@@ -51,7 +51,7 @@ def test_two_processes_equal_one_process(reference, tmp_path, name):
         names += ["plain", "packing"]
         if Version(transformers.__version__) < Version("5.24"):
             names.remove("resuming")  # the CPU was named `cpu:0`, and torch does not load optimizer states onto it
-    runs = launched(LAYOUTS[name], tmp_path / "run", names)
+    runs = launched(LAYOUTS[name], tmp_path / "run", names, fresh=True)
     check(runs, reference, LAYOUTS[name])
     share = 0.5 if name == "zero3" else 1.0  # ZeRO-3 shards the frozen weights, too
     assert runs["saving"].records[1]["share_of_weights"] == pytest.approx(share, abs=0.02)
