@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from pathlib import Path
 
 import pandas as pd
 import plotnine as p9
@@ -81,9 +80,3 @@ def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, ti
         + p9.facet_wrap("panel")
     )
     return decorate(plot, title, x_label, y_label, data["panel"].nunique())
-
-
-def save_figure(plot: p9.ggplot, path: str | Path) -> None:
-    """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
-    for ending in ("png", "pdf", "svg"):
-        plot.save(f"{path}.{ending}", dpi=200, verbose=False)

@@ -353,6 +353,12 @@ def overview_figure(results: pd.DataFrame) -> Any:
     return line_plot(data, "loop", "number of loops K, or the only loop t with the adapter", "%", f"Results on {task}")
 
 
+def save_figure(plot: Any, path: str | Path) -> None:
+    """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
+    for ending in ("png", "pdf", "svg"):
+        plot.save(f"{path}.{ending}", dpi=200, verbose=False)
+
+
 # The command
 
 
@@ -375,8 +381,6 @@ def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str]
 
 
 def main(argv: list[str] | None = None) -> None:
-    from loopdropout_trainer.plots import save_figure
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", help="Folders of runs. All folders below them are read.")
     parser.add_argument("--tables", nargs="+", default=[], help="Names in recipes/tables, YAML files, or `all`.")

@@ -380,9 +380,7 @@ def finish(runs: list[Run]) -> None:
     folder = Path(args.output_dir)
     print_results([run.args.output_dir for run in runs])
     if (script_args.depths or script_args.single_loop_accuracy) and find_spec("plotnine"):
-        from report import load_results, overview_figure
-
-        from loopdropout_trainer.plots import save_figure
+        from report import load_results, overview_figure, save_figure
 
         save_figure(overview_figure(load_results(folder)), folder / "figure")
     if script_args.push_merged_to_hub:
