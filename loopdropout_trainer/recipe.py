@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 import yaml
 
 from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
+from loopdropout_trainer.results import write_file
 
 
 if TYPE_CHECKING:
@@ -401,9 +402,7 @@ def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     """Write settings as a recipe that repeats the run, without secrets."""
     public = json.loads(hide_secrets(json.dumps({**settings, "hub_token": None})))
     public.pop("hub_token")
-    new = Path(f"{path}.new")
-    new.write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    new.replace(path)  # in one step, for readers in other processes
+    write_file(Path(path), yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
 
 
 def _words(value: Any) -> list[Any]:

@@ -18,8 +18,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import loopdropout_trainer
 from loopdropout_trainer.errors import UserError, short_repr
 
@@ -68,7 +66,7 @@ def write_results(output_dir: str | Path, rows: Iterable[Mapping[str, Any]]) -> 
     """
     path = Path(output_dir, RESULTS_FILE)
     by_key = {_key(row): row for row in [*_read_lines(path), *rows]}
-    _write(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
+    write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
 
 
 def read_results(*folders: str | Path) -> list[dict[str, Any]]:
@@ -107,7 +105,7 @@ def write_run(output_dir: str | Path, **facts: Any) -> None:
     versions = {"python": platform.python_version(), "loopdropout-trainer": loopdropout_trainer.__version__}
     versions |= {name: version(name) for name in _LIBRARIES}
     facts = {"status": "finished", **facts, "versions": versions}
-    _write(Path(output_dir, RUN_FILE), json.dumps(facts, indent=2, default=str) + "\n")
+    write_file(Path(output_dir, RUN_FILE), json.dumps(facts, indent=2, default=str) + "\n")
 
 
 def read_run(output_dir: str | Path) -> dict[str, Any]:
@@ -163,6 +161,7 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
         trainer: Trainer after its training.
         first_step: Number of steps before the last interruption, whose time is estimated from the steps after it.
     """
+    import numpy as np
     import torch
 
     history, num_steps = trainer.state.log_history, trainer.state.global_step
@@ -207,6 +206,14 @@ def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str
         print(f"\n{title}\n{table.to_string(float_format=number_format.format, na_rep='', line_width=80)}")
 
 
+def write_file(path: Path, text: str) -> None:
+    """Replace a file in one step, so that interrupted writes and other processes never see a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     return frozenset(
         (name, str(value)) for name, value in row.items() if name not in ("value", "n") and value is not None
@@ -220,11 +227,3 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
         raise UserError(f"{path} is not a file of JSON lines ({error}). Remove it and measure again.") from error
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file in one step, so that an interrupted write leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
