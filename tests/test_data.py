@@ -209,8 +209,12 @@ def test_files_of_each_format(tmp_path, tokenizer, name):
     assert train.select_columns(["prompt", "completion"]).to_list() == rows * 2
 
 
-def test_dataset_folder_by_name(tmp_path, tokenizer):
-    (tmp_path / "rows.csv").write_text("question,answer\n1 + 1?,2.0\n")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("rows.jsonl", '{"question": "1 + 1?", "answer": "2.0"}\n'), ("rows.csv", "question,answer\n1 + 1?,2.0\n")],
+)
+def test_dataset_folder_by_name(tmp_path, tokenizer, name, text):
+    (tmp_path / name).write_text(text)
     mapping = {"prompt": "question", "completion": "answer"}
     (example,) = load_datasets(DataArguments(dataset_name=str(tmp_path), column_mapping=mapping), tokenizer)["train"]
     assert (example["prompt"], example["completion"]) == ("1 + 1?", "2.0")
