@@ -15,34 +15,35 @@ from wrapt import register_post_import_hook
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
-    from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
-    from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
-    from loopdropout_trainer.foreign import LoopDescription, check_loops, register_looped
-    from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
     from loopdropout_trainer.handle import loop_dropout
-    from loopdropout_trainer.hub import load_adapter, load_model, merge_and_save, push_merged_to_hub
     from loopdropout_trainer.lora import default_peft_config, use_gates
-    from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
-    from loopdropout_trainer.trainer import GateSamplingMixin, LoopDropoutSFTTrainer
+    from loopdropout_trainer.models.foreign import LoopDescription, check_loops, register_looped
+    from loopdropout_trainer.saving.loading import load_adapter, load_model
+    from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+    from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+    from loopdropout_trainer.training.dpo import LoopDropoutDPOTrainer
+    from loopdropout_trainer.training.grpo import LoopDropoutGRPOTrainer
+    from loopdropout_trainer.training.lora_dropout import LoRADropoutSFTTrainer
+    from loopdropout_trainer.training.sft import GateSamplingMixin, LoopDropoutSFTTrainer
 
 _HOMES = {
-    "GateSamplingMixin": "trainer",
-    "LoRADropoutSFTTrainer": "lora_dropout",
-    "LoopDescription": "foreign",
-    "LoopDropoutConfig": "config",
-    "LoopDropoutDPOConfig": "config",
-    "LoopDropoutDPOTrainer": "dpo",
-    "LoopDropoutGRPOConfig": "config",
-    "LoopDropoutGRPOTrainer": "grpo",
-    "LoopDropoutSFTTrainer": "trainer",
-    "check_loops": "foreign",
+    "GateSamplingMixin": "training.sft",
+    "LoRADropoutSFTTrainer": "training.lora_dropout",
+    "LoopDescription": "models.foreign",
+    "LoopDropoutConfig": "training.config",
+    "LoopDropoutDPOConfig": "training.config",
+    "LoopDropoutDPOTrainer": "training.dpo",
+    "LoopDropoutGRPOConfig": "training.config",
+    "LoopDropoutGRPOTrainer": "training.grpo",
+    "LoopDropoutSFTTrainer": "training.sft",
+    "check_loops": "models.foreign",
     "default_peft_config": "lora",
-    "load_adapter": "hub",
-    "load_model": "hub",
+    "load_adapter": "saving.loading",
+    "load_model": "saving.loading",
     "loop_dropout": "handle",
-    "merge_and_save": "hub",
-    "push_merged_to_hub": "hub",
-    "register_looped": "foreign",
+    "merge_and_save": "saving.merging",
+    "push_merged_to_hub": "saving.merging",
+    "register_looped": "models.foreign",
     "use_gates": "lora",
 }
 """The public names, each with its module. They are imported when they are asked for, since torch takes seconds."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from loopdropout_trainer import __version__
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.recipe import recipe_names, recipes_folder
+from loopdropout_trainer.files import recipe_names, recipes_folder
 
 
 def scripts() -> dict[str, Path]:

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 from trl import get_training_chat_template
 
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.arithmetic import add_mistake, arithmetic_problems
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.recipe import option
 
 
 logger = logging.get_logger(__name__)

@@ -80,3 +80,7 @@ def _print_from_first_process(message: str) -> None:
         time.sleep(30)
     sys.stdout.flush()
     print(hide_secrets(" ".join(message.splitlines())), file=sys.stderr, flush=True)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

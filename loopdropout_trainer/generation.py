@@ -26,9 +26,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.hub import end_tokens
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models.looped_modeling import CACHE
+from loopdropout_trainer.tokenizers import end_tokens
 
 
 COLUMN_BLOCK = 256

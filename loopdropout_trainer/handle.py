@@ -13,10 +13,9 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from loopdropout_trainer.batches import find_examples
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
-from loopdropout_trainer.looped import GatedBatch, find_looped_model
+from loopdropout_trainer.looped import GatedBatch, find_examples, find_looped_model
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
 
 

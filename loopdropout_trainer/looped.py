@@ -274,6 +274,22 @@ def example_starts(position_ids: Tensor) -> Tensor:
     return starts
 
 
+def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
+    """Return (row, part of the row) of each example of a batch, and the [B, S] index of each token's example.
+
+    Examples with the same id share their gates. The index is None if each row is one example.
+    """
+    rows = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+    if "position_ids" not in inputs or "attention_mask" in inputs:
+        return [(row, 0) for row in range(len(rows))], None
+    starts = example_starts(inputs["position_ids"].expand(len(rows), -1))  # [B, S] of packed rows
+    segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
+    if "example_ids" not in inputs:
+        return [(0, part) for part in range(int(starts.sum()))], segments
+    ids = inputs["example_ids"].tolist()
+    return ids, segments.clamp(max=len(ids) - 1)  # padding counts as a part of the last example
+
+
 def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
     """Return gates as a floating-point tensor [K, N] or [K, N, M].
 

@@ -15,8 +15,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from loopdropout_trainer.distributed import IGNORED, shards_weights
 from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.training.distributed import IGNORED, shards_weights
 
 
 CURVES = {

@@ -14,25 +14,18 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 
 from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
-from loopdropout_trainer.results import write_file
+from loopdropout_trainer.files import recipe_names, recipes_folder, write_file
 
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from transformers import HfArgumentParser
-
-PACKAGE = Path(__file__).parent
-
-TINY_OURO_PATH = PACKAGE / "tiny_ouro"
-"""A small pretrained Ouro with its tokenizer, for trials without a network. Its name is `tiny-ouro`."""
 
 IMPORTED: list[str] = []
 """Absolute paths of the files of `--import`."""
@@ -72,120 +65,6 @@ inherited field. `--import FILE ...` first runs Python files, which can register
 rules, models and rewards, and allows task files of lm-eval."""
 
 
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """Return a field of a script's dataclass, with its text in `--help`. The default `...` makes it required."""
-    metadata |= {"help": help}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: default, metadata=metadata)
-    return field(default=MISSING if default is ... else default, metadata=metadata)
-
-
-@dataclass
-class ModelArguments:
-    """The looped model, and the number of CPU threads, which it sets."""
-
-    help_title = "Model"
-
-    model_name_or_path: str = option(..., "Hub name or folder of a looped model, or `tiny-ouro`.")
-    model_revision: str = option("main", "Branch, tag or commit on the Hub.")
-    num_loops: int | None = option(None, "Recurrence depth K. Default: the model's own.")
-    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "Data type of the frozen base weights.")
-    attn_implementation: str = option("sdpa", "sdpa, eager, flash_attention_2, ...")
-    chat_template: str | None = option(
-        None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."
-    )
-    num_threads: int | None = option(None, "CPU threads per process. Default: torch's own.")
-
-    def __post_init__(self):
-        if self.num_threads is not None:
-            import torch
-
-            torch.set_num_threads(self.num_threads)
-
-    @property
-    def load_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of `loopdropout_trainer.hub.load_model`."""
-        names = ("dtype", "attn_implementation", "num_loops")
-        return {"revision": self.model_revision, **{name: getattr(self, name) for name in names}}
-
-
-@dataclass
-class AdapterArguments:
-    """The LoRA adapter. The defaults are the paper's."""
-
-    help_title = "Adapter"
-
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.")
-    lora_dropout: float = option(0.0, "Dropout on the adapter's input.")
-    lora_target_modules: list[str] | None = option(
-        None, "Adapted layers. Default: all linear projections of the recurrent block."
-    )
-    use_rslora: bool = option(False, "Whether to scale the update by alpha / sqrt(r).")
-
-    @property
-    def peft_config(self) -> LoraConfig:
-        """Configuration of the adapter in PEFT."""
-        from peft import LoraConfig
-
-        return LoraConfig(
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            target_modules=self.lora_target_modules,
-            use_rslora=self.use_rslora,
-            task_type="CAUSAL_LM",
-        )
-
-
-@dataclass
-class TaskArguments:
-    """Where tasks come from."""
-
-    own_benchmarks: dict[str, Any] | None = option(
-        None, "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."
-    )
-    benchmark_revisions: dict[str, str] | None = option(
-        None, "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."
-    )
-
-
-@dataclass
-class BenchmarkArguments(TaskArguments):
-    """How tasks are evaluated."""
-
-    benchmark_limit: int | None = option(None, "Number of problems per task. Default: all.")
-    benchmark_batch_size: int = option(16, "Problems that a process decodes at a time.")
-    allow_unsafe_code: bool = option(False, "Whether to run generated programs without sandbox. Command line only.")
-
-
-@dataclass
-class ScriptArguments(BenchmarkArguments):
-    """Steps around the training."""
-
-    help_title = "Evaluation and output"
-
-    compare_with: list[str] | None = option(None, "Other rules to train from the same initial adapter, in subfolders.")
-    benchmarks: list[str] | None = option(
-        None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."
-    )
-    evaluate_base: bool = option(True, "Whether to evaluate the base model, too.")
-    depths: list[int] | None = option(None, "Recurrence depths at which to evaluate the first task.")
-    single_loop_accuracy: bool = option(False, "Whether to evaluate the first task with the adapter in one loop only.")
-    single_loop_batches: int = option(
-        0, "Number of evaluation batches for the loss with the adapter in one loop only."
-    )
-    merge: bool = option(False, "Whether to save the merged model in `output_dir`/merged.")
-    push_merged_to_hub: bool = option(False, "Whether to merge, and to push the merged model to `hub_model_id`.")
-    dry_run: bool = option(False, "Print the plan and stop before the training.")
-    preview: int | None = option(None, "Index of a training example to print, with its trained tokens marked.")
-
-    def __post_init__(self):
-        if (self.depths or self.single_loop_accuracy) and not self.benchmarks:
-            raise UserError("`benchmarks` must be set if `depths` or `single_loop_accuracy` is set.")
-        self.merge = self.merge or self.push_merged_to_hub
-
-
 class _Loader(yaml.SafeLoader):
     """Read YAML without duplicate fields."""
 
@@ -200,23 +79,6 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(  # `1e-4` is a number, as in YAML 1.2
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789")
 )
-
-
-def model_path(name: Any) -> Any:
-    """Return the folder of the model `tiny-ouro`, and other names unchanged."""
-    return str(TINY_OURO_PATH) if name == "tiny-ouro" else name
-
-
-def recipes_folder() -> Path:
-    """Return the folder of the scripts and recipes: inside an installed package, or next to it in a clone."""
-    installed = PACKAGE / "recipes"
-    return installed if installed.is_dir() else PACKAGE.parent / "recipes"
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the package's recipes, such as `gsm8k/lora.yaml`."""
-    folder = recipes_folder()
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
 
 
 def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:

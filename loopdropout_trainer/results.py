@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
@@ -20,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import loopdropout_trainer
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.files import write_file
+from loopdropout_trainer.recipe import load_recipe
 
 
 if TYPE_CHECKING:
@@ -89,8 +90,6 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:
     """Return the recipe of the run in a folder, or an empty dict."""
-    from loopdropout_trainer.recipe import load_recipe
-
     path = Path(folder, RECIPE_FILE)
     return load_recipe(path) if path.is_file() else {}
 
@@ -204,14 +203,6 @@ def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str
     if len(rows):
         table = rows.pivot_table("value", "method", columns, sort=False).rename_axis(index=None, columns="method")
         print(f"\n{title}\n{table.to_string(float_format=number_format.format, na_rep='', line_width=80)}")
-
-
-def write_file(path: Path, text: str) -> None:
-    """Replace a file in one step, so that interrupted writes and other processes never see a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:

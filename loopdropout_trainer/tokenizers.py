@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, TokenizersBackend
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
-from loopdropout_trainer.recipe import model_path
+from loopdropout_trainer.files import model_path
 
 
 logger = logging.get_logger(__name__)
@@ -150,3 +151,16 @@ def warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase) -> None:
                 f"{short_repr(expected)}. Load it with `loopdropout_trainer.tokenizers.load_tokenizer`."
             )
             return
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Return the ids of the tokens that end a generation."""
+    ids = model.generation_config.eos_token_id
+    return [token for token in (ids if isinstance(ids, list) else [ids]) if token is not None]
+
+
+def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
+    """Let generation end at further tokens."""
+    before = end_tokens(model)
+    if new := [token for token in ids if token is not None and token not in before]:
+        model.generation_config.eos_token_id = [*before, *new]

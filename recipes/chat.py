@@ -27,15 +27,16 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.hub import adapter_folder, add_end_tokens, load_model, load_saved_tokenizer
 from loopdropout_trainer.looped import check_num_loops, expand_gates, find_looped_model, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.recipe import build, name_words, option, parse
+from loopdropout_trainer.recipe import build, name_words, parse
 from loopdropout_trainer.results import read_recipe
-from loopdropout_trainer.tokenizers import end_token_ids
+from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
+from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 
 @dataclass

@@ -18,7 +18,7 @@ from itertools import islice
 
 import pandas as pd
 
-from loopdropout_trainer.config import LoopDropoutConfig
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, TaskArguments, option
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
     depth_matrix,
@@ -30,19 +30,12 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, load_benchmarks
-from loopdropout_trainer.hub import adapter_folder, find_adapter, load_model
-from loopdropout_trainer.recipe import (
-    AdapterArguments,
-    ModelArguments,
-    ScriptArguments,
-    TaskArguments,
-    name_folders,
-    option,
-    parse,
-    recipe_dict,
-)
+from loopdropout_trainer.recipe import name_folders, parse, recipe_dict
 from loopdropout_trainer.results import find_difference, print_table, write_results
+from loopdropout_trainer.saving.cards import find_adapter
+from loopdropout_trainer.saving.loading import adapter_folder, load_model
 from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 DIAGNOSTICS = ("single_loop", "readouts", "depth_matrix")

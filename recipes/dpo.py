@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from sft import evaluate, evaluate_base, finish, load_base, load_tasks, plan_runs, save, train
 
-from loopdropout_trainer.config import LoopDropoutDPOConfig
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.data import DataArguments, load_datasets
-from loopdropout_trainer.dpo import LoopDropoutDPOTrainer
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, ScriptArguments, parse, recipe_dict
+from loopdropout_trainer.recipe import parse, recipe_dict
 from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.dpo import LoopDropoutDPOTrainer
 
 
 def main(argv: list[str] | None = None) -> None:

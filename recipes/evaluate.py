@@ -21,26 +21,18 @@ import torch
 from accelerate import PartialState
 from transformers.utils import find_adapter_config_file
 
-from loopdropout_trainer.config import LoopDropoutConfig
+from loopdropout_trainer.arguments import AdapterArguments, BenchmarkArguments, ModelArguments, ScriptArguments, option
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.hub import find_adapter, load_model
+from loopdropout_trainer.files import model_path
 from loopdropout_trainer.looped import expand_gates, find_looped_model
-from loopdropout_trainer.recipe import (
-    AdapterArguments,
-    BenchmarkArguments,
-    ModelArguments,
-    ScriptArguments,
-    dump_recipe,
-    model_path,
-    name_folders,
-    option,
-    parse,
-    recipe_dict,
-)
+from loopdropout_trainer.recipe import dump_recipe, name_folders, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
+from loopdropout_trainer.saving.cards import find_adapter
+from loopdropout_trainer.saving.loading import load_model
 from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 @dataclass

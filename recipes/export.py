@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import run_script
-from loopdropout_trainer.hub import export_authors_format
-from loopdropout_trainer.recipe import name_words, option, parse
+from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.saving.merging import export_authors_format
 
 
 @dataclass

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from sft import evaluate, evaluate_base, finish, load_base, load_tasks, plan_runs, save, train
 
-from loopdropout_trainer.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, option
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.grpo import LoopDropoutGRPOTrainer
-from loopdropout_trainer.recipe import AdapterArguments, ModelArguments, ScriptArguments, option, parse, recipe_dict
+from loopdropout_trainer.recipe import parse, recipe_dict
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.training.grpo import LoopDropoutGRPOTrainer
 
 
 @dataclass

@@ -15,17 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import run_script
-from loopdropout_trainer.hub import (
-    adapter_folder,
-    load_model,
-    load_saved_tokenizer,
-    merge_and_save,
-    push_merged_to_hub,
-    read_card_fields,
-)
-from loopdropout_trainer.recipe import name_words, option, parse
+from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.results import read_recipe
+from loopdropout_trainer.saving.cards import read_card_fields
+from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
+from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
 
 
 @dataclass

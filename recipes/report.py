@@ -57,8 +57,9 @@ from scipy import stats
 
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.recipe import load_recipe, recipe_names
+from loopdropout_trainer.recipe import load_recipe
 from loopdropout_trainer.results import COLUMNS, UNCOMPARED, read_recipe, read_results, read_samples
 
 

@@ -29,25 +29,13 @@ from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import TRAINER_STATE_NAME
 
-from loopdropout_trainer.callbacks import NonFiniteGradientError, find_checkpoint, newest_checkpoint
-from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview
 from loopdropout_trainer.diagnostics import compare_answers, readouts, single_loop
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT, LoopedLM, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.hub import load_model, merge_and_save, push_merged_to_hub, read_card_fields, write_model_card
-from loopdropout_trainer.lora_dropout import LoRADropoutSFTTrainer
 from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback, finish_run
-from loopdropout_trainer.recipe import (
-    AdapterArguments,
-    ModelArguments,
-    ScriptArguments,
-    build,
-    dump_recipe,
-    override,
-    parse,
-    recipe_dict,
-)
+from loopdropout_trainer.recipe import build, dump_recipe, override, parse, recipe_dict
 from loopdropout_trainer.results import (
     RECIPE_FILE,
     UNCOMPARED,
@@ -60,8 +48,14 @@ from loopdropout_trainer.results import (
     write_results,
     write_run,
 )
+from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
+from loopdropout_trainer.saving.loading import load_model
+from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
 from loopdropout_trainer.tokenizers import load_tokenizer
-from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
+from loopdropout_trainer.training.lora_dropout import LoRADropoutSFTTrainer
+from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
+from loopdropout_trainer.training.stopping import NonFiniteGradientError, find_checkpoint, newest_checkpoint
 
 
 MEASURED = {*ScriptArguments.__dataclass_fields__, "push_to_hub", "hub_model_id", "hub_private_repo"}

@@ -35,9 +35,10 @@ from typing import Any, NamedTuple
 
 from report import ACCURACY_TITLE, accuracy_table, load_results, print_table
 
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
 from loopdropout_trainer.evaluation import DEVELOPMENT
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, option, override, parse
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import UNCOMPARED, compare_recipes, is_finished, read_results, read_run, write_run
 
 

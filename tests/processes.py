@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, **CPU, "PYTHONPATH": str(ROOT)}
 # The server finds what it imports by this variable.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
 SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["conftest", "loopdropout_trainer.evaluation", "loopdropout_trainer.trainer"]
+PRELOADED = ["conftest", "loopdropout_trainer.evaluation", "loopdropout_trainer.training.sft"]
 
 PATIENCE = 900  # seconds, for a busy machine
 

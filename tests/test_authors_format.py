@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import load_adapter
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.hub import ADAPTER_METADATA, export_authors_format, read_adapter_metadata
+from loopdropout_trainer.saving.loading import ADAPTER_METADATA, read_adapter_metadata
+from loopdropout_trainer.saving.merging import export_authors_format
 
 
 AUTHORS = GOLDEN / "authors"

@@ -21,7 +21,7 @@ def test_readme_starts_with_citation():
 
 
 def test_pages_and_package_cite_paper():
-    for path in ("docs/replication.md", "loopdropout_trainer/model_card.jinja"):
+    for path in ("docs/replication.md", "loopdropout_trainer/saving/model_card.jinja"):
         text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
         assert PAPER["title"] in text and PAPER["url"] in text, path
     assert f"arXiv {NUMBER}" in loopdropout_trainer.__doc__

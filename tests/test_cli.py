@@ -14,7 +14,7 @@ from processes import python
 
 from loopdropout_trainer import cli
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.recipe import recipe_names
+from loopdropout_trainer.files import recipe_names
 
 
 def run(*words, **options):

@@ -22,10 +22,10 @@ from loopdropout_trainer.diagnostics import (
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import own_benchmark
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.hub import save_adapter_metadata
 from loopdropout_trainer.looped import set_depth
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.results import read_results
+from loopdropout_trainer.saving.loading import save_adapter_metadata
 
 
 LOOPS = ["loop 1", "loop 2", "loop 3", "loop 4"]

@@ -11,8 +11,8 @@ from processes import wait_for
 from transformers import DataCollatorForSeq2Seq
 
 from loopdropout_trainer import LoopDropoutConfig, use_gates
-from loopdropout_trainer.distributed import check_processes
 from loopdropout_trainer.gates import Draw, LoopDropout
+from loopdropout_trainer.training.distributed import check_processes
 
 
 TOLERANCE = 2e-4  # of the largest weight. Other gates give 1.

@@ -10,7 +10,7 @@ import pytest
 from processes import ROOT, Program, python
 
 import loopdropout_trainer
-from loopdropout_trainer.config import GateConfig, LoopDropoutConfig
+from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
 
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -26,11 +26,13 @@ from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import load_adapter, load_model, merge_and_save, push_merged_to_hub, use_gates
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.hub import end_tokens, save_adapter_metadata, write_model_card
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import name_folders
 from loopdropout_trainer.results import write_results
-from loopdropout_trainer.standalone import write_code
+from loopdropout_trainer.saving.cards import write_model_card
+from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.saving.standalone import write_code
+from loopdropout_trainer.tokenizers import end_tokens
 
 
 IDS = torch.arange(2, 42).view(4, 10)

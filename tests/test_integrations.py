@@ -90,7 +90,8 @@ for name in [*sys.modules]:
         del sys.modules[name]
 sys.modules.update(dict.fromkeys(["trl", "datasets", "lm_eval", "evaluate"]))  # importing one raises ImportError
 import torch
-from loopdropout_trainer import LoopDescription, foreign, loop_dropout, looped
+from loopdropout_trainer import LoopDescription, loop_dropout, looped
+from loopdropout_trainer.models import foreign
 from transformers import AutoModelForCausalLM
 from peft import LoraConfig, get_peft_model
 model = get_peft_model(AutoModelForCausalLM.from_pretrained("{MODEL}"), LoraConfig(target_modules={MODULES}))

@@ -7,7 +7,7 @@ from conftest import TINY, assert_same_weights, tiny_ouro, trained_parameters, w
 from loopdropout_trainer import looped
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, find_looped_model
 from loopdropout_trainer.lora import add_gates, trained_lora_parameters
-from loopdropout_trainer.models.packing import loop_parts
+from loopdropout_trainer.models.passes import loop_parts
 
 
 MIXED = torch.tensor([[0.0, 2, 0, 0], [0, 0, 2, 0], [2, 2, 0, 0], [0, 2, 2, 0]])  # first active loops 2, 0, 1, none

@@ -9,21 +9,12 @@ from typing import Any
 import pytest
 from conftest import ROOT, load_script
 
-from loopdropout_trainer.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.recipe import (
-    AdapterArguments,
-    ModelArguments,
-    ScriptArguments,
-    dump_recipe,
-    load_recipe,
-    override,
-    parse,
-    recipe_dict,
-    recipe_names,
-    recipes_folder,
-)
+from loopdropout_trainer.files import recipe_names, recipes_folder
+from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse, recipe_dict
+from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
 
 @dataclass

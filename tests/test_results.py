@@ -9,14 +9,7 @@ from conftest import read_lines
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.progress import finish_run, log_table
-from loopdropout_trainer.results import (
-    compare_recipes,
-    is_finished,
-    read_results,
-    read_run,
-    write_results,
-    write_run,
-)
+from loopdropout_trainer.results import compare_recipes, is_finished, read_results, read_run, write_results, write_run
 
 
 ROW = {

@@ -13,7 +13,7 @@ from datasets import Dataset
 from processes import ended, fork
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.callbacks import NonFiniteGradientError, TrainingInterrupted, newest_checkpoint
+from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, newest_checkpoint
 
 
 def die_at(place, event):

@@ -18,9 +18,9 @@ from loopdropout_trainer import (
     load_adapter,
     merge_and_save,
 )
-from loopdropout_trainer.callbacks import SensitivityCallback
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
+from loopdropout_trainer.training.callbacks import SensitivityCallback
 
 
 K, N, M = 4, 4, 14

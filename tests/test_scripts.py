@@ -16,7 +16,7 @@ from conftest import load_script
 
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.results import is_finished, read_results, read_run, write_run
-from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
 SCRIPTS = {name: load_script(f"recipes/{name}.py") for name in ("sft", "dpo", "grpo")}

@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.hub import end_tokens, load_model
 from loopdropout_trainer.looped import find_looped_model, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.saving.loading import load_model
+from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
 
 
 # HFLM warns about a model that is already loaded, which is the normal case here.

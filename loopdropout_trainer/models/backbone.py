@@ -9,117 +9,23 @@ loop attends to its own keys.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import GateState, RunningLoop
+from loopdropout_trainer.looped import GateState
 from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm
 from loopdropout_trainer.models.looped_modeling import CACHE, LoopedModelOutput, LoopedPreTrainedModel, check_keywords
+from loopdropout_trainer.models.passes import BatchPass, LoopInputs, PackedPass
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class LoopInputs:
-    """Inputs of a loop, for the rows of a batch [B, S] or for examples packed in one row [1, T].
-
-    Attributes:
-        state: [B, S, H] hidden states.
-        attention_mask: Mask in the form of the attention kernel, or a `PackedAttention`.
-        position_ids: [B or 1, S].
-        position_embeddings: Cosines and sines, each [B or 1, S, ...].
-        cache: Cache of keys and values. It has the layers of the running loop.
-        injected: [B, S, H] input that every loop adds again, or None.
-        attention_kwargs: Further arguments of the attention kernel.
-        tokens: [T] index of each packed token's example. None: row b is example b.
-        set_loop: Function that sets the running loop. None outside of the loops.
-    """
-
-    state: Tensor
-    attention_mask: Any
-    position_ids: Tensor
-    position_embeddings: tuple[Tensor, Tensor]
-    cache: Cache | LoopCache | None = None
-    injected: Tensor | None = None
-    attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    tokens: Tensor | None = None
-    set_loop: Callable[[], None] | None = None
-
-    def run(self, layers: Iterable[nn.Module]) -> Tensor:
-        """Return the state [B, S, H] after some layers."""
-        state = self.state
-        for layer in layers:
-            state = layer(
-                state,
-                attention_mask=self.attention_mask,
-                position_ids=self.position_ids,
-                position_embeddings=self.position_embeddings,
-                cache=self.cache,
-                set_loop=self.set_loop,
-                **self.attention_kwargs,
-            )
-        return state
-
-
-class LoopCache:
-    """The layers of a cache that belong to one loop: layer `layer_idx` here is layer `layer_idx + offset` of the cache."""
-
-    def __init__(self, cache: Cache, offset: int) -> None:
-        self.cache = cache
-        self.offset = offset
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, S, d] to a layer, and return all of its keys and values."""
-        return self.cache.update(keys, values, layer_idx + self.offset, *args, **kwargs)
-
-
-class BatchPass:
-    """One forward pass of a backbone over the rows of a batch. `PackedPass` gives the same results in less time and memory."""
-
-    def __init__(self, backbone: LoopedBackbone) -> None:
-        self.backbone = backbone
-
-    def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
-        """Return inputs [B, S, ...] in the form that the layers of this pass take, with their mask."""
-        self.backbone.loop_state.set_loop(RunningLoop(batch=self.backbone.loop_state.batch))
-        if isinstance(attention_mask, dict):  # generation with a static cache creates the masks, by layer type
-            mask = attention_mask["full_attention"]
-        else:
-            options = {CACHE: inputs.cache, "position_ids": inputs.position_ids}
-            mask = create_causal_mask(self.backbone.config, inputs.state, attention_mask, **options)
-        return replace(inputs, attention_mask=mask)
-
-    def pack(self, x: Tensor) -> Tensor:
-        """Return a tensor [B, S, ...] in the form of this pass. `unpack` reverses it."""
-        return x
-
-    unpack = pack
-
-    def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
-        """Run all loops, and return the inputs with the state after each loop."""
-        backbone = self.backbone
-        state = backbone.loop_state
-        results = []
-        for loop in range(backbone.config.num_loops):
-            set_loop = functools.partial(state.set_loop, state.batch.loop(loop, inputs.state.device))
-            set_loop()  # for modules outside of the layers
-            offset = loop * backbone.config.num_recurrent_layers
-            cache = None if inputs.cache is None else LoopCache(inputs.cache, offset)
-            new_state = backbone.recurrent_step(replace(inputs, cache=cache, set_loop=set_loop))
-            inputs = replace(inputs, state=new_state)
-            results.append(inputs)
-        return results
 
 
 class LoopedBackbone(LoopedPreTrainedModel):
@@ -236,8 +142,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def _new_pass(self, inputs: LoopInputs, attention_mask: Any) -> BatchPass:
         """Return a pass over packed examples if that is allowed, otherwise a pass over the rows of the batch."""
-        from loopdropout_trainer.models.packing import PackedPass  # a subclass of `BatchPass`
-
         # Recorded states have rows, and packed examples do not.
         records = ("output_hidden_states", "output_attentions")
         is_recorded = any(inputs.attention_kwargs.get(name, getattr(self.config, name, False)) for name in records)

@@ -22,7 +22,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.dory.modeling_dory import DoryLMHead
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.foreign import LoopDescription, register_looped
+from loopdropout_trainer.models.foreign import LoopDescription, register_looped
 from loopdropout_trainer.models.looped_modeling import check_foreign_keywords
 
 

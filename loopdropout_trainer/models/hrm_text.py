@@ -15,7 +15,7 @@ from torch import nn
 from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.foreign import LoopDescription, register_looped
+from loopdropout_trainer.models.foreign import LoopDescription, register_looped
 from loopdropout_trainer.models.looped_modeling import check_foreign_keywords
 
 

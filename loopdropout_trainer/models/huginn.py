@@ -31,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.backbone import LoopedBackbone, LoopInputs
+from loopdropout_trainer.models.backbone import LoopedBackbone
 from loopdropout_trainer.models.layers import (
     Attention,
     ExactRotaryEmbedding,
@@ -41,6 +41,7 @@ from loopdropout_trainer.models.layers import (
     swiglu,
 )
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin, LoopedForCausalLM, LoopedPreTrainedModel
+from loopdropout_trainer.models.passes import LoopInputs
 
 
 # Supported values of fields that change the architecture. The default is the first.

@@ -21,9 +21,10 @@ from transformers import PreTrainedConfig, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.backbone import LoopedBackbone, LoopInputs
+from loopdropout_trainer.models.backbone import LoopedBackbone
 from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm, StaysFloat32
 from loopdropout_trainer.models.looped_modeling import LoopedConfigMixin, LoopedForCausalLM, LoopedPreTrainedModel
+from loopdropout_trainer.models.passes import LoopInputs
 
 
 _COMMON_FIELDS = {field.name for field in fields(PreTrainedConfig)}

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.backbone import DecoderBackbone, LoopInputs
+from loopdropout_trainer.models.backbone import DecoderBackbone
 from loopdropout_trainer.models.layers import DecoderLayer
 from loopdropout_trainer.models.looped_modeling import DecoderConfigMixin, DecoderForCausalLM
+from loopdropout_trainer.models.passes import LoopInputs
 
 
 # Fields of the published code that switch on another architecture. So does every field `enable_...`.

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.backbone import DecoderBackbone, LoopInputs
+from loopdropout_trainer.models.backbone import DecoderBackbone
 from loopdropout_trainer.models.layers import DecoderLayer, RMSNorm
 from loopdropout_trainer.models.looped_modeling import DecoderConfigMixin, DecoderForCausalLM
+from loopdropout_trainer.models.passes import LoopInputs
 
 
 @strict

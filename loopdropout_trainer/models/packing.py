@@ -1,32 +1,18 @@
-"""The same forward pass in less time and memory, over examples that are packed in one row without padding.
-
-Before its first active gate an example is frozen: h_t = recurrent_step(h_{t-1}) without adapter and without gradient. Frozen
-examples run apart from the others. That costs kernel launches, and pays only for enough tokens. Fewer tokens run with the
-other examples before their first active gate. For gates [K, N] of 3 long examples:
-
-    loop 1   0 2 0    examples 0 and 2 frozen,   example 1
-    loop 2   0 0 2    example 0 frozen,          examples 1 and 2
-    loop 3   0 2 2    example 0 frozen,          examples 1 and 2
-
-Nothing is approximated: a gate of zero removes the update, and states that no trained weight has touched have no gradient.
-With independent gates of drop probability p, sum_{t=1..K} p^t of an example's K loops are frozen: 0.94 of 4 at p = 0.5.
-"""
+"""Examples packed in one row without padding: the places of their tokens, and attention within each example."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from loopdropout_trainer.looped import RunningLoop, example_starts, launch_flops, launches_pay
-from loopdropout_trainer.models.backbone import BatchPass, LoopInputs
+from loopdropout_trainer.looped import example_starts, launches_pay
 
 
 try:
@@ -35,9 +21,6 @@ except ImportError:  # builds of torch without it
     varlen_attn = None
 
 logger = logging.get_logger(__name__)
-
-FORWARD_LAUNCHES, SPLIT_LAUNCHES = 40, 30
-"""Operations of a layer's forward pass, and of splitting and joining a row."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +122,7 @@ class PackedAttention:
         if self.at_once and not dropout:
             return _attend_at_once(query, key, value, self.ends.to(query.device), max(self.lengths), scaling)
         if query.dtype not in self._masks:
-            self._masks[query.dtype] = [_chunk_mask(chunk, query) for chunk in self.chunks]
+            self._masks[query.dtype] = [chunk_mask(chunk, query) for chunk in self.chunks]
         sizes = [sum(chunk) for chunk in self.chunks]
         pieces = zip(*(x.split(sizes, dim=2) for x in (query, key, value)), self._masks[query.dtype], strict=True)
         options = {"scale": scaling, "dropout_p": dropout}
@@ -150,7 +133,7 @@ class PackedAttention:
         return torch.cat(outputs, dim=1)
 
 
-def _chunk_mask(lengths: Sequence[int], query: Tensor) -> Tensor | None:
+def chunk_mask(lengths: Sequence[int], query: Tensor) -> Tensor | None:
     """Return the mask [1, 1, n, n] of neighbors that attend in one launch, -inf except for their own example's past."""
     if len(lengths) == 1:
         return None  # the kernel is causal itself
@@ -177,134 +160,3 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) 
         logger.warning(f"torch's attention for variable lengths is not used on {device}: {error}")
         return False
     return True
-
-
-def loop_parts(
-    active: Sequence[Sequence[bool]], lengths: Sequence[int], least_frozen: float
-) -> list[dict[tuple[int, ...], bool]]:
-    """Return for each loop the examples that run together, and whether they are frozen.
-
-    Args:
-        active: [K][N], whether an example has an active gate in a loop.
-        lengths: [N] numbers of tokens.
-        least_frozen: Number of tokens of frozen examples from which they run apart.
-    """
-    everyone = range(len(lengths))
-    started = set()
-    parts = []
-    for gates in active:
-        started.update(index for index in everyone if gates[index])
-        frozen = tuple(index for index in everyone if index not in started)
-        if started and sum(lengths[index] for index in frozen) < least_frozen:
-            started, frozen = set(everyone), ()  # in later loops too, because their states then have a graph
-        parts.append({frozen: True} if frozen else {})
-        if started:
-            parts[-1][tuple(sorted(started))] = False
-    return parts
-
-
-def _join(pieces: Iterable[Tensor], dim: int = 1) -> Tensor:
-    pieces = list(pieces)
-    with torch.autocast(pieces[0].device.type, enabled=False):  # which cannot join tensors of float16
-        return torch.cat(pieces, dim=dim)
-
-
-class PackedPass(BatchPass):
-    """One forward pass of a backbone over examples that are packed in one row."""
-
-    def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
-        shape = inputs.state.shape[:2]
-        batch = self.backbone.loop_state.batch
-        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, batch.segments)
-        self.pack, self.unpack = packing.pack, packing.unpack
-        self.backbone.loop_state.set_loop(RunningLoop(tokens=packing.tokens, batch=batch))  # for random initial states
-        return replace(
-            inputs,
-            state=packing.pack(inputs.state),
-            attention_mask=self._attention(inputs.state, packing.lengths),
-            position_ids=packing.pack(inputs.position_ids),
-            position_embeddings=tuple(map(packing.pack, inputs.position_embeddings)),
-            tokens=packing.tokens,
-        )
-
-    def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
-        loop_state = self.backbone.loop_state
-        batch, lengths = loop_state.batch, self.packing.lengths
-        everyone = tuple(range(len(lengths)))
-        active = [[True] * len(lengths)] * self.backbone.config.num_loops
-        parts = [{everyone: False}] * len(active)
-        # If the embeddings or the prelude are trained, every loop has a gradient.
-        needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
-        parameters = batch.options.lora_parameters if torch.is_grad_enabled() and not needs_gradient else None
-        if parameters is not None and batch.active is not None:
-            # Gates belong to rows or segments, lengths to examples.
-            owners = self.packing.examples if len(batch.active[0]) > 1 else [0] * len(lengths)
-            active = [[gates[owner] for owner in owners] for gates in batch.active]
-            parts = loop_parts(active, lengths, self._least_frozen(inputs.state))
-
-        selected = {everyone: inputs}  # inputs of some examples, the same in all loops
-        results = []
-        for loop, groups in enumerate(parts):
-            before = inputs.state.split(lengths, dim=1)
-            after = {}
-            for examples, frozen in groups.items():
-                if examples not in selected:
-                    selected[examples] = self._select(inputs, examples)
-                tokens = selected[examples].tokens
-                skips = frozen or not any(active[loop][index] for index in examples)
-                running = batch.loop(loop, tokens.device, tokens, frozen=frozen, skips_updates=skips)
-                set_loop = functools.partial(loop_state.set_loop, running)
-                set_loop()  # for modules outside of the layers
-                state = inputs.state if examples == everyone else _join(before[index] for index in examples)
-                with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-                    part_inputs = replace(selected[examples], state=state, set_loop=set_loop)
-                    state = self.backbone.recurrent_step(part_inputs)
-                after.update(zip(examples, state.split([lengths[index] for index in examples], dim=1), strict=True))
-            inputs = replace(inputs, state=state if len(groups) == 1 else _join(after[index] for index in everyone))
-            results.append(inputs)
-        if parameters is not None and not inputs.state.requires_grad:
-            # Every loop was frozen. The loss must have a gradient, and in DDP every parameter too.
-            zero = 0 * sum(parameter.flatten()[0] for parameter in parameters)
-            results[-1] = replace(inputs, state=inputs.state + zero)
-        return results
-
-    def _least_frozen(self, state: Tensor) -> float:
-        """Return the number of frozen tokens from which it takes less time to run them apart.
-
-        For n tokens a pass over the block's W frozen weights takes 2 n W FLOP, forward or backward. With a launch worth L
-        FLOP, and I layers, running them apart saves the backward pass, 2 n W, and costs another forward pass, (40 I + 30) L.
-        """
-        backbone = self.backbone
-        if backbone.block_size is None:
-            linears = [backbone.get_submodule(name) for name in backbone.recurrent_linears()]
-            backbone.block_size = sum(linear.in_features * linear.out_features for linear in linears)
-        launches = FORWARD_LAUNCHES * backbone.config.num_recurrent_layers + SPLIT_LAUNCHES
-        cost = launches * launch_flops(state.device, state.dtype)
-        if state.is_cuda and backbone.block_size * state.shape[1] > cost:
-            return 0  # the device is busy for longer than the launches take
-        passes = 2 if backbone.gradient_checkpointing else 1
-        return cost / (2 * passes * backbone.block_size)
-
-    def _attention(self, state: Tensor, lengths: Sequence[int]) -> PackedAttention | Tensor | None:
-        config = self.backbone.config
-        attention = PackedAttention(lengths, state, config.num_attention_heads, config.head_dim)
-        if attention.at_once or len(attention.chunks) > 1:
-            return attention
-        return _chunk_mask(lengths, state)  # one launch of transformers' attention
-
-    def _select(self, inputs: LoopInputs, examples: tuple[int, ...]) -> LoopInputs:
-        """Return the inputs of some examples, except for their state."""
-        lengths = self.packing.lengths
-
-        def select(x: Tensor, dim: int = 1) -> Tensor:
-            pieces = x.split(lengths, dim=dim)
-            return _join((pieces[index] for index in examples), dim)
-
-        return replace(
-            inputs,
-            attention_mask=self._attention(inputs.state, [lengths[index] for index in examples]),
-            position_ids=select(inputs.position_ids),
-            position_embeddings=tuple(map(select, inputs.position_embeddings)),
-            injected=None if inputs.injected is None else select(inputs.injected),
-            tokens=select(inputs.tokens, dim=0),
-        )

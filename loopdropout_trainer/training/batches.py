@@ -10,24 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollator
 
-from loopdropout_trainer.looped import example_starts
-
-
-def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
-    """Return (row, part of the row) of each example of a batch, and the [B, S] index of each token's example.
-
-    Examples with the same id share their gates. The index is None if each row is one example.
-    """
-    rows = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-    if "position_ids" not in inputs or "attention_mask" in inputs:
-        return [(row, 0) for row in range(len(rows))], None
-    starts = example_starts(inputs["position_ids"].expand(len(rows), -1))  # [B, S] of packed rows
-    segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
-    if "example_ids" not in inputs:
-        return [(0, part) for part in range(int(starts.sum()))], segments
-    ids = inputs["example_ids"].tolist()
-    return ids, segments.clamp(max=len(ids) - 1)  # padding counts as a part of the last example
-
 
 def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate examples into one row, and add `example_ids`: [N, 2] row and part of the row of each example.

@@ -26,14 +26,15 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig, SFTTrainer
 
-from loopdropout_trainer.adapter_training import AdapterTrainingMixin
-from loopdropout_trainer.batches import collate_with_example_ids, find_examples, remove_padding, score_targets_only
-from loopdropout_trainer.callbacks import LiveDiagnosticsCallback, newest_checkpoint
-from loopdropout_trainer.config import LoopDropoutConfig
-from loopdropout_trainer.distributed import EveryExampleOnceMixin
+from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.looped import GatedBatch
-from loopdropout_trainer.recipe import model_path
+from loopdropout_trainer.looped import GatedBatch, find_examples
+from loopdropout_trainer.training.batches import collate_with_example_ids, remove_padding, score_targets_only
+from loopdropout_trainer.training.callbacks import LiveDiagnosticsCallback
+from loopdropout_trainer.training.config import LoopDropoutConfig
+from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
+from loopdropout_trainer.training.setup import AdapterTrainingMixin
+from loopdropout_trainer.training.stopping import newest_checkpoint
 
 
 class GateSamplingMixin(AdapterTrainingMixin):

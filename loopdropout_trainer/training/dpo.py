@@ -20,11 +20,11 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer
 
-from loopdropout_trainer.config import LoopDropoutDPOConfig
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import model_path
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import model_path
-from loopdropout_trainer.trainer import GateSamplingMixin
+from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.sft import GateSamplingMixin
 
 
 class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):

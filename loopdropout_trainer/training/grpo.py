@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from loopdropout_trainer.config import LoopDropoutGRPOConfig
-from loopdropout_trainer.recipe import model_path
-from loopdropout_trainer.trainer import GateSamplingMixin
+from loopdropout_trainer.files import model_path
+from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.training.sft import GateSamplingMixin
 
 
 class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):

@@ -10,9 +10,9 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.config import GateConfig
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer.training.config import GateConfig
+from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
 class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):

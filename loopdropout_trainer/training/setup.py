@@ -11,13 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
-from loopdropout_trainer.callbacks import StopCallback, UnitGatesCallback, make_step_callbacks
-from loopdropout_trainer.config import GateConfig
-from loopdropout_trainer.distributed import check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.foreign import foreign_skeleton, loading_fields
 from loopdropout_trainer.gates import GateRule
-from loopdropout_trainer.hub import save_adapter_metadata, write_model_card
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, GateState, LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
@@ -26,8 +21,15 @@ from loopdropout_trainer.lora import (
     physical_layers,
     trained_lora_parameters,
 )
+from loopdropout_trainer.models.foreign import foreign_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint
+from loopdropout_trainer.saving.cards import write_model_card
+from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
+from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
+from loopdropout_trainer.training.config import GateConfig
+from loopdropout_trainer.training.distributed import check_processes, float32_adapter, may_skip_loops
+from loopdropout_trainer.training.stopping import StopCallback
 
 
 class AdapterTrainingMixin:

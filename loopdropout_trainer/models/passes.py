@@ -1,0 +1,257 @@
+"""One forward pass of a backbone: over the rows of a batch, or over its examples packed in one row.
+
+The packed pass gives the same result in less time and memory. Before its first active gate an example is frozen:
+h_t = recurrent_step(h_{t-1}) without adapter and without gradient. Frozen examples run apart from the others. That costs
+kernel launches, and pays only for enough tokens. Fewer tokens run with the other examples before their first active gate.
+For gates [K, N] of 3 long examples:
+
+    loop 1   0 2 0    examples 0 and 2 frozen,   example 1
+    loop 2   0 0 2    example 0 frozen,          examples 1 and 2
+    loop 3   0 2 2    example 0 frozen,          examples 1 and 2
+
+Nothing is approximated: a gate of zero removes the update, and states that no trained weight has touched have no gradient.
+With independent gates of drop probability p, sum_{t=1..K} p^t of an example's K loops are frozen: 0.94 of 4 at p = 0.5.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+
+from loopdropout_trainer.looped import RunningLoop, launch_flops
+from loopdropout_trainer.models.looped_modeling import CACHE, LoopedPreTrainedModel
+from loopdropout_trainer.models.packing import PackedAttention, chunk_mask, find_packing
+
+
+@dataclass
+class LoopInputs:
+    """Inputs of a loop, for the rows of a batch [B, S] or for examples packed in one row [1, T].
+
+    Attributes:
+        state: [B, S, H] hidden states.
+        attention_mask: Mask in the form of the attention kernel, or a `PackedAttention`.
+        position_ids: [B or 1, S].
+        position_embeddings: Cosines and sines, each [B or 1, S, ...].
+        cache: Cache of keys and values. It has the layers of the running loop.
+        injected: [B, S, H] input that every loop adds again, or None.
+        attention_kwargs: Further arguments of the attention kernel.
+        tokens: [T] index of each packed token's example. None: row b is example b.
+        set_loop: Function that sets the running loop. None outside of the loops.
+    """
+
+    state: Tensor
+    attention_mask: Any
+    position_ids: Tensor
+    position_embeddings: tuple[Tensor, Tensor]
+    cache: Cache | LoopCache | None = None
+    injected: Tensor | None = None
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+    tokens: Tensor | None = None
+    set_loop: Callable[[], None] | None = None
+
+    def run(self, layers: Iterable[nn.Module]) -> Tensor:
+        """Return the state [B, S, H] after some layers."""
+        state = self.state
+        for layer in layers:
+            state = layer(
+                state,
+                attention_mask=self.attention_mask,
+                position_ids=self.position_ids,
+                position_embeddings=self.position_embeddings,
+                cache=self.cache,
+                set_loop=self.set_loop,
+                **self.attention_kwargs,
+            )
+        return state
+
+
+class LoopCache:
+    """The layers of a cache that belong to one loop: layer `layer_idx` here is layer `layer_idx + offset` of the cache."""
+
+    def __init__(self, cache: Cache, offset: int) -> None:
+        self.cache = cache
+        self.offset = offset
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, heads, S, d] to a layer, and return all of its keys and values."""
+        return self.cache.update(keys, values, layer_idx + self.offset, *args, **kwargs)
+
+
+class BatchPass:
+    """One forward pass of a backbone over the rows of a batch. `PackedPass` gives the same results in less time and memory."""
+
+    def __init__(self, backbone: LoopedPreTrainedModel) -> None:
+        self.backbone = backbone
+
+    def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
+        """Return inputs [B, S, ...] in the form that the layers of this pass take, with their mask."""
+        self.backbone.loop_state.set_loop(RunningLoop(batch=self.backbone.loop_state.batch))
+        if isinstance(attention_mask, dict):  # generation with a static cache creates the masks, by layer type
+            mask = attention_mask["full_attention"]
+        else:
+            options = {CACHE: inputs.cache, "position_ids": inputs.position_ids}
+            mask = create_causal_mask(self.backbone.config, inputs.state, attention_mask, **options)
+        return replace(inputs, attention_mask=mask)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return a tensor [B, S, ...] in the form of this pass. `unpack` reverses it."""
+        return x
+
+    unpack = pack
+
+    def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
+        """Run all loops, and return the inputs with the state after each loop."""
+        backbone = self.backbone
+        state = backbone.loop_state
+        results = []
+        for loop in range(backbone.config.num_loops):
+            set_loop = functools.partial(state.set_loop, state.batch.loop(loop, inputs.state.device))
+            set_loop()  # for modules outside of the layers
+            offset = loop * backbone.config.num_recurrent_layers
+            cache = None if inputs.cache is None else LoopCache(inputs.cache, offset)
+            new_state = backbone.recurrent_step(replace(inputs, cache=cache, set_loop=set_loop))
+            inputs = replace(inputs, state=new_state)
+            results.append(inputs)
+        return results
+
+
+FORWARD_LAUNCHES, SPLIT_LAUNCHES = 40, 30
+"""Operations of a layer's forward pass, and of splitting and joining a row."""
+
+
+def loop_parts(
+    active: Sequence[Sequence[bool]], lengths: Sequence[int], least_frozen: float
+) -> list[dict[tuple[int, ...], bool]]:
+    """Return for each loop the examples that run together, and whether they are frozen.
+
+    Args:
+        active: [K][N], whether an example has an active gate in a loop.
+        lengths: [N] numbers of tokens.
+        least_frozen: Number of tokens of frozen examples from which they run apart.
+    """
+    everyone = range(len(lengths))
+    started = set()
+    parts = []
+    for gates in active:
+        started.update(index for index in everyone if gates[index])
+        frozen = tuple(index for index in everyone if index not in started)
+        if started and sum(lengths[index] for index in frozen) < least_frozen:
+            started, frozen = set(everyone), ()  # in later loops too, because their states then have a graph
+        parts.append({frozen: True} if frozen else {})
+        if started:
+            parts[-1][tuple(sorted(started))] = False
+    return parts
+
+
+def _join(pieces: Iterable[Tensor], dim: int = 1) -> Tensor:
+    pieces = list(pieces)
+    with torch.autocast(pieces[0].device.type, enabled=False):  # which cannot join tensors of float16
+        return torch.cat(pieces, dim=dim)
+
+
+class PackedPass(BatchPass):
+    """One forward pass of a backbone over examples that are packed in one row."""
+
+    def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
+        shape = inputs.state.shape[:2]
+        batch = self.backbone.loop_state.batch
+        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, batch.segments)
+        self.pack, self.unpack = packing.pack, packing.unpack
+        self.backbone.loop_state.set_loop(RunningLoop(tokens=packing.tokens, batch=batch))  # for random initial states
+        return replace(
+            inputs,
+            state=packing.pack(inputs.state),
+            attention_mask=self._attention(inputs.state, packing.lengths),
+            position_ids=packing.pack(inputs.position_ids),
+            position_embeddings=tuple(map(packing.pack, inputs.position_embeddings)),
+            tokens=packing.tokens,
+        )
+
+    def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
+        loop_state = self.backbone.loop_state
+        batch, lengths = loop_state.batch, self.packing.lengths
+        everyone = tuple(range(len(lengths)))
+        active = [[True] * len(lengths)] * self.backbone.config.num_loops
+        parts = [{everyone: False}] * len(active)
+        # If the embeddings or the prelude are trained, every loop has a gradient.
+        needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
+        parameters = batch.options.lora_parameters if torch.is_grad_enabled() and not needs_gradient else None
+        if parameters is not None and batch.active is not None:
+            # Gates belong to rows or segments, lengths to examples.
+            owners = self.packing.examples if len(batch.active[0]) > 1 else [0] * len(lengths)
+            active = [[gates[owner] for owner in owners] for gates in batch.active]
+            parts = loop_parts(active, lengths, self._least_frozen(inputs.state))
+
+        selected = {everyone: inputs}  # inputs of some examples, the same in all loops
+        results = []
+        for loop, groups in enumerate(parts):
+            before = inputs.state.split(lengths, dim=1)
+            after = {}
+            for examples, frozen in groups.items():
+                if examples not in selected:
+                    selected[examples] = self._select(inputs, examples)
+                tokens = selected[examples].tokens
+                skips = frozen or not any(active[loop][index] for index in examples)
+                running = batch.loop(loop, tokens.device, tokens, frozen=frozen, skips_updates=skips)
+                set_loop = functools.partial(loop_state.set_loop, running)
+                set_loop()  # for modules outside of the layers
+                state = inputs.state if examples == everyone else _join(before[index] for index in examples)
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+                    part_inputs = replace(selected[examples], state=state, set_loop=set_loop)
+                    state = self.backbone.recurrent_step(part_inputs)
+                after.update(zip(examples, state.split([lengths[index] for index in examples], dim=1), strict=True))
+            inputs = replace(inputs, state=state if len(groups) == 1 else _join(after[index] for index in everyone))
+            results.append(inputs)
+        if parameters is not None and not inputs.state.requires_grad:
+            # Every loop was frozen. The loss must have a gradient, and in DDP every parameter too.
+            zero = 0 * sum(parameter.flatten()[0] for parameter in parameters)
+            results[-1] = replace(inputs, state=inputs.state + zero)
+        return results
+
+    def _least_frozen(self, state: Tensor) -> float:
+        """Return the number of frozen tokens from which it takes less time to run them apart.
+
+        For n tokens a pass over the block's W frozen weights takes 2 n W FLOP, forward or backward. With a launch worth L
+        FLOP, and I layers, running them apart saves the backward pass, 2 n W, and costs another forward pass, (40 I + 30) L.
+        """
+        backbone = self.backbone
+        if backbone.block_size is None:
+            linears = [backbone.get_submodule(name) for name in backbone.recurrent_linears()]
+            backbone.block_size = sum(linear.in_features * linear.out_features for linear in linears)
+        launches = FORWARD_LAUNCHES * backbone.config.num_recurrent_layers + SPLIT_LAUNCHES
+        cost = launches * launch_flops(state.device, state.dtype)
+        if state.is_cuda and backbone.block_size * state.shape[1] > cost:
+            return 0  # the device is busy for longer than the launches take
+        passes = 2 if backbone.gradient_checkpointing else 1
+        return cost / (2 * passes * backbone.block_size)
+
+    def _attention(self, state: Tensor, lengths: Sequence[int]) -> PackedAttention | Tensor | None:
+        config = self.backbone.config
+        attention = PackedAttention(lengths, state, config.num_attention_heads, config.head_dim)
+        if attention.at_once or len(attention.chunks) > 1:
+            return attention
+        return chunk_mask(lengths, state)  # one launch of transformers' attention
+
+    def _select(self, inputs: LoopInputs, examples: tuple[int, ...]) -> LoopInputs:
+        """Return the inputs of some examples, except for their state."""
+        lengths = self.packing.lengths
+
+        def select(x: Tensor, dim: int = 1) -> Tensor:
+            pieces = x.split(lengths, dim=dim)
+            return _join((pieces[index] for index in examples), dim)
+
+        return replace(
+            inputs,
+            attention_mask=self._attention(inputs.state, [lengths[index] for index in examples]),
+            position_ids=select(inputs.position_ids),
+            position_embeddings=tuple(map(select, inputs.position_embeddings)),
+            injected=None if inputs.injected is None else select(inputs.injected),
+            tokens=select(inputs.tokens, dim=0),
+        )

@@ -1,0 +1,163 @@
+"""Model cards of adapters and merged models."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from peft import PeftModel
+from transformers import CONFIG_MAPPING
+
+from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.lora import kind_of
+from loopdropout_trainer.results import RECIPE_FILE, read_recipe, read_results
+from loopdropout_trainer.saving.loading import adapter_folder
+
+
+CARD_FILE = "README.md"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def write_model_card(
+    folder: str | Path,
+    model: PeftModel,
+    *,
+    repo_id: str | None = None,
+    dataset: str | None = None,
+    recipe: str | None = None,
+    results: Iterable[Mapping[str, Any]] = (),
+    merged: bool = False,
+    scale: float = 1.0,
+) -> Path:
+    """Write the model card of an adapter or of a merged model.
+
+    Args:
+        folder: Folder of the card. The folder of a merged model already holds the model.
+        model: Model with the adapter.
+        repo_id: `user/name` on the Hub, from which the card's code loads the model. Default: the card's folder.
+        dataset: Name of the training data.
+        recipe: YAML text of the training settings.
+        results: Rows of `results.jsonl`. The card shows the scores at unit gates next to the base model's scores.
+        merged: Whether the folder holds a merged model.
+        scale: Factor of the update in a merged model.
+    """
+    folder = Path(folder)
+    adapter, looped = model.active_adapters[0], find_looped_model(model)
+    lora, num_loops = model.peft_config[adapter], looped.num_loops
+    metadata, base = getattr(looped, "trained_with", {}), base_name(model)
+    rule, depths = metadata.get("rule"), metadata.get("depths") or [num_loops]
+    is_quantized = getattr(looped.config, "quantization_config", None) is not None
+    on_hub, license_fields = is_hub_name(base), _license_of(base)
+    facts = {
+        "Base model": base if on_hub else base and Path(base).name,
+        "License of the base model": license_fields.get("license"),
+        "Training rule": getattr(RULES.get(rule), "title", rule),
+        "Drop probability p": metadata.get("p"),
+        "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
+        "Factor of the merged update": None if scale == 1 else scale,
+        "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
+        "Recurrence depth K": num_loops,
+        "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
+        "Training data": dataset,
+    }
+    card = ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers" if merged else "peft",
+            pipeline_tag="text-generation",
+            base_model=base if on_hub else None,
+            tags=["looped-language-model", "lora", "loop-dropout"],
+            **license_fields,
+        ),
+        template_path=str(Path(__file__).with_name("model_card.jinja")),
+        title=repo_id or folder.resolve().name,
+        name=repo_id if repo_id and _HUB_NAME.fullmatch(repo_id) else ".",
+        facts={name: value for name, value in facts.items() if value is not None},
+        scores=_scores(results) if scale == 1 else [],
+        recipe=recipe and without_folders(recipe),
+        merged=merged,
+        shared=not kind_of(model, adapter).one_depth,
+        **(_loading_facts(folder) if merged else {}),
+    )
+    card.save(folder / CARD_FILE)
+    return folder / CARD_FILE
+
+
+def read_card_fields(folder: str | Path) -> dict[str, Any]:
+    """Return the arguments `dataset`, `recipe` and `results` of `write_model_card` from the folder of a run."""
+    folder = Path(folder)
+    recipe = read_recipe(folder)
+    names = [str(recipe[name]) for name in ("preparation", "dataset_name") if recipe.get(name)]
+    return {
+        "dataset": " ".join(names) or None,
+        "recipe": (folder / RECIPE_FILE).read_text(encoding="utf-8") if recipe else None,
+        "results": [row for row in read_results(folder) if row["folder"] == str(folder)],
+    }
+
+
+def find_adapter(adapter: str, method: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of an adapter, and the columns `method`, `adapter`, `seed` and `step` of its results.
+
+    Args:
+        adapter: Folder or Hub name.
+        method: Name of an adapter without results of its training.
+    """
+    folder = adapter_folder(adapter)
+    columns = {"method": method, "adapter": adapter, "seed": None, "step": None}
+    for row in read_card_fields(folder)["results"]:
+        if row["task"] == "training":
+            columns |= {name: row[name] for name in ("method", "seed", "step")}
+    return folder, columns
+
+
+def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
+    """Return (task, depth, score, n, score of the base model) for each task and depth evaluated at unit gates."""
+    tasks = [row for row in results if row["metric"] == "accuracy"]
+    of_base = [row for row in tasks if row["gates"] == "none" and "model" not in row]
+    base = {(row["task"], row["num_loops"]): row["value"] for row in of_base}
+    adapted = [row for row in tasks if row["gates"] == "unit"]
+    keys = ("task", "num_loops", "value", "n")
+    return [(*(row[key] for key in keys), base.get((row["task"], row["num_loops"]))) for row in adapted]
+
+
+def _loading_facts(folder: Path) -> dict[str, Any]:
+    """Return how the files of a merged model can be loaded."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config_class = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else None  # noqa: SIM401
+    return {
+        "model_type": config["model_type"],
+        "has_tokenizer": (folder / "tokenizer_config.json").is_file(),
+        "has_code": "AutoModelForCausalLM" in config.get("auto_map", {}),
+        "is_standalone": (folder / "looped.py").is_file(),
+        "in_transformers": getattr(config_class, "__module__", "").startswith("transformers."),
+    }
+
+
+def base_name(model: PeftModel) -> str | None:
+    """Return the Hub name or folder of the model that an adapter was trained on."""
+    config = model.peft_config[model.active_adapters[0]]
+    return config.base_model_name_or_path or find_looped_model(model).config.name_or_path or None
+
+
+def is_hub_name(name: str | None) -> bool:
+    return name is not None and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+@functools.cache
+def _license_of(base: str | None) -> dict[str, str]:
+    """Return the license fields of a base model's own card, if the card can be read."""
+    try:
+        data = ModelCard.load(base if is_hub_name(base) else Path(base or "?", CARD_FILE)).data.to_dict()
+    except Exception:  # no card, or no network: the new card does without the license
+        return {}
+    return {name: str(data[name]) for name in ("license", "license_name", "license_link") if data.get(name)}
+
+
+def without_folders(text: str) -> str:
+    """Shorten absolute paths to their last part."""
+    return re.sub(r"(?<![\w.:/~-])~?/(?:[\w.@ +-]+/)+(?=[\w.@+-])", "", text)

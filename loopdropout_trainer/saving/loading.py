@@ -1,0 +1,195 @@
+"""Load looped models and their adapters."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import LoraConfig, PeftConfig, PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import find_adapter_config_file, logging
+
+from loopdropout_trainer.errors import UserError, first_line
+from loopdropout_trainer.files import model_path
+from loopdropout_trainer.looped import NotLoopedError, find_looped_model
+from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config
+from loopdropout_trainer.models.foreign import loading_fields
+from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights
+from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
+from loopdropout_trainer.saving.authors_format import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_authors_config,
+    to_metadata,
+    to_peft_config,
+    to_peft_weights,
+)
+from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens, load_tokenizer
+
+
+logger = logging.get_logger(__name__)
+
+ADAPTER_METADATA = "loop_dropout.json"
+"""File next to an adapter with its training settings: `rule`, `p`, `num_loops`, ..., and the end tokens of its answers."""
+
+_ADAPTER_FILES = ["adapter_*", ADAPTER_METADATA, "*token*", "chat_template.jinja", RECIPE_FILE, RESULTS_FILE]
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str | None = None,
+    num_loops: int | None = None,
+    device: str | torch.device | None = None,
+    adapter: str | Path | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel | PeftModel:
+    """Load a base model, a merged model or an adapter for inference.
+
+    Weights are read from safetensors files only, and code in a checkpoint is never run.
+
+    Args:
+        name_or_path: Folder or Hub name, or `tiny-ouro`. For an adapter, the base model is the model that its
+            `adapter_config.json` names.
+        revision: Branch, tag or commit of the base or merged model on the Hub.
+        dtype: Data type of the weights. "auto" is the data type of the checkpoint.
+        attn_implementation: "sdpa", "eager", "flash_attention_2", ...
+        num_loops: Recurrence depth K. Default: the depth that the adapter was trained at, else the model's own depth.
+        device: Device of the model. Default: the CPU.
+        adapter: Folder or Hub name of an adapter, in PEFT's format or in the format of the paper authors' program.
+        **kwargs: Further keyword arguments of `AutoModelForCausalLM.from_pretrained`.
+
+    Returns:
+        The model in evaluation mode. With an adapter it is a `PeftModel` with gated layers.
+
+    Raises:
+        UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
+    """
+    name = str(model_path(name_or_path))
+    try:
+        if find_adapter_config_file(name):
+            name, adapter = None, adapter or name
+        if adapter is not None:
+            adapter = adapter_folder(adapter)
+            num_loops = num_loops or read_adapter_metadata(adapter).get("num_loops")
+            if name is None:
+                config = read_adapter_config(adapter)
+                name, revision = config.base_model_name_or_path, revision or config.revision
+        check_checkpoint(name, revision or "main")
+        if num_loops is not None:
+            kwargs = loading_fields(name, {**kwargs, "num_loops": num_loops, "revision": revision or "main"})
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **{"revision": revision or "main", **kwargs},
+        )
+        check_weights(model, name, info)
+        with suppress(NotLoopedError):
+            find_looped_model(model)  # attaches the description of a foreign class
+    except (OSError, ValueError) as error:
+        raise UserError(f"The model {name or adapter} cannot be loaded: {first_line(error)}") from error
+    if adapter is not None:
+        model = load_adapter(model, adapter)
+        add_gates(model, in_activation_dtype=True)  # the same arithmetic as in training
+    return model.eval() if device is None else model.eval().to(device)
+
+
+def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool = False) -> PeftModel:
+    """Put a saved adapter on its base model, at the depth that the model is set to.
+
+    A shared update runs at any depth. An adapter with factors or gates for each loop runs at its own depth only.
+
+    Args:
+        model: Looped base model.
+        adapter: Folder or Hub name of the adapter, in PEFT's format or in the format of the paper authors' program.
+        is_trainable: Whether to train the adapter further.
+
+    Raises:
+        UserError: If the folder does not hold an adapter in safetensors, or the adapter does not fit the model.
+    """
+    folder = adapter_folder(adapter)
+    config = read_adapter_config(folder)
+    check_peft_config(config)
+    looped = find_looped_model(model)
+    metadata = read_adapter_metadata(folder)
+    looped.trained_with = metadata
+    add_end_tokens(looped, metadata.get("eos_token_id") or [])
+    base, trained_on = model.config.name_or_path, config.base_model_name_or_path
+    if base and trained_on and base != trained_on:
+        logger.warning(f"The adapter in {folder} was trained on {trained_on}, but the model is {base}.")
+    num_loops = looped.num_loops
+    low, high = metadata.get("depths") or [metadata.get("num_loops", num_loops)] * 2
+    if not low <= num_loops <= high:
+        depths = f"depth {low}" if low == high else f"depths {low} to {high}"
+        logger.warning(f"The adapter in {folder} was trained at {depths}, but the model runs {num_loops} loops.")
+    try:
+        return attach_adapter(model, folder, is_trainable, config, read_weights(folder))
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"The adapter in {folder} does not fit this model: {first_line(error)}") from error
+
+
+def adapter_folder(adapter: str | Path) -> Path:
+    """Return the folder of an adapter, and download an adapter on the Hub first."""
+    if Path(adapter).is_dir():
+        return Path(adapter)
+    try:
+        return Path(snapshot_download(str(adapter), allow_patterns=_ADAPTER_FILES))
+    except (OSError, ValueError) as error:
+        raise UserError(f"`adapter` must be a folder or a Hub name, got {adapter} ({first_line(error)}).") from error
+
+
+def load_saved_tokenizer(folder: Path, model: PreTrainedModel, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in the folder of an adapter or model, or the tokenizer of the loaded model."""
+    is_saved = (folder / "tokenizer.json").is_file()
+    return load_tokenizer(folder if is_saved else find_looped_model(model).config.name_or_path, revision)
+
+
+def read_adapter_config(folder: str | Path) -> LoraConfig:
+    """Return the LoRA configuration of a saved adapter."""
+    folder = Path(folder)
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / file).is_file():
+            raise UserError(f"{folder} must hold an adapter in safetensors, but it has no {file}.")
+    fields = read_authors_config(folder)
+    return PeftConfig.from_pretrained(str(folder)) if fields is None else to_peft_config(fields)
+
+
+def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
+    """Return the training settings that were saved with an adapter; an empty dict if there are none."""
+    path = Path(folder, ADAPTER_METADATA)
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    fields = read_authors_config(Path(folder)) if Path(folder, CONFIG_FILE).is_file() else None
+    return {} if fields is None else to_metadata(fields)
+
+
+def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any) -> None:
+    """Save training settings next to an adapter.
+
+    Args:
+        model: Trained model, whose end tokens are saved as well.
+        folder: Folder of the adapter.
+        **settings: `num_loops`, `rule`, `p`, ...
+    """
+    settings["eos_token_id"] = end_tokens(model.get_base_model())
+    Path(folder, ADAPTER_METADATA).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return a saved adapter's tensors under PEFT's names."""
+    return load_file(folder / WEIGHTS_FILE) if read_authors_config(folder) is None else to_peft_weights(folder)

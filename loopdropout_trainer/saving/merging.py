@@ -1,0 +1,237 @@
+"""Merge adapters into ordinary checkpoints of their base models, export them, and push them to the Hub.
+
+At unit gates an adapter is ordinary LoRA, so that W + (alpha / r) B A is an ordinary checkpoint of the base model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from loopdropout_trainer.errors import UserError, first_line, hide_secrets
+from loopdropout_trainer.lora import check_adapter, merged_update
+from loopdropout_trainer.results import RECIPE_FILE
+from loopdropout_trainer.saving.authors_format import CONFIG_FILE, read_authors_config, write_authors_format
+from loopdropout_trainer.saving.cards import CARD_FILE, base_name, is_hub_name, without_folders, write_model_card
+from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config, read_adapter_metadata, read_weights
+from loopdropout_trainer.saving.standalone import write_code
+from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
+
+
+logger = logging.get_logger(__name__)
+
+
+def export_authors_format(adapter: str | Path, output_dir: str | Path) -> Path:
+    """Write a saved adapter in the format of the paper authors' program.
+
+    Args:
+        adapter: Folder or Hub name of the adapter.
+        output_dir: Folder for the exported adapter.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If there is no such adapter, or the format cannot represent it.
+    """
+    folder, output_dir = adapter_folder(adapter), Path(output_dir)
+    if (output_dir / CONFIG_FILE).is_file() and read_authors_config(output_dir) is None:
+        raise UserError(f"`output_dir` must not hold an adapter in PEFT's format, got {output_dir}.")
+    config = read_adapter_config(folder)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_authors_format(output_dir, config, read_adapter_metadata(folder), read_weights(folder))
+    return output_dir
+
+
+@torch.no_grad()
+def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]:
+    """Return the base model's state dict with the adapter's update added.
+
+    W + scale (alpha / r) B A is summed in float32 and rounded once. A 4-bit W is dequantized first. The model stays unmerged.
+
+    Args:
+        model: PEFT model over a looped model.
+        scale: Factor of the update. It has the effect of this gate in every loop.
+
+    Raises:
+        UserError: If the adapter cannot be merged, or the base weights are sharded, or quantized to other than 4 bits.
+    """
+    adapter = check_adapter(model)
+    base = model.get_base_model()
+    skipped = re.compile(r"\.lora_|\.weight\.")  # constants of a quantized weight are named `weight.absmax`, ...
+    merged = {name: tensor for name, tensor in base.state_dict().items() if not skipped.search(name)}
+    merged |= (dequantized := _dequantized_weights(base))
+    for name, layer in base.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        weight_name = f"{name}.base_layer.weight"
+        weight, update = merged[weight_name], merged_update(layer, adapter)
+        is_linear = type(layer) is LoraLinear or weight_name in dequantized
+        if not is_linear or weight.shape != update.shape or not weight.is_floating_point():
+            raise UserError(
+                f"`{name}` is quantized or sharded. Save the adapter, load the base model unquantized in one process, "
+                "and merge there."
+            )
+        merged[weight_name] = (weight.float() + scale * update.float()).to(weight.dtype)
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in merged.items()}
+
+
+def _dequantized_weights(base: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the 4-bit weights of a model, dequantized."""
+    linears = {name: module for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        f"{name}.weight": dequantize_module_weight(linear)
+        for name, linear in linears.items()
+        if type(linear.weight).__name__ == "Params4bit"
+    }
+
+
+def _without_quantization(base: PreTrainedModel) -> PreTrainedModel:
+    """Return a model without data, which saves dequantized weights."""
+    config = copy.deepcopy(base.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        empty = type(base)(config).to(base.dtype)
+    empty.generation_config = base.generation_config
+    return empty
+
+
+def merge_and_save(
+    model: PeftModel,
+    output_dir: str | Path,
+    processing_class: PreTrainedTokenizerBase | None = None,
+    card: Mapping[str, Any] | None = None,
+    repo_id: str | None = None,
+    *,
+    scale: float = 1.0,
+    standalone: bool = False,
+) -> Path:
+    """Merge the adapter and save an ordinary checkpoint of the base model.
+
+    The folder gets the weights in safetensors under the base model's own names, the configurations, the tokenizer and a model
+    card. `model` itself stays unmerged. A 4-bit base model is merged into its dequantized weights.
+
+    Args:
+        model: PEFT model over a looped model.
+        output_dir: Folder for the merged model.
+        processing_class: Tokenizer to save with the model.
+        card: Keyword arguments `dataset`, `recipe` and `results` of `write_model_card`. The recipe is saved, too.
+        repo_id: Name on the Hub for the model card.
+        scale: Factor of the update.
+        standalone: Whether to write the code of this package's model class, so that transformers loads the model without this
+            package, with `trust_remote_code=True`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If the adapter cannot be merged, or the folder holds an adapter or the base model.
+    """
+    output_dir, card = Path(output_dir), card or {}
+    base = model.get_base_model()
+    if (output_dir / CONFIG_FILE).exists() or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
+        raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
+    if processing_class is not None:
+        add_end_tokens(base, end_token_ids(processing_class))
+    weights = merged_state_dict(model, scale)
+    saved = base if getattr(base.config, "quantization_config", None) is None else _without_quantization(base)
+    saved.save_pretrained(output_dir, state_dict=weights)
+    config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
+    auto_map = config.pop("auto_map", None) or {}
+    own_map = write_code(base, output_dir) if standalone else {}
+    auto_map = own_map or _copy_code(auto_map, base_name(model), output_dir)
+    config |= {"auto_map": auto_map} if auto_map else {}
+    config |= {"use_cache": True} if "use_cache" in config else {}  # training sets it to False
+    (output_dir / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if processing_class is not None:
+        processing_class.save_pretrained(output_dir)
+    if card.get("recipe"):
+        (output_dir / RECIPE_FILE).write_text(without_folders(card["recipe"]), encoding="utf-8")
+    write_model_card(output_dir, model, repo_id=repo_id, merged=True, scale=scale, **card)
+    return output_dir
+
+
+def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> dict[str, str]:
+    """Return the `auto_map` of a merged model, under which other programs find the base model's own code.
+
+    The entries of a base model name Python files next to its `config.json`. A merged model refers to the base model's
+    repository (`org/name--file.Class`), or gets copies of the files. They are never run here.
+    """
+    if is_hub_name(base):
+        return {key: name if "--" in name else f"{base}--{name}" for key, name in auto_map.items()}
+    files = {path.name: path for path in Path(base or "?").glob("*.py")}
+    found = {key: name for key, name in auto_map.items() if "--" in name or f"{name.split('.')[0]}.py" in files}
+    if len(found) < len(auto_map):
+        logger.warning(
+            "The merged model has no `auto_map`, because the base model's own code was not found next to it. To load the "
+            "model without this package, merge with `standalone=True`."
+        )
+    for file in files.values() if found else ():
+        shutil.copy2(file, folder)
+    return found
+
+
+def push_merged_to_hub(
+    folder: str | Path, repo_id: str, *, token: str | None = None, private: bool | None = None
+) -> str:
+    """Upload a merged model to the Hub.
+
+    Args:
+        folder: Folder that `merge_and_save` wrote. It is kept if the push fails.
+        repo_id: `user/name` of the repository, which is created if it does not exist.
+        token: Hub token. Default: the token of the logged-in user.
+        private: Whether a new repository is private. Default: the Hub's setting.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        UserError: If the folder does not hold a merged model, or the push fails.
+    """
+    folder = Path(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
+    with explain_push_errors(repo_id, f"The merged model is saved in {folder}", token):
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        card = folder / CARD_FILE
+        if card.is_file():
+            text = card.read_text(encoding="utf-8").replace('("."', f'("{repo_id}"')
+            card.write_text(re.sub(r"^# .*", f"# {repo_id}", text, count=1, flags=re.MULTILINE), encoding="utf-8")
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload merged model")
+    return str(commit.repo_url)
+
+
+@contextmanager
+def explain_push_errors(repo_id: str, saved: str, token: str | None = None) -> Iterator[None]:
+    """Turn an error of a push inside the block into one sentence without tokens.
+
+    Args:
+        repo_id: Name of the repository.
+        saved: Clause that says where the model is saved.
+        token: Hub token that the error must not show.
+    """
+    try:
+        yield
+    except Exception as error:  # the Hub's client raises the errors of several libraries
+        reason = first_line(error).replace(token or "\0", "***")
+        raise UserError(
+            f"The push to {repo_id} failed ({type(error).__name__}: {hide_secrets(reason)}). {saved}. Log in with "
+            "`hf auth login` or set HF_TOKEN, and push again."
+        ) from None
