@@ -73,7 +73,7 @@ def generate_greedy(
     if [] in token_ids:
         raise UserError(f"`prompts` must not be empty texts, got one at index {token_ids.index([])}.")
     looped = find_looped_model(model)
-    gates = looped.loop_state.gates
+    gates = looped.gate_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")
     ending = _Ending(looped, tokenizer, stop_strings, on_text)

@@ -75,11 +75,11 @@ class LoopDropoutHandle:
         layers = adapted_layers(model)
         before = [(layer, layer.lora_variant, layer.cast_input_dtype_enabled) for layer in layers]
         casts_inputs = all(layer.cast_input_dtype_enabled for layer in layers)  # PEFT's arithmetic
-        self.loop_state = add_gates(model, in_activation_dtype=not casts_inputs, rule=rule)
-        self.loop_state.dropout = self
+        self.gate_state = add_gates(model, in_activation_dtype=not casts_inputs, rule=rule)
+        self.gate_state.dropout = self
         for layer in layers:
             for variant in layer.lora_variant.values():
-                variant.loop_state = self.loop_state  # gates of the adapters that `set_adapter` activates later
+                variant.gate_state = self.gate_state  # gates of the adapters that `set_adapter` activates later
         self.physical_layers = physical_layers(model)
         backbone = self.looped.base_model
         self._hooks = [
@@ -111,24 +111,24 @@ class LoopDropoutHandle:
             hook.remove()
         for layer, variants, casts_inputs in layers:
             layer.lora_variant, layer.cast_input_dtype_enabled = variants, casts_inputs
-        self.loop_state.dropout = None
+        self.gate_state.dropout = None
         if not is_described:
             self.looped.detach()
 
     @torch.compiler.disable
     def _draw_gates(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not backbone.training or not torch.is_grad_enabled() or self.loop_state.batch.is_set:
+        if not backbone.training or not torch.is_grad_enabled() or self.gate_state.batch.is_set:
             return  # set gates are those of `use_gates`
         inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
         ids, segments = find_examples({name: x for name, x in inputs.items() if x is not None})
         self.drawn = GatedBatch(self.sample(ids), segments)
         self.num_draws += 1
-        self.loop_state.set(self.drawn)
+        self.gate_state.set(self.drawn)
 
     @torch.compiler.disable
     def _reset_gates(self, backbone: nn.Module, args: tuple, output: Any) -> None:
-        if self.loop_state.batch is self.drawn:
-            self.loop_state.reset()
+        if self.gate_state.batch is self.drawn:
+            self.gate_state.reset()
 
 
 def _process_index() -> int:

@@ -354,17 +354,17 @@ class NotLoopedError(UserError):
 class LoopedModelMixin:
     """Interface of a looped model: its recurrent layers, its running loop, its depth and its readouts.
 
-    The model reads its depth from `num_loops` in every forward call. It sets each loop on `loop_state`, inside the
+    The model reads its depth from `num_loops` in every forward call. It sets each loop on `gate_state`, inside the
     checkpointed `forward` of the recurrent layers.
 
     Attributes:
-        loop_state: Gates in force, and the running loop.
+        gate_state: Gates in force, and the running loop.
         can_pack: Whether the model uses `BatchOptions`.
         trains_at_one_depth: Whether the model trains only at the depth that it was built for.
         trained_with: Training settings of the adapter on the model, for its card.
     """
 
-    loop_state: GateState
+    gate_state: GateState
     can_pack = False
     trains_at_one_depth = False
     trained_with: Mapping[str, Any] = MappingProxyType({})

@@ -285,7 +285,7 @@ class Recording:
         kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
         kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        kept.gated, kept.gates, kept.depth = self.gates.batch, self.gates.gates, self.num_loops
+        kept.gated, kept.gates, kept.depth = self.gate_state.batch, self.gate_state.gates, self.num_loops
         kept.loss = loss.detach()
         self.seen = [*self.seen, kept]
         return loss

@@ -28,7 +28,7 @@ class Recorder(Recording, LoopDropoutGRPOTrainer):
 
     def _generate_single_turn(self, *args, **kwargs):
         assert self.model.training
-        self.gates_of_generation = [*self.gates_of_generation, self.gates.gates]
+        self.gates_of_generation = [*self.gates_of_generation, self.gate_state.gates]
         return super()._generate_single_turn(*args, **kwargs)
 
 

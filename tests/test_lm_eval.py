@@ -53,7 +53,7 @@ def test_answers_match_hf(make_tiny, tokenizer, options, gates):
     looped = find_looped_model(model)
     own_depth = looped.config.num_loops
     scores, rolling, texts = answers(LoopedLM(model, tokenizer, **{"batch_size": 4, **options}))
-    assert looped.config.num_loops == own_depth and looped.loop_state.gates is None
+    assert looped.config.num_loops == own_depth and looped.gate_state.gates is None
     with set_depth(model, len(gates)), use_gates(model, gates):
         hf = HFLM(model, tokenizer=tokenizer, batch_size=1, max_length=options.get("max_length"))
         expected = answers(hf)

@@ -96,7 +96,7 @@ def test_signal_stops_with_a_checkpoint(make_trainer, stop):
     with pytest.raises(TrainingInterrupted, match="after step 3 of 6") as error:
         trainer.train()
     assert error.value.signal == stop and signal.getsignal(stop) is handler
-    assert trainer.gates.gates is None
+    assert trainer.gate_state.gates is None
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert len(resumed.seen) == 3

@@ -112,7 +112,7 @@ class GatesAtEvents(TrainerCallback):
         self.after, self.before = [], []
 
     def on_log(self, args, state, control, **kwargs):
-        self.after.append(self.trainer.gates.gates)
+        self.after.append(self.trainer.gate_state.gates)
 
     on_save = on_evaluate = on_substep_end = on_log
 
@@ -121,7 +121,7 @@ class GatesAtEvents(TrainerCallback):
         self.trainer.evaluate()
 
     def on_pre_optimizer_step(self, *args, **kwargs):
-        self.before.append(self.trainer.gates.gates)
+        self.before.append(self.trainer.gate_state.gates)
 
 
 def test_callbacks_see_unit_gates(make_sft, train):
@@ -143,7 +143,7 @@ def test_interrupted_training_leaves_unit_gates(make_sft):
     trainer.accelerator.backward = lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert trainer.gates.gates is None and not trainer.gates.must_draw and trainer.num_loops == 4
+    assert trainer.gate_state.gates is None and not trainer.gate_state.must_draw and trainer.num_loops == 4
 
 
 def test_evaluation_keeps_the_gates_of_the_caller(train):

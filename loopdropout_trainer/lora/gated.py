@@ -36,7 +36,7 @@ class GatedLora(LoraVariant):
         one_depth: Whether the parameters fit one recurrence depth K only.
 
     Args:
-        loop_state: Gates of the looped model.
+        gate_state: Gates of the looped model.
         module: Index of the layer among the adapted layers.
         rule: Training rule, whose fields the kind reads. None outside of training.
         in_activation_dtype: Whether to cast float32 factors to the dtype of the layer's output, as the paper does. PEFT
@@ -48,7 +48,7 @@ class GatedLora(LoraVariant):
     description = "a shared adapter"
     one_depth = False
 
-    loop_state: GateState
+    gate_state: GateState
     module: int
     rule: Any = None
     in_activation_dtype: bool = False
@@ -80,12 +80,12 @@ class GatedLora(LoraVariant):
 
     def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""
-        self.loop_state.check_drawn(module)
-        if self.loop_state.is_unused(self.module):
+        self.gate_state.check_drawn(module)
+        if self.gate_state.is_unused(self.module):
             return self._unused(module, active_adapter, x, result)
         scaling = module.scaling[active_adapter]
         x = self._cast(module.lora_dropout[active_adapter](x), result)
-        gate = self.loop_state.gate_for(x, self.module, self.gate_factor(x))
+        gate = self.gate_state.gate_for(x, self.module, self.gate_factor(x))
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
@@ -114,7 +114,7 @@ class GatedLora(LoraVariant):
         DDP raises an error for a parameter without gradient, and ZeRO-3 applies its previous gradient.
         """
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone or self.loop_state.running.frozen:
+        if alone or self.gate_state.running.frozen:
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
@@ -150,9 +150,9 @@ class GatedVariants(dict[str, LoraVariant]):
     PEFT's variants and raises UserError for a variant that cannot be gated.
     """
 
-    def __init__(self, loop_state: GateState, module: int, in_activation_dtype: bool) -> None:
+    def __init__(self, gate_state: GateState, module: int, in_activation_dtype: bool) -> None:
         super().__init__()
-        self.options = (loop_state, module, None, in_activation_dtype)
+        self.options = (gate_state, module, None, in_activation_dtype)
 
     def __contains__(self, adapter: object) -> bool:
         return True
@@ -236,7 +236,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     trained = None if rule is None else check_adapter(model)
     _check_gates_reach(model)
     num_loops = looped.num_loops
-    state = looped.loop_state
+    state = looped.gate_state
     if rule is not None and state.dropout is not None:
         raise UserError("`loop_dropout` draws gates on this model already. Call `remove()` of its handle first.")
     looped.prepare_fused_loss()
@@ -286,9 +286,9 @@ def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]
     return kind
 
 
-def _gate_layer(layer: LoraLayer, loop_state: GateState, module: int, in_activation_dtype: bool) -> None:
+def _gate_layer(layer: LoraLayer, gate_state: GateState, module: int, in_activation_dtype: bool) -> None:
     """Gate all present and future adapters of a layer."""
-    variants = GatedVariants(loop_state, module, in_activation_dtype)
+    variants = GatedVariants(gate_state, module, in_activation_dtype)
     for adapter in layer.lora_A:
         variants[adapter] = layer.lora_variant.get(adapter)
         variants[adapter].in_activation_dtype = in_activation_dtype
@@ -328,7 +328,7 @@ def _all_gated(model: PeftModel) -> Iterator[None]:
             remove_gates(model)
         return
     _check_gates_reach(model)
-    state = find_looped_model(model).loop_state
+    state = find_looped_model(model).gate_state
     for module, layer in enumerate(adapted_layers(model)):
         if layer not in gated:
             _gate_layer(layer, state, module, in_activation_dtype=not gated[0].cast_input_dtype_enabled)
@@ -361,5 +361,5 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
         raise UserError(
             f"`gates` must have a last dimension of {num_modules} (adapted modules), got {gates.shape[2]}."
         )
-    with _all_gated(model), applied_gates(looped.loop_state, gates, segments):
-        yield looped.loop_state
+    with _all_gated(model), applied_gates(looped.gate_state, gates, segments):
+        yield looped.gate_state

@@ -58,7 +58,7 @@ class LearnedGatesLora(GatedLora, kind="learned"):
         return parameters[adapter]
 
     def gate_factor(self, x: Tensor) -> Tensor:
-        loop = self.loop_state.loop
+        loop = self.gate_state.loop
         gates = self._gates()
         if loop >= len(gates):
             raise UserError(

@@ -18,7 +18,7 @@ class SparseLora(GatedLora, kind="lora_dropout"):
     _expanded: tuple[int | None, tuple] = (None, ())  # a seed with its masks
 
     def down(self, module: LoraLayer, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        if self.loop_state.pass_gates.seeds is None:
+        if self.gate_state.pass_gates.seeds is None:
             return super().down(module, adapter, x)
         mask_in, _ = self._masks(module, x.device)
         weight = module.lora_A[adapter].weight
@@ -26,7 +26,7 @@ class SparseLora(GatedLora, kind="lora_dropout"):
         return F.linear(x, thinned.to(x.dtype))
 
     def up(self, module: LoraLayer, adapter: str, low_rank: torch.Tensor) -> torch.Tensor:
-        if self.loop_state.pass_gates.seeds is None:
+        if self.gate_state.pass_gates.seeds is None:
             return super().up(module, adapter, low_rank)
         _, mask_out = self._masks(module, low_rank.device)
         weight = module.lora_B[adapter].weight
@@ -35,7 +35,7 @@ class SparseLora(GatedLora, kind="lora_dropout"):
 
     def _masks(self, module: LoraLayer, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [d_in] and [d_out] rescaled masks of the pass, the same for all loops and recomputations."""
-        seed = int(self.loop_state.pass_gates.seeds[self.module])
+        seed = int(self.gate_state.pass_gates.seeds[self.module])
         if self._expanded[0] == seed:
             return self._expanded[1]
         p = self.rule.p

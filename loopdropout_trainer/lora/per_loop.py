@@ -74,10 +74,10 @@ class PerLoopLora(GatedLora, kind="per_loop"):
                     factor[adapter] = LoopFactors(loops, factor[adapter].weight.requires_grad)
 
     def down(self, module: LoraLayer, adapter: str, x: Tensor) -> Tensor:
-        return module.lora_A[adapter](x, self.loop_state.loop)
+        return module.lora_A[adapter](x, self.gate_state.loop)
 
     def up(self, module: LoraLayer, adapter: str, low_rank: Tensor) -> Tensor:
-        return module.lora_B[adapter](low_rank, self.loop_state.loop)
+        return module.lora_B[adapter](low_rank, self.gate_state.loop)
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         raise UserError(

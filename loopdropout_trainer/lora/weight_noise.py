@@ -26,8 +26,8 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        batch = self.loop_state.pass_gates
-        loop = self.loop_state.loop
+        batch = self.gate_state.pass_gates
+        loop = self.gate_state.loop
         noise_rank = self.rule.noise_rank
         if batch.seeds is None:
             return updated
@@ -51,7 +51,7 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         scale = scale * update_norm(module, active_adapter)
         # Compute the thin products of all E events for each token, then select the events of its example.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
-        is_mine = self.loop_state.per_token(is_mine, x)  # [B, 1 or S, E]
+        is_mine = self.gate_state.per_token(is_mine, x)  # [B, 1 or S, E]
         g_in = g_in.flatten(0, 1).to(x.dtype)
         g_out = g_out.flatten(0, 1).T.to(x.dtype)
         low_rank = F.linear(x, g_in).unflatten(-1, (len(events), noise_rank))  # [B, S, E, r_n]

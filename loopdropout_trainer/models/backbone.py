@@ -35,7 +35,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def __init__(self, config) -> None:
         super().__init__(config)
-        self.loop_state = GateState()
+        self.gate_state = GateState()
         self.gradient_checkpointing = False
 
     def rotate(self, embeddings: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         inputs = self.run_prelude(inputs, None if initial_state is None else forward_pass.pack(initial_state))
         results = forward_pass.run_loops(inputs)
         readouts = [forward_pass.unpack(self.readout(x)) for x in (results if output_readouts else results[-1:])]
-        self.loop_state.set_loop(self.loop_state.batch.loop(0))  # so that no tensor of this pass is kept
+        self.gate_state.set_loop(self.gate_state.batch.loop(0))  # so that no tensor of this pass is kept
 
         output = LoopedModelOutput(last_hidden_state=readouts[-1], **{CACHE: cache})
         if output_readouts:
@@ -112,7 +112,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
             return inputs_embeds
         embeddings = self.get_input_embeddings()(input_ids)
         # PEFT and TRL make the embeddings require a gradient for reentrant checkpointing, and nothing uses it.
-        is_frozen = self.loop_state.batch.options.lora_parameters is not None and embeddings.is_leaf
+        is_frozen = self.gate_state.batch.options.lora_parameters is not None and embeddings.is_leaf
         return embeddings.detach() if is_frozen else embeddings
 
     def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
@@ -146,7 +146,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         records = ("output_hidden_states", "output_attentions")
         is_recorded = any(inputs.attention_kwargs.get(name, getattr(self.config, name, False)) for name in records)
         marks_padding = torch.is_tensor(attention_mask) and attention_mask.shape == inputs.state.shape[:2]
-        may_pack = self.can_pack and self.loop_state.batch.options.remove_padding and inputs.cache is None
+        may_pack = self.can_pack and self.gate_state.batch.options.remove_padding and inputs.cache is None
         if may_pack and not is_recorded and (attention_mask is None or marks_padding):
             return PackedPass(self)
         return BatchPass(self)

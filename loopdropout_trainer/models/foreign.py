@@ -55,8 +55,8 @@ class LoopDescription(LoopedModelMixin):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.loop_state = GateState()
-        self.hooks = [self.base_model.register_forward_pre_hook(_AddGates(self.loop_state), with_kwargs=True)]
+        self.gate_state = GateState()
+        self.hooks = [self.base_model.register_forward_pre_hook(_AddGates(self.gate_state), with_kwargs=True)]
         recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
         for module in self.base_model.modules():
             if module in recurrent:
@@ -116,10 +116,10 @@ class LoopDescription(LoopedModelMixin):
 class _AddGates:
     """Pre-hook of a backbone that passes the gates in force on to its layers."""
 
-    loop_state: GateState
+    gate_state: GateState
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        batch = self.loop_state.batch
+        batch = self.gate_state.batch
         return args, {**kwargs, PASS_GATES: batch} if batch.is_set else kwargs
 
 
@@ -133,7 +133,7 @@ class _SetLoop:
         batch = kwargs.get(PASS_GATES, UNIT_GATES)
         args, kwargs = _drop_gates(module, args, kwargs)
         device = next(x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x))
-        self.description.loop_state.set_loop(batch.loop(self.description.running_loop(**kwargs), device))
+        self.description.gate_state.set_loop(batch.loop(self.description.running_loop(**kwargs), device))
         return args, kwargs
 
 
@@ -198,7 +198,7 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
 
     def note(module: nn.Module, args: tuple) -> None:
         if module in names:
-            loops[names[module]].append(looped.loop_state.loop)
+            loops[names[module]].append(looped.gate_state.loop)
 
     hook = register_module_forward_pre_hook(note)  # of all modules
     try:

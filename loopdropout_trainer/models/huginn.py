@@ -409,12 +409,12 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         state, config = inputs.state, self.config
         if config.state_init == "zero":
             return torch.zeros_like(state)
-        draw = self.loop_state.batch.draw
+        draw = self.gate_state.batch.draw
         examples = [()]
         if draw is not None and self.training:
             examples = [(draw.seed, draw.step, *example) for example in draw.example_ids]
         keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
-        keys = self.loop_state.per_token(torch.tensor(keys, device=state.device), state).squeeze(
+        keys = self.gate_state.per_token(torch.tensor(keys, device=state.device), state).squeeze(
             -1
         )  # [B or 1, S or 1]
         normals = truncated_normals(keys, inputs.position_ids.expand(len(state), -1), config.n_embd)

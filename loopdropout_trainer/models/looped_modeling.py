@@ -279,8 +279,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
 
     @property
-    def loop_state(self) -> GateState:
-        return self.base_model.loop_state
+    def gate_state(self) -> GateState:
+        return self.base_model.gate_state
 
     def init_continuous_batching(self, *args, **kwargs):
         raise UserError(

@@ -92,7 +92,7 @@ class BatchPass:
 
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         """Return inputs [B, S, ...] in the form that the layers of this pass take, with their mask."""
-        self.backbone.loop_state.set_loop(RunningLoop(batch=self.backbone.loop_state.batch))
+        self.backbone.gate_state.set_loop(RunningLoop(batch=self.backbone.gate_state.batch))
         if isinstance(attention_mask, dict):  # generation with a static cache creates the masks, by layer type
             mask = attention_mask["full_attention"]
         else:
@@ -109,7 +109,7 @@ class BatchPass:
     def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
         """Run all loops, and return the inputs with the state after each loop."""
         backbone = self.backbone
-        state = backbone.loop_state
+        state = backbone.gate_state
         results = []
         for loop in range(backbone.config.num_loops):
             set_loop = functools.partial(state.set_loop, state.batch.loop(loop, inputs.state.device))
@@ -161,10 +161,10 @@ class PackedPass(BatchPass):
 
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         shape = inputs.state.shape[:2]
-        batch = self.backbone.loop_state.batch
+        batch = self.backbone.gate_state.batch
         self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, batch.segments)
         self.pack, self.unpack = packing.pack, packing.unpack
-        self.backbone.loop_state.set_loop(RunningLoop(tokens=packing.tokens, batch=batch))  # for random initial states
+        self.backbone.gate_state.set_loop(RunningLoop(tokens=packing.tokens, batch=batch))  # for random initial states
         return replace(
             inputs,
             state=packing.pack(inputs.state),
@@ -175,8 +175,8 @@ class PackedPass(BatchPass):
         )
 
     def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
-        loop_state = self.backbone.loop_state
-        batch, lengths = loop_state.batch, self.packing.lengths
+        gate_state = self.backbone.gate_state
+        batch, lengths = gate_state.batch, self.packing.lengths
         everyone = tuple(range(len(lengths)))
         active = [[True] * len(lengths)] * self.backbone.config.num_loops
         parts = [{everyone: False}] * len(active)
@@ -200,7 +200,7 @@ class PackedPass(BatchPass):
                 tokens = selected[examples].tokens
                 skips = frozen or not any(active[loop][index] for index in examples)
                 running = batch.loop(loop, tokens.device, tokens, frozen=frozen, skips_updates=skips)
-                set_loop = functools.partial(loop_state.set_loop, running)
+                set_loop = functools.partial(gate_state.set_loop, running)
                 set_loop()  # for modules outside of the layers
                 state = inputs.state if examples == everyone else _join(before[index] for index in examples)
                 with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):

@@ -29,11 +29,11 @@ class UnitGatesCallback(TrainerCallback):
     It comes before the user's callbacks, so that they log, evaluate and save at unit gates.
 
     Attributes:
-        gates: Gates of the model.
+        gate_state: Gates of the model.
         micro_batch: Number of micro-batches of the current optimizer step that are done.
     """
 
-    gates: GateState
+    gate_state: GateState
     micro_batch = 0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
@@ -41,11 +41,11 @@ class UnitGatesCallback(TrainerCallback):
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.micro_batch += 1
-        self.gates.reset()
+        self.gate_state.reset()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.micro_batch = 0
-        self.gates.reset()
+        self.gate_state.reset()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any

@@ -37,7 +37,7 @@ class AdapterTrainingMixin:
 
     Attributes:
         rule: Rule that draws the gates.
-        gates: Gates in force in the model. They are one outside of training passes.
+        gate_state: Gates in force in the model. They are one outside of training passes.
         drawn: Gates that were drawn last.
         unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
         physical_layers: [M] index of the layer of each adapted module.
@@ -48,7 +48,7 @@ class AdapterTrainingMixin:
     """
 
     rule: GateRule
-    gates: GateState
+    gate_state: GateState
     unit_gates: UnitGatesCallback
     physical_layers: list[int]
     drawn: GatedBatch | None = None
@@ -109,7 +109,7 @@ class AdapterTrainingMixin:
             self.rule.check(depth)
         if depths != (self.num_loops, self.num_loops) and self._needs_one_depth():
             raise UserError(f"`depth_sampling` must be 'fixed' for {self._needs_one_depth()}.")
-        self.gates = self.unit_gates.gates = add_gates(
+        self.gate_state = self.unit_gates.gate_state = add_gates(
             self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed
         )
         self.physical_layers = physical_layers(self.model)  # [M]

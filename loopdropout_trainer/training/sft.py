@@ -51,8 +51,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
         inputs = dict(self.looped.complete_batch(inputs))
         if model.training:
             self.draw_gates(inputs)
-        elif self.gates.batch is self.drawn:  # by a call of this method outside of `train()`
-            self.gates.reset()
+        elif self.gate_state.batch is self.drawn:  # by a call of this method outside of `train()`
+            self.gate_state.reset()
         inputs.pop("example_ids", None)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
@@ -65,7 +65,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.
         """
         self.drawn = self.sample_gates(inputs)
-        self.gates.set(self.drawn)
+        self.gate_state.set(self.drawn)
         inputs.pop("example_ids", None)
 
     def sample_gates(self, inputs: dict[str, Any]) -> GatedBatch:
@@ -109,15 +109,15 @@ class GateSamplingMixin(AdapterTrainingMixin):
             resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
         num_loops = self.num_loops
         self.batch_options = self.find_batch_options()  # the trained weights may have changed since `__init__`
-        self.gates.must_draw = True
+        self.gate_state.must_draw = True
         try:
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             self.stop_callback.raise_if_stopped(self.state)
             return output
         finally:
             self.stop_callback.restore_handlers()
-            self.gates.must_draw = False
-            self.gates.reset()
+            self.gate_state.must_draw = False
+            self.gate_state.reset()
             self.unit_gates.micro_batch = 0
             self.looped.num_loops = num_loops
 
