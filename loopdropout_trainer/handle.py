@@ -89,12 +89,12 @@ class LoopDropoutHandle:
         self._before = before, is_described
 
     def sample(self, example_ids: Sequence[tuple[int, int]]) -> Tensor:
-        """Return gates [K, N] for the N examples of a pass, each of them a (row, part of the row)."""
+        """Return gates [K, N] for the N examples of a pass, each of them a (row, segment)."""
         first_row = _process_index() << 32  # processes draw different gates
         draw = Draw(
             seed=self.seed,
             step=self.num_draws,
-            example_ids=[(first_row + row, part) for row, part in example_ids],
+            example_ids=[(first_row + row, segment) for row, segment in example_ids],
             num_loops=self.looped.num_loops,
             num_modules=len(self.physical_layers),
             layers=self.physical_layers,
@@ -120,8 +120,8 @@ class LoopDropoutHandle:
         if not backbone.training or not torch.is_grad_enabled() or self.gate_state.batch.is_set:
             return  # set gates are those of `use_gates`
         inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
-        ids, segments = find_examples({name: x for name, x in inputs.items() if x is not None})
-        self.drawn = GatedBatch(self.sample(ids), segments)
+        ids, token_examples = find_examples({name: x for name, x in inputs.items() if x is not None})
+        self.drawn = GatedBatch(self.sample(ids), token_examples)
         self.num_draws += 1
         self.gate_state.set(self.drawn)
 

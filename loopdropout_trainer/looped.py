@@ -54,7 +54,7 @@ class RunningLoop:
 
     Attributes:
         index: Index of the loop, from 0.
-        tokens: [n] index of each token's example, if examples are packed in one row [1, n]. None: the batch, row by row.
+        token_examples: [n] index of each token's example, if examples are packed in one row [1, n]. None: row b is example b.
         gate: Gates of the packed tokens, [n, 1] or [n, M] for M adapted modules. Without packing, gates of the examples,
             [N, 1] or [N, M]. None: unit gates.
         frozen: Whether the tokens have no active gate up to this loop. They run without adapter and gradient.
@@ -64,7 +64,7 @@ class RunningLoop:
     """
 
     index: int = 0
-    tokens: Tensor | None = None
+    token_examples: Tensor | None = None
     gate: Tensor | None = None
     frozen: bool = False
     skips_updates: bool = False
@@ -78,7 +78,7 @@ class GatedBatch:
     Attributes:
         gates: [K, N] multipliers of the adapter's update for N examples (N = 1: for all examples), or [K, N, M] with one for
             each of the M adapted modules. None: unit gates. Gates that are all exactly one are stored as None.
-        segments: [B, S] index of each token's example, if rows hold several examples. None: row b is example b.
+        token_examples: [B, S] index of each token's example, if rows hold several examples. None: row b is example b.
         seeds: int64 seeds of random factors that an adapter expands itself, in the adapter's shape, or None.
         draw: Key of the step's random draws, for models with a random start state. None outside of a training step.
         options: Optimizations that the model may use.
@@ -89,7 +89,7 @@ class GatedBatch:
     """
 
     gates: Tensor | None = None
-    segments: Tensor | None = None
+    token_examples: Tensor | None = None
     seeds: Tensor | None = None
     draw: DrawKey | None = None
     options: BatchOptions = BatchOptions()
@@ -122,18 +122,18 @@ class GatedBatch:
         return self.gates is not None and self.gates.dim() == 3
 
     def loop(
-        self, index: int, device: torch.device | None = None, tokens: Tensor | None = None, **attributes: Any
+        self, index: int, device: torch.device | None = None, token_examples: Tensor | None = None, **attributes: Any
     ) -> RunningLoop:
         """Return the loop of this index with its gates.
 
         Args:
             index: Index of the loop, from 0.
             device: Device of the gates.
-            tokens: [n] index of each packed token's example, or None.
+            token_examples: [n] index of each packed token's example, or None.
             **attributes: Other attributes of `RunningLoop`.
         """
         if self.gates is None:
-            return RunningLoop(index, tokens, batch=self, **attributes)
+            return RunningLoop(index, token_examples, batch=self, **attributes)
         if index >= len(self.gates):
             raise UserError(
                 f"`gates` must have one row for each loop, got {len(self.gates)} rows, but the model runs loop {index + 1}. "
@@ -141,9 +141,9 @@ class GatedBatch:
             )
         gate = self.gates[index].to(device, non_blocking=True)
         gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
-        if tokens is not None:
-            gate = gate[tokens if len(gate) > 1 else torch.zeros_like(tokens)]  # [n, 1 or M]
-        return RunningLoop(index, tokens, gate, batch=self, **attributes)
+        if token_examples is not None:
+            gate = gate[token_examples if len(gate) > 1 else torch.zeros_like(token_examples)]  # [n, 1 or M]
+        return RunningLoop(index, token_examples, gate, batch=self, **attributes)
 
 
 UNIT_GATES = GatedBatch()
@@ -220,7 +220,7 @@ class GateState:
         if gate.shape[1] > 1:
             gate = gate[:, module : module + 1]
         gate = gate.to(hidden_states.device)  # another device in a model that is spread over several devices
-        if self.running.tokens is not None:
+        if self.running.token_examples is not None:
             gate = gate.unsqueeze(0)  # [1, n, 1], one for each packed token
         else:
             index = self._token_index(len(gate), hidden_states)
@@ -237,9 +237,10 @@ class GateState:
 
     def _token_index(self, num_examples: int, hidden_states: Tensor) -> Tensor | None:
         """Return the [B, S] index of each token's example, or None if row b is example b or there is one for all."""
-        tokens = self.pass_gates.segments if self.running.tokens is None else self.running.tokens.unsqueeze(0)
-        if tokens is not None and num_examples > 1:
-            return tokens.to(hidden_states.device)
+        packed = self.running.token_examples
+        index = self.pass_gates.token_examples if packed is None else packed.unsqueeze(0)
+        if index is not None and num_examples > 1:
+            return index.to(hidden_states.device)
         if num_examples not in (1, len(hidden_states)):
             raise UserError(
                 f"`gates` must have one column for each of the {len(hidden_states)} examples or one column for all, got "
@@ -254,10 +255,10 @@ class GateState:
 
 
 @contextmanager
-def applied_gates(state: GateState, gates: Tensor | None, segments: Tensor | None = None) -> Iterator[None]:
+def applied_gates(state: GateState, gates: Tensor | None, token_examples: Tensor | None = None) -> Iterator[None]:
     """Apply gates inside the block and restore the former gates after it."""
     before = state.batch, state.running
-    state.set(GatedBatch(gates, segments))
+    state.set(GatedBatch(gates, token_examples))
     try:
         yield
     finally:
@@ -275,7 +276,7 @@ def example_starts(position_ids: Tensor) -> Tensor:
 
 
 def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
-    """Return (row, part of the row) of each example of a batch, and the [B, S] index of each token's example.
+    """Return (row, segment) of each example of a batch, and the [B, S] index of each token's example.
 
     Examples with the same id share their gates. The index is None if each row is one example.
     """
@@ -283,11 +284,11 @@ def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor
     if "position_ids" not in inputs or "attention_mask" in inputs:
         return [(row, 0) for row in range(len(rows))], None
     starts = example_starts(inputs["position_ids"].expand(len(rows), -1))  # [B, S] of packed rows
-    segments = (starts.flatten().cumsum(0) - 1).view_as(starts)
+    token_examples = (starts.flatten().cumsum(0) - 1).view_as(starts)
     if "example_ids" not in inputs:
-        return [(0, part) for part in range(int(starts.sum()))], segments
+        return [(0, segment) for segment in range(int(starts.sum()))], token_examples
     ids = inputs["example_ids"].tolist()
-    return ids, segments.clamp(max=len(ids) - 1)  # padding counts as a part of the last example
+    return ids, token_examples.clamp(max=len(ids) - 1)  # padding counts as part of the last example
 
 
 def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:

@@ -124,13 +124,16 @@ def test_packed_gradients_equal_unpacked_gradients(make_sft, tokenizer, layout, 
     model = randomise(trainer.model, 0.05)
     trainer.train()
     (seen,) = trainer.seen
-    segments, ids = seen.gated.segments, seen.gated.draw.example_ids
-    assert len(set(ids)) == segments.max() + 1 >= (4 if trainer.args.packing else 2)
+    token_examples, ids = seen.gated.token_examples, seen.gated.draw.example_ids
+    assert len(set(ids)) == token_examples.max() + 1 >= (4 if trainer.args.packing else 2)
     assert ids == sorted(ids) and {row for row, _ in ids} == {0, 1}
     draw = Draw(seed=trainer.args.seed, step=0, example_ids=ids, num_loops=4)
     assert torch.equal(seen.gates, LoopDropout(0.5).sample(draw))
 
-    rows = [{name: seen.batch[name][segments == i] for name in ("input_ids", "labels")} for i in segments.unique()]
+    rows = [
+        {name: seen.batch[name][token_examples == i] for name in ("input_ids", "labels")}
+        for i in token_examples.unique()
+    ]
     batch = DataCollatorForSeq2Seq(tokenizer)([{name: row[name].tolist() for name in row} for row in rows])
     model.zero_grad()
     with use_gates(model, seen.gates):

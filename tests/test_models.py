@@ -132,14 +132,14 @@ def test_gated_gradients_match_oracle(family, layout, checkpointing, mean):
     if checkpointing:
         peft_model.gradient_checkpointing_enable({"use_reentrant": False})
     inputs = golden_inputs(family, "oracle/left" if layout == "left" else "oracle/right")
-    kept, lengths, segments = inputs["attention_mask"].bool(), [inputs["labels"].shape[1]], None
+    kept, lengths, token_examples = inputs["attention_mask"].bool(), [inputs["labels"].shape[1]], None
     if layout == "packed":
         inputs = {name: tensor[kept][None] for name, tensor in inputs.items() if name != "attention_mask"}
         lengths = kept.sum(dim=1).tolist()
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-        segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        token_examples = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     gates = tensors["oracle/gates"].clone().requires_grad_()
-    with use_gates(peft_model, gates, segments):
+    with use_gates(peft_model, gates, token_examples):
         out = peft_model(**inputs)
         rows = zip(out.logits.split(lengths, dim=1), inputs["labels"].split(lengths, dim=1), strict=True)
         nll = torch.cat([example_nll(*row) for row in rows])

@@ -30,7 +30,7 @@ def adapted(model, checkpointing=False, **config):
 
 
 def make_batch(layout):
-    """Return four examples of up to 9 tokens, padded or packed in one row, and the segments of packed tokens."""
+    """Return four examples of up to 9 tokens, padded or packed in one row, and the example of each packed token."""
     ids = torch.randint(2, 258, (4, 9), generator=torch.Generator().manual_seed(0))
     if layout == "packed":
         positions = torch.cat([torch.arange(length) for length in (9, 12, 5, 10)])[None]
@@ -45,10 +45,10 @@ def make_batch(layout):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}, None
 
 
-def loss_and_gradients(peft_model, gates, inputs, segments, options):
+def loss_and_gradients(peft_model, gates, inputs, token_examples, options):
     state = add_gates(peft_model, in_activation_dtype=True)
     peft_model.zero_grad()
-    state.set(GatedBatch(gates, segments, options=options))
+    state.set(GatedBatch(gates, token_examples, options=options))
     loss = peft_model(**inputs).loss
     loss.backward()
     state.reset()
@@ -58,15 +58,15 @@ def loss_and_gradients(peft_model, gates, inputs, segments, options):
     return loss.detach(), {name: torch.zeros(()) if g is None else g.clone() for name, g in gradients.items()}
 
 
-def assert_packed_equals_plain(peft_model, gates, inputs, segments=None):
+def assert_packed_equals_plain(peft_model, gates, inputs, token_examples=None):
     sizes, num_tokens = set(), inputs.get("attention_mask", torch.ones(36)).sum()
     layer = list(find_looped_model(peft_model).recurrent_layers())[-1]
     hook = layer.register_forward_pre_hook(lambda module, args: sizes.add(args[0].shape[:2]))
     options = BatchOptions(True, trained_lora_parameters(peft_model))
-    loss, gradients = loss_and_gradients(peft_model, gates, inputs, segments, options)
+    loss, gradients = loss_and_gradients(peft_model, gates, inputs, token_examples, options)
     hook.remove()
     assert max(sizes) <= (1, num_tokens)  # no padding
-    want = loss_and_gradients(peft_model, gates, inputs, segments, BatchOptions())
+    want = loss_and_gradients(peft_model, gates, inputs, token_examples, BatchOptions())
     scale = max(1, *(gradient.abs().max().item() for gradient in want[1].values()))
     torch.testing.assert_close((loss, gradients), want, atol=1e-9 * scale, rtol=1e-9)
 
@@ -77,8 +77,8 @@ def assert_packed_equals_plain(peft_model, gates, inputs, segments=None):
 @pytest.mark.parametrize("seconds", [looped.LAUNCH_SECONDS, 0], ids=["costly launches", "free launches"])
 def test_packed_pass_equals_batch_pass(make_tiny, seconds, layout, checkpointing, monkeypatch):
     monkeypatch.setattr(looped, "LAUNCH_SECONDS", seconds)  # free: as for large models, frozen examples run apart
-    inputs, segments = make_batch(layout)
-    assert_packed_equals_plain(adapted(make_tiny(), checkpointing), MIXED, inputs, segments)
+    inputs, token_examples = make_batch(layout)
+    assert_packed_equals_plain(adapted(make_tiny(), checkpointing), MIXED, inputs, token_examples)
 
 
 @pytest.mark.parametrize("name", GATES)

@@ -208,9 +208,9 @@ def physical_layers(model: nn.Module) -> list[int]:
     Modules whose names agree up to the first number (`layers.3`) belong to one physical layer.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    owners = [re.sub(r"(\.\d+)\..*", r"\1", name) for name in names]
-    order = list(dict.fromkeys(owners))
-    return [order.index(owner) for owner in owners]
+    prefixes = [re.sub(r"(\.\d+)\..*", r"\1", name) for name in names]
+    order = list(dict.fromkeys(prefixes))
+    return [order.index(prefix) for prefix in prefixes]
 
 
 def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = None, seed: int = 0) -> GateState:
@@ -338,7 +338,7 @@ def _all_gated(model: PeftModel) -> Iterator[None]:
 
 
 @contextmanager
-def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | None = None) -> Iterator[GateState]:
+def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor | None = None) -> Iterator[GateState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
@@ -348,7 +348,7 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
     Args:
         model: PEFT model over a looped model.
         gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules.
-        segments: Index (0..N-1) of each token's example, [B, S], for packed examples.
+        token_examples: Index (0..N-1) of each token's example, [B, S], for packed examples.
 
     Raises:
         NotLoopedError: If the model is not looped.
@@ -361,5 +361,5 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, segments: Tensor | Non
         raise UserError(
             f"`gates` must have a last dimension of {num_modules} (adapted modules), got {gates.shape[2]}."
         )
-    with _all_gated(model), applied_gates(looped.gate_state, gates, segments):
+    with _all_gated(model), applied_gates(looped.gate_state, gates, token_examples):
         yield looped.gate_state

@@ -32,14 +32,14 @@ class Packing:
         kept: [T] indices of the packed tokens among the B * S tokens. None: all tokens, in order.
         lengths: Number of tokens of each example.
         examples: Index of each example's gates, which is its row or its segment.
-        tokens: [T] index of each token's gates.
+        token_examples: [T] index of each token's gates.
     """
 
     shape: tuple[int, int]
     kept: Tensor | None
     lengths: list[int]
     examples: list[int]
-    tokens: Tensor
+    token_examples: Tensor
 
     def pack(self, x: Tensor) -> Tensor:
         """Return [1, T, ...] for [B, S, ...], or for [1, S, ...] that all rows share."""
@@ -55,7 +55,7 @@ class Packing:
 
 
 def find_packing(
-    shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor, segments: Tensor | None = None
+    shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor, token_examples: Tensor | None = None
 ) -> Packing:
     """Find the examples of a batch.
 
@@ -63,7 +63,7 @@ def find_packing(
         shape: (B, S).
         attention_mask: [B, S], 0 on padding. Then each row is one example.
         position_ids: [B or 1, S]. Without a mask, they mark the beginnings of examples (`example_starts`).
-        segments: [B, S] index of each token's gates. Default: its row.
+        token_examples: [B, S] index of each token's gates. Default: its row.
     """
     device = position_ids.device
     mask = torch.ones(shape, dtype=torch.bool)
@@ -71,13 +71,13 @@ def find_packing(
     if attention_mask is not None:
         mask = attention_mask.bool().cpu()
         starts = (torch.arange(shape[1]) == 0).expand(shape)
-    owners = torch.arange(shape[0]).unsqueeze(1).expand(shape) if segments is None else segments.cpu()
-    examples = owners[starts]
+    rows = torch.arange(shape[0]).unsqueeze(1).expand(shape)
+    examples = (rows if token_examples is None else token_examples.cpu())[starts]
     lengths = (starts.flatten().cumsum(0) - 1)[mask.flatten()].bincount(minlength=len(examples))
     examples, lengths = examples[lengths > 0], lengths[lengths > 0]  # without rows of padding only
     kept = None if mask.all() else mask.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
-    tokens = examples.repeat_interleave(lengths).to(device, non_blocking=True)
-    return Packing(shape, kept, lengths.tolist(), examples.tolist(), tokens)
+    packed = examples.repeat_interleave(lengths).to(device, non_blocking=True)
+    return Packing(shape, kept, lengths.tolist(), examples.tolist(), packed)
 
 
 class PackedAttention:

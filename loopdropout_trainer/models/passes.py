@@ -42,7 +42,7 @@ class LoopInputs:
         cache: Cache of keys and values. It has the layers of the running loop.
         injected: [B, S, H] input that every loop adds again, or None.
         attention_kwargs: Further arguments of the attention kernel.
-        tokens: [T] index of each packed token's example. None: row b is example b.
+        token_examples: [T] index of each packed token's example. None: row b is example b.
         set_loop: Function that sets the running loop. None outside of the loops.
     """
 
@@ -53,7 +53,7 @@ class LoopInputs:
     cache: Cache | LoopCache | None = None
     injected: Tensor | None = None
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    tokens: Tensor | None = None
+    token_examples: Tensor | None = None
     set_loop: Callable[[], None] | None = None
 
     def run(self, layers: Iterable[nn.Module]) -> Tensor:
@@ -162,16 +162,17 @@ class PackedPass(BatchPass):
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         shape = inputs.state.shape[:2]
         batch = self.backbone.gate_state.batch
-        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, batch.segments)
+        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, batch.token_examples)
         self.pack, self.unpack = packing.pack, packing.unpack
-        self.backbone.gate_state.set_loop(RunningLoop(tokens=packing.tokens, batch=batch))  # for random initial states
+        # Random initial states read the examples.
+        self.backbone.gate_state.set_loop(RunningLoop(token_examples=packing.token_examples, batch=batch))
         return replace(
             inputs,
             state=packing.pack(inputs.state),
             attention_mask=self._attention(inputs.state, packing.lengths),
             position_ids=packing.pack(inputs.position_ids),
             position_embeddings=tuple(map(packing.pack, inputs.position_embeddings)),
-            tokens=packing.tokens,
+            token_examples=packing.token_examples,
         )
 
     def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
@@ -185,8 +186,8 @@ class PackedPass(BatchPass):
         parameters = batch.options.lora_parameters if torch.is_grad_enabled() and not needs_gradient else None
         if parameters is not None and batch.active is not None:
             # Gates belong to rows or segments, lengths to examples.
-            owners = self.packing.examples if len(batch.active[0]) > 1 else [0] * len(lengths)
-            active = [[gates[owner] for owner in owners] for gates in batch.active]
+            columns = self.packing.examples if len(batch.active[0]) > 1 else [0] * len(lengths)
+            active = [[gates[column] for column in columns] for gates in batch.active]
             parts = loop_parts(active, lengths, self._least_frozen(inputs.state))
 
         selected = {everyone: inputs}  # inputs of some examples, the same in all loops
@@ -197,9 +198,9 @@ class PackedPass(BatchPass):
             for examples, frozen in groups.items():
                 if examples not in selected:
                     selected[examples] = self._select(inputs, examples)
-                tokens = selected[examples].tokens
+                token_examples = selected[examples].token_examples
                 skips = frozen or not any(active[loop][index] for index in examples)
-                running = batch.loop(loop, tokens.device, tokens, frozen=frozen, skips_updates=skips)
+                running = batch.loop(loop, token_examples.device, token_examples, frozen=frozen, skips_updates=skips)
                 set_loop = functools.partial(gate_state.set_loop, running)
                 set_loop()  # for modules outside of the layers
                 state = inputs.state if examples == everyone else _join(before[index] for index in examples)
@@ -253,5 +254,5 @@ class PackedPass(BatchPass):
             position_ids=select(inputs.position_ids),
             position_embeddings=tuple(map(select, inputs.position_embeddings)),
             injected=None if inputs.injected is None else select(inputs.injected),
-            tokens=select(inputs.tokens, dim=0),
+            token_examples=select(inputs.token_examples, dim=0),
         )

@@ -12,7 +12,7 @@ from transformers import DataCollator
 
 
 def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate examples into one row, and add `example_ids`: [N, 2] row and part of the row of each example.
+    """Collate examples into one row, and add `example_ids`: [N, 2] row and segment of each example.
 
     Args:
         collate: TRL's padding-free collator.
@@ -20,7 +20,11 @@ def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any
     """
     batch = collate(examples)
     batch["example_ids"] = torch.tensor(
-        [(row, part) for row, example in enumerate(examples) for part in range(len(example.get("seq_lengths") or [0]))]
+        [
+            (row, segment)
+            for row, example in enumerate(examples)
+            for segment in range(len(example.get("seq_lengths") or [0]))
+        ]
     )
     return batch
 

@@ -74,13 +74,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
         A draw is a pure function of the seed, the optimizer step, and the example's row in the step's global batch. It does
         not depend on the number of processes or on the split into micro-batches.
         """
-        ids, segments = self.example_ids(inputs)
+        ids, token_examples = self.example_ids(inputs)
         processes, process = self.accelerator.num_processes, self.accelerator.process_index
         first_row = (self.unit_gates.micro_batch * processes + process) * self.args.per_device_train_batch_size
         draw = Draw(
             seed=self.gate_seed,
             step=self.state.global_step,
-            example_ids=[(first_row + row, part) for row, part in ids],
+            example_ids=[(first_row + row, segment) for row, segment in ids],
             num_loops=self.num_loops,
             num_steps=self.state.max_steps,
             num_modules=len(self.physical_layers),
@@ -89,7 +89,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         )
         gates = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
         start_states = draw if self.samples_start_states else None
-        return GatedBatch(gates, segments, self.rule.seeds(draw), start_states, self.batch_options)
+        return GatedBatch(gates, token_examples, self.rule.seeds(draw), start_states, self.batch_options)
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
         """Return the ids of the examples of a micro-batch and the index of each token's example, as `find_examples` does."""
