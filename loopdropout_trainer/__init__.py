@@ -23,12 +23,12 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
     from loopdropout_trainer.training.dpo import LoopDropoutDPOTrainer
     from loopdropout_trainer.training.grpo import LoopDropoutGRPOTrainer
-    from loopdropout_trainer.training.lora_dropout import LoRADropoutSFTTrainer
+    from loopdropout_trainer.training.multipass import LoRADropoutSFTTrainer
     from loopdropout_trainer.training.sft import GateSamplingMixin, LoopDropoutSFTTrainer
 
 _HOMES = {
     "GateSamplingMixin": "training.sft",
-    "LoRADropoutSFTTrainer": "training.lora_dropout",
+    "LoRADropoutSFTTrainer": "training.multipass",
     "LoopDescription": "models.foreign",
     "LoopDropoutConfig": "training.config",
     "LoopDropoutDPOConfig": "training.config",

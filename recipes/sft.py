@@ -53,7 +53,7 @@ from loopdropout_trainer.saving.loading import load_model
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
 from loopdropout_trainer.tokenizers import load_tokenizer
 from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
-from loopdropout_trainer.training.lora_dropout import LoRADropoutSFTTrainer
+from loopdropout_trainer.training.multipass import LoRADropoutSFTTrainer
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, find_checkpoint, newest_checkpoint
 

@@ -50,7 +50,7 @@ class LoRADropout(LoRA):
 
     name = "lora_dropout"
     title = "LoRA Dropout"
-    adapter = "lora_dropout"
+    adapter = "sparse"
     p: float = 0.5
     num_masks: int = 4
 

@@ -16,6 +16,6 @@ from loopdropout_trainer.lora.gated import (
 )
 from loopdropout_trainer.lora.learned import LearnedGatesLora
 from loopdropout_trainer.lora.loading import attach_adapter
-from loopdropout_trainer.lora.lora_dropout import SparseLora
 from loopdropout_trainer.lora.per_loop import PerLoopLora
+from loopdropout_trainer.lora.sparse import SparseLora
 from loopdropout_trainer.lora.weight_noise import NoisyLora

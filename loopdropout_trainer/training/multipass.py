@@ -1,4 +1,4 @@
-"""LoRA Dropout (Lin et al. 2024), a baseline of the paper: the loss is the mean over several draws of sparse factors."""
+"""Training with several passes over each micro-batch, for the baseline LoRA Dropout (Lin et al. 2024)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from loopdropout_trainer.lora.gated import GatedLora
 
 
-class SparseLora(GatedLora, kind="lora_dropout"):
+class SparseLora(GatedLora, kind="sparse"):
     """A gated layer that masks columns of A and rows of B, with `GatedBatch.seeds` [M] and the rule's `p`."""
 
     _expanded: tuple[int | None, tuple] = (None, ())  # a seed with its masks
