@@ -117,7 +117,7 @@ class EveryExampleOnceMixin:
             loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             self._is_evaluating = False
-        num_tokens = 0 if loss is None else self.evaluated_weight(inputs)
+        num_tokens = 0 if loss is None else self.count_targets(inputs)
         if num_tokens:
             self._evaluated += [loss.item() * num_tokens, num_tokens]
         return loss, *others
@@ -133,7 +133,7 @@ class EveryExampleOnceMixin:
                 output.metrics[name] = total / num_tokens
         return output
 
-    def evaluated_weight(self, inputs: dict[str, Any]) -> int:
+    def count_targets(self, inputs: dict[str, Any]) -> int:
         """Return the number of tokens that the loss of a batch is the mean of."""
         labels = inputs.get("labels")
         return 0 if labels is None else int((labels[:, 1:] != IGNORED).sum())

@@ -207,7 +207,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
             # TRL divides a micro-batch's sum by this number, which makes the loss its share of the step's loss.
-            num_items_in_batch = self.evaluated_weight(inputs) * self._num_micro_batches
+            num_items_in_batch = self.count_targets(inputs) * self._num_micro_batches
         if not (model.training and self.batch_options.remove_padding):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = remove_padding(inputs)
@@ -223,7 +223,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         """Also count the micro-batches of the step that have a target, over all processes."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.loss_average == "micro_batches" and num_items is not None:
-            trained = torch.tensor(sum(self.evaluated_weight(batch) > 0 for batch in batches), device=device)
+            trained = torch.tensor(sum(self.count_targets(batch) > 0 for batch in batches), device=device)
             is_shared = self.args.average_tokens_across_devices
             self._num_micro_batches = int(self.accelerator.gather(trained).sum() if is_shared else trained)
         return batches, num_items
