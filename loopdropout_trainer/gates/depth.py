@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopdropout_trainer.errors import UserError, closest_match
-from loopdropout_trainer.gates.rule import build
+from loopdropout_trainer.gates.rule import make_from_fields
 from loopdropout_trainer.gates.streams import Streams
 
 
@@ -83,7 +83,9 @@ def make_depth_sampler(name: str, fields: Mapping[str, Any] | None = None) -> Fi
         raise UserError(
             f"`depth_sampling` must be one of {choices}, got {name!r}.{closest_match(name, DEPTH_SAMPLERS)}"
         )
-    return build(DEPTH_SAMPLERS[name], fields or {}, f"`depth_sampling: {name}`", " in `depth_sampling_args`")
+    return make_from_fields(
+        DEPTH_SAMPLERS[name], fields or {}, f"`depth_sampling: {name}`", " in `depth_sampling_args`"
+    )
 
 
 def sample_depth(sampler: FixedDepth, seed: int, step: int, num_loops: int) -> int:

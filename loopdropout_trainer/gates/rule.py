@@ -111,10 +111,10 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     if name not in RULES:
         choices = ", ".join(sorted(RULES))
         raise UserError(f"`rule` must be one of {choices}, got {name!r}.{closest_match(name, RULES)}")
-    return build(RULES[name], fields, f"The rule {name!r}")
+    return make_from_fields(RULES[name], fields, f"The rule {name!r}")
 
 
-def build(cls: type, fields: Mapping[str, Any], name: str, place: str = "") -> Any:
+def make_from_fields(cls: type, fields: Mapping[str, Any], name: str, place: str = "") -> Any:
     """Return a dataclass with these fields, or raise UserError for an unknown field.
 
     Args:
