@@ -18,7 +18,7 @@ if Version(version("lm-eval")) < Version("0.4.13"):
         "without axolotl."
     )
 
-from loopdropout_trainer.evaluation.evaluate import evaluate_tasks
+from loopdropout_trainer.evaluation.harness import evaluate_tasks
 from loopdropout_trainer.evaluation.loading import (
     DEVELOPMENT,
     development_task,

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from lm_eval.api.group import Group
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
-from lm_eval.evaluator import evaluate
+from lm_eval.evaluator import evaluate as run_lm_eval
 from peft import PeftModel
 
 from loopdropout_trainer.errors import UserError
@@ -88,7 +88,7 @@ def evaluate_tasks(
     for name, task in selected.items():
         lm.add_bos_token = False if chats[name] else None  # a chat template writes the special tokens itself
         with _cached(lm, cache_dir) as model, preserved_random_states():
-            results = evaluate(
+            results = run_lm_eval(
                 model,
                 {"tasks": {leaf.task_name: leaf for leaf in _leaves(task)}, "groups": {}},
                 limit=limit,
