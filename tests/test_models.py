@@ -75,7 +75,7 @@ def test_forward_matches_reference(family, batch, attention):
     without_labels = {name: tensor for name, tensor in inputs.items() if name != "labels"}
     got = {"loop_hidden": looped.loop_readouts(**without_labels)}
     if looped is model:
-        got["gate_state"] = model(**inputs, output_readouts=True).loop_states
+        got["loop_state"] = model(**inputs, output_readouts=True).loop_states
     for name, states in got.items():
         assert_close(torch.stack(states)[:, valid], family.tensors[f"{batch}/{name}"][:, valid])
     for looped.num_loops, prefix in ((family.meta["deep_loops"], f"{batch}/deep"), (family.meta["loops"], batch)):
