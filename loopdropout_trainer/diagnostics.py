@@ -24,7 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import label_example, remove_calculations
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import find_looped_model, set_depth
+from loopdropout_trainer.looped import attach_looped_model, find_looped_model, set_depth
 from loopdropout_trainer.lora import kind_of, use_gates
 
 
@@ -244,7 +244,7 @@ def _score(
     model: nn.Module, batches: Iterable[Batch], readouts_of: Callable[[nn.Module, dict], Iterable[Tensor]]
 ) -> list[Score]:
     """Return the score of each readout [B, S, H] that `readouts_of` returns for a batch."""
-    state, looped = PartialState(), find_looped_model(model)
+    state, looped = PartialState(), attach_looped_model(model)
     device, was_training = next(model.parameters()).device, model.training
     head = looped.get_output_embeddings()
     sums = 0  # [readouts, 3]: loss, most probable targets, targets

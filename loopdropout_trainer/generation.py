@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.models.looped_modeling import CACHE
 from loopdropout_trainer.tokenizers import end_tokens
 
@@ -72,7 +72,7 @@ def generate_greedy(
     token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if [] in token_ids:
         raise UserError(f"`prompts` must not be empty texts, got one at index {token_ids.index([])}.")
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     gates = looped.gate_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
-from loopdropout_trainer.looped import GatedBatch, find_examples, find_looped_model
+from loopdropout_trainer.looped import GatedBatch, attach_looped_model, find_examples
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
 
 
@@ -70,7 +70,7 @@ class LoopDropoutHandle:
         self.rule = rule
         self.seed = torch.initial_seed() if seed is None else seed
         is_described = any("loop_description" in vars(module) for module in model.modules())
-        self.looped = find_looped_model(model)
+        self.looped = attach_looped_model(model)
         rule.check(self.looped.num_loops)
         layers = adapted_layers(model)
         before = [(layer, layer.lora_variant, layer.cast_input_dtype_enabled) for layer in layers]

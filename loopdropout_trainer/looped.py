@@ -417,8 +417,11 @@ class LoopedModelMixin:
         """Return a collated batch with further inputs that the model needs. By default there are none."""
         return batch
 
+    def attach(self) -> None:
+        """Put a description and its hooks on its model. A class of this interface has none."""
+
     def detach(self) -> None:
-        """Remove a description and its hooks from its model. A class of this interface has none."""
+        """Reverse `attach`."""
 
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient, by a hook that `torch.save` can keep."""
@@ -461,7 +464,10 @@ def check_supported(*names: str | None) -> None:
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside PEFT, DDP or other wrappers, or the description of a foreign looped model."""
+    """Return the looped model inside PEFT, DDP or other wrappers, or the description of a foreign looped model.
+
+    The model stays unchanged. A description that is not attached knows the layers and the depth, and its gates have no effect.
+    """
     for module in model.modules():
         if isinstance(module, LoopedModelMixin):
             return module
@@ -470,6 +476,13 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
                 return vars(module).get("loop_description") or DESCRIPTIONS[cls](module)
     check_supported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None))
     raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}.")
+
+
+def attach_looped_model(model: nn.Module) -> LoopedModelMixin:
+    """Return the looped model inside wrappers. The description of a foreign model installs its hooks, if it has not yet."""
+    looped = find_looped_model(model)
+    looped.attach()
+    return looped
 
 
 def check_num_loops(num_loops: int, name: str = "num_loops") -> int:

@@ -23,7 +23,7 @@ from loopdropout_trainer import (
 )
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import attach_looped_model
 
 
 if FOREIGN["dory"] is None:
@@ -35,7 +35,7 @@ IDS = torch.arange(2, 14).view(2, 6)
 
 def test_cache_of_another_depth_raises():
     model = tiny_dory().eval()
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     looped.num_loops = 1
     cache = model(IDS).cache
     looped.num_loops = 2

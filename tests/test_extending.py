@@ -17,7 +17,7 @@ from transformers import (
 
 from loopdropout_trainer import LoopDescription, check_loops, load_model, merge_and_save, register_looped, use_gates
 from loopdropout_trainer.diagnostics import readouts, single_loop
-from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, find_looped_model
+from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, attach_looped_model, find_looped_model
 
 
 EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)[1]
@@ -34,7 +34,7 @@ def registered():
 def test_description_sets_every_loop():
     assert len(EXAMPLE.splitlines()) <= 40
     model, ids = tiny_hrm().eval(), torch.tensor([[3, 4, 5]])
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     names = looped.recurrent_linears()
     assert len(names) == 2 * 8 and all(name.startswith(("model.L_module.", "model.H_module.")) for name in names)
     check_loops(model, input_ids=ids)
@@ -48,8 +48,9 @@ def test_detached_description_leaves_no_hooks():
     model = tiny_hrm()
     look = lambda: [(type(module), *module._forward_pre_hooks, *vars(module)) for module in model.modules()]
     before = look()
-    description = find_looped_model(model)
-    assert look() != before
+    assert find_looped_model(model).num_loops == 3 and look() == before
+    description = attach_looped_model(model)
+    assert look() != before and attach_looped_model(model) is description
     description.detach()
     assert look() == before
 
@@ -86,7 +87,7 @@ def test_foreign_gradients_equal_weights_by_hand(checkpointing):
 
 def test_foreign_depth_and_readouts(tmp_path):
     model, ids = tiny_hrm().eval(), torch.tensor([[1, 1, 5, 6], [2, 3, 4, 5]])
-    looped, states = find_looped_model(model), []
+    looped, states = attach_looped_model(model), []
     outputs = looped.loop_readouts(input_ids=ids)
     model.model.H_module.register_forward_hook(lambda module, args, output: states.append(output))
     model.model(ids)

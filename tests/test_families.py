@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, Ll
 
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, use_gates
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig
 from loopdropout_trainer.models.huginn import philox, truncated_normals
 
@@ -298,7 +298,7 @@ def test_hrm_rows_of_several_examples_raise(train):
 
 def test_hrm_generates_with_the_input_as_prompt():
     model = sharp_hrm().eval()
-    find_looped_model(model)  # attaches the description
+    attach_looped_model(model)
     tokens = model.generate(IDS, **GREEDY)
     assert torch.equal(tokens, model.generate(IDS, use_cache=False, **GREEDY))
     rows = IDS  # by hand: columns of the prompt attend to each other, later columns to all before them

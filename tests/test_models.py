@@ -35,7 +35,7 @@ from loopdropout_trainer import (
     use_gates,
 )
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import NotLoopedError, find_looped_model
+from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
 from loopdropout_trainer.models.looped_modeling import CACHE
@@ -70,7 +70,7 @@ FLEX = pytest.param("padded", "flex_attention", marks=pytest.mark.slow)  # compi
 @torch.no_grad()
 def test_forward_matches_reference(family, batch, attention):
     model, inputs = golden_model(family, attn_implementation=attention), golden_inputs(family, batch)
-    looped, valid = find_looped_model(model), inputs["attention_mask"].bool()
+    looped, valid = attach_looped_model(model), inputs["attention_mask"].bool()
     check_loops(model, input_ids=inputs["input_ids"])
     without_labels = {name: tensor for name, tensor in inputs.items() if name != "labels"}
     got = {"loop_hidden": looped.loop_readouts(**without_labels)}
@@ -94,7 +94,7 @@ def test_generate_matches_reference(family, cache):
         batch, cases, fields = "unpadded", {"zero_state/generated": family.meta["loops"]}, {"state_init": "zero"}
     model = golden_model(family, **fields)
     inputs = {name: family.tensors[f"{batch}/{name}"] for name in ("input_ids", "attention_mask")}
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     for name, looped.num_loops in cases.items():
         tokens = model.generate(
             **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, **options
@@ -234,7 +234,7 @@ def test_cache_of_fewer_loops_raises(make_tiny):
 @ALL_FAMILIES
 def test_forward_checks_keywords(make):
     model = make(attn_implementation="eager").eval()
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     for module in (model, model.base_model):
         checked = module if looped is model else model.base_model  # a foreign model passes its keywords on
         with pytest.raises(TypeError, match=f"{type(checked).__name__}.* unexpected keyword argument 'kv_cache'"):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, find_looped_model
+from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
 
 
@@ -232,7 +232,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
         NotLoopedError: If the model is not looped.
         UserError: If an adapter is merged, uses a PEFT feature without a gated meaning, or does not fit the rule.
     """
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     trained = None if rule is None else check_adapter(model)
     _check_gates_reach(model)
     num_loops = looped.num_loops
@@ -354,7 +354,7 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
         NotLoopedError: If the model is not looped.
         UserError: If the adapter cannot be gated or is merged, or if the gates have a wrong shape.
     """
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     gates = as_gate_matrix(gates, looped.num_loops)
     num_modules = len(adapted_layers(model))
     if gates.dim() == 3 and gates.shape[2] != num_modules:

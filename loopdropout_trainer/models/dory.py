@@ -31,8 +31,8 @@ class DoryLoops(LoopDescription):
 
     depth_field = "n_recurrent_loops"
 
-    def __init__(self, model: DoryForCausalLM) -> None:
-        super().__init__(model)
+    def add_hooks(self) -> None:
+        super().add_hooks()
         check = self.base_model.register_forward_pre_hook(check_foreign_keywords, with_kwargs=True, prepend=True)
         self.hooks += [check, self.base_model.register_forward_pre_hook(_complete_inputs, with_kwargs=True)]
 

@@ -1,6 +1,6 @@
 """Looped models of foreign classes: a description tells which modules recur and how the running loop is known.
 
-A description is attached to a model when `find_looped_model` meets it. Neither the class nor its layers change. A pre-hook on
+`attach_looped_model` attaches a description to a model. Neither the class nor its layers change. A pre-hook on
 the backbone passes the gates of the pass on as a keyword, which gradient checkpointing stores with the layer's arguments. A
 pre-hook inside each recurrent layer takes it out again and sets the running loop, also when the layer is recomputed. A hook on
 the layer itself would run outside of the checkpoint.
@@ -23,8 +23,8 @@ from loopdropout_trainer.looped import (
     GateState,
     LoopedModelMixin,
     NotLoopedError,
+    attach_looped_model,
     check_num_loops,
-    find_looped_model,
     set_depth,
 )
 
@@ -56,6 +56,16 @@ class LoopDescription(LoopedModelMixin):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.gate_state = GateState()
+        self.hooks: list[Any] = []
+
+    def attach(self) -> None:
+        """Put the description and its hooks on the model, unless they are there."""
+        if "loop_description" not in vars(self.model):
+            self.model.loop_description = self
+            self.add_hooks()
+
+    def add_hooks(self) -> None:
+        """Add hooks to the model, and keep them in `hooks`."""
         self.hooks = [self.base_model.register_forward_pre_hook(_AddGates(self.gate_state), with_kwargs=True)]
         recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
         for module in self.base_model.modules():
@@ -63,7 +73,6 @@ class LoopDescription(LoopedModelMixin):
                 self.hooks.append(module.register_forward_pre_hook(_SetLoop(self), with_kwargs=True))
             elif isinstance(module, tuple(map(type, recurrent))):
                 self.hooks.append(module.register_forward_pre_hook(_drop_gates, with_kwargs=True))
-        model.loop_description = self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in vars(self):  # while it is copied
@@ -192,7 +201,7 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
     Raises:
         NotLoopedError: If a projection did not run in every loop. The message has the loops that were set.
     """
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     loops: dict[str, list[int]] = {name: [] for name in looped.recurrent_linears()}
     names = {looped.get_submodule(name): name for name in loops}
 

@@ -25,13 +25,13 @@ class HrmTextLoops(LoopDescription):
     depth_field = "H_cycles"
     trains_at_one_depth = True
 
-    def __init__(self, model: HrmTextForCausalLM) -> None:
-        super().__init__(model)
+    def add_hooks(self) -> None:
+        super().add_hooks()
         check = self.base_model.register_forward_pre_hook(check_foreign_keywords, with_kwargs=True, prepend=True)
         self.hooks.append(check)
         # Instances of `partial` can be copied and pickled with the model.
-        model.generate = functools.partial(_generate, model)
-        model._update_model_kwargs_for_generation = functools.partial(_update_model_kwargs, model)
+        self.model.generate = functools.partial(_generate, self.model)
+        self.model._update_model_kwargs_for_generation = functools.partial(_update_model_kwargs, self.model)
 
     def detach(self) -> None:
         super().detach()

@@ -18,7 +18,7 @@ from transformers.utils import find_adapter_config_file, logging
 
 from loopdropout_trainer.errors import UserError, first_line
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.looped import NotLoopedError, find_looped_model
+from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config
 from loopdropout_trainer.models.foreign import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights
@@ -98,7 +98,7 @@ def load_model(
         )
         check_weights(model, name, info)
         with suppress(NotLoopedError):
-            find_looped_model(model)  # attaches the description of a foreign class
+            attach_looped_model(model)
     except (OSError, ValueError) as error:
         raise UserError(f"The model {name or adapter} cannot be loaded: {first_line(error)}") from error
     if adapter is not None:
@@ -123,7 +123,7 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
     folder = adapter_folder(adapter)
     config = read_adapter_config(folder)
     check_peft_config(config)
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     metadata = read_adapter_metadata(folder)
     looped.trained_with = metadata
     add_end_tokens(looped, metadata.get("eos_token_id") or [])

@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
@@ -80,7 +80,7 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
         )
         self.after_init()
         if self.ref_model is not None:
-            find_looped_model(self.ref_model).prepare_fused_loss()
+            attach_looped_model(self.ref_model).prepare_fused_loss()
         # A separate reference model starts from evaluation's state, so the policy does, too.
         self.samples_start_states = self.ref_model is None
 
