@@ -121,6 +121,14 @@ class GatedBatch:
         """Whether adapted modules have gates of their own."""
         return self.gates is not None and self.gates.dim() == 3
 
+    def check_loop(self, index: int) -> None:
+        """Raise UserError if the gates have no row for a loop."""
+        if self.gates is not None and index >= len(self.gates):
+            raise UserError(
+                f"`gates` must have one row for each loop, got {len(self.gates)} rows, but the model runs loop {index + 1}. "
+                "Set the gates after the depth."
+            )
+
     def loop(
         self, index: int, device: torch.device | None = None, token_examples: Tensor | None = None, **attributes: Any
     ) -> RunningLoop:
@@ -134,11 +142,7 @@ class GatedBatch:
         """
         if self.gates is None:
             return RunningLoop(index, token_examples, batch=self, **attributes)
-        if index >= len(self.gates):
-            raise UserError(
-                f"`gates` must have one row for each loop, got {len(self.gates)} rows, but the model runs loop {index + 1}. "
-                "Set the gates after the depth."
-            )
+        self.check_loop(index)
         gate = self.gates[index].to(device, non_blocking=True)
         gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
         if token_examples is not None:

@@ -1,13 +1,16 @@
 """Passes over packed examples: the losses and gradients of plain passes, and when they apply."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import TINY, assert_same_weights, tiny_ouro, trained_parameters, with_adapter
 
 from loopdropout_trainer import looped
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, find_looped_model
 from loopdropout_trainer.lora import add_gates, trained_lora_parameters
-from loopdropout_trainer.models.passes import loop_parts
+from loopdropout_trainer.models.passes import plan_loops
 
 
 MIXED = torch.tensor([[0.0, 2, 0, 0], [0, 0, 2, 0], [2, 2, 0, 0], [0, 2, 2, 0]])  # first active loops 2, 0, 1, none
@@ -88,14 +91,28 @@ def test_packed_pass_is_exact_for_all_gates(name, monkeypatch):
 
 
 def test_frozen_examples_run_apart():
-    active = (MIXED[:, :3] > 0).tolist()
-    assert loop_parts(active, [9, 9, 9], 5) == [
-        {(0, 2): True, (1,): False},
-        {(0,): True, (1, 2): False},
-        {(0, 1, 2): False},
-        {(0, 1, 2): False},
+    plan = lambda lengths: [
+        {group.examples: group.frozen for group in groups}
+        for groups in plan_loops((MIXED[:, :3] > 0).tolist(), lengths, least_frozen=5)
     ]
-    assert loop_parts(active, [2, 9, 2], 5) == [{(0, 1, 2): False}] * 4
+    every = {(0, 1, 2): False}
+    assert plan([9, 9, 9]) == [{(0, 2): True, (1,): False}, {(0,): True, (1, 2): False}, every, every]
+    assert plan([2, 9, 2]) == [every] * 4
+
+
+def test_packed_pass_runs_the_model_s_loops():
+    model, (inputs, _) = adapted(tiny_ouro()), make_batch("left")
+    options, losses = BatchOptions(True, trained_lora_parameters(model)), {}
+    state = add_gates(model, in_activation_dtype=True)
+    for num_loops, is_packed in itertools.product([2, 4], [True, False]):
+        model.config.num_loops = num_loops
+        state.set(GatedBatch(MIXED, options=options if is_packed else BatchOptions()))
+        losses[num_loops, is_packed] = model(**inputs).loss.item()
+    assert losses[2, True] == pytest.approx(losses[2, False]) != pytest.approx(losses[4, True])
+    model.config.num_loops = 6
+    with pytest.raises(UserError, match="one row for each loop, got 4 rows, but the model runs loop 6"):
+        state.set(GatedBatch(MIXED, options=options))
+        model(**inputs)
 
 
 @pytest.mark.parametrize("family", ["ouro", "huginn"])

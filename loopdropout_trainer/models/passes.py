@@ -126,10 +126,23 @@ FORWARD_LAUNCHES, SPLIT_LAUNCHES = 40, 30
 """Operations of a layer's forward pass, and of splitting and joining a row."""
 
 
-def loop_parts(
-    active: Sequence[Sequence[bool]], lengths: Sequence[int], least_frozen: float
-) -> list[dict[tuple[int, ...], bool]]:
-    """Return for each loop the examples that run together, and whether they are frozen.
+@dataclass(frozen=True)
+class Group:
+    """Examples of a packed row that run one loop together.
+
+    Attributes:
+        examples: Indices of the examples, in order.
+        frozen: Whether none of them had an active gate up to this loop. They run without adapter and gradient.
+        skips_updates: Whether none of them has an active gate in this loop.
+    """
+
+    examples: tuple[int, ...]
+    frozen: bool = False
+    skips_updates: bool = False
+
+
+def plan_loops(active: Sequence[Sequence[bool]], lengths: Sequence[int], least_frozen: float) -> list[list[Group]]:
+    """Return the groups of each loop.
 
     Args:
         active: [K][N], whether an example has an active gate in a loop.
@@ -138,16 +151,18 @@ def loop_parts(
     """
     everyone = range(len(lengths))
     started = set()
-    parts = []
+    plan = []
     for gates in active:
         started.update(index for index in everyone if gates[index])
-        frozen = tuple(index for index in everyone if index not in started)
-        if started and sum(lengths[index] for index in frozen) < least_frozen:
-            started, frozen = set(everyone), ()  # in later loops too, because their states then have a graph
-        parts.append({frozen: True} if frozen else {})
+        waiting = tuple(index for index in everyone if index not in started)
+        if started and sum(lengths[index] for index in waiting) < least_frozen:
+            started, waiting = set(everyone), ()  # in later loops too, because their states then have a graph
+        groups = [Group(waiting, frozen=True, skips_updates=True)] if waiting else []
         if started:
-            parts[-1][tuple(sorted(started))] = False
-    return parts
+            skips = not any(gates[index] for index in started)
+            groups.append(Group(tuple(sorted(started)), skips_updates=skips))
+        plan.append(groups)
+    return plan
 
 
 def _join(pieces: Iterable[Tensor], dim: int = 1) -> Tensor:
@@ -157,7 +172,14 @@ def _join(pieces: Iterable[Tensor], dim: int = 1) -> Tensor:
 
 
 class PackedPass(BatchPass):
-    """One forward pass of a backbone over examples that are packed in one row."""
+    """One forward pass of a backbone over examples that are packed in one row.
+
+    `_plan` decides which examples run a loop together, and `_run_group` runs them.
+    """
+
+    def __init__(self, backbone: LoopedPreTrainedModel) -> None:
+        super().__init__(backbone)
+        self._selected: dict[tuple[int, ...], LoopInputs] = {}  # inputs of some examples, the same in all loops
 
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         shape = inputs.state.shape[:2]
@@ -176,45 +198,63 @@ class PackedPass(BatchPass):
         )
 
     def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
-        gate_state = self.backbone.gate_state
-        batch, lengths = gate_state.batch, self.packing.lengths
-        everyone = tuple(range(len(lengths)))
-        active = [[True] * len(lengths)] * self.backbone.config.num_loops
-        parts = [{everyone: False}] * len(active)
         # If the embeddings or the prelude are trained, every loop has a gradient.
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
-        parameters = batch.options.lora_parameters if torch.is_grad_enabled() and not needs_gradient else None
-        if parameters is not None and batch.active is not None:
-            # Gates belong to rows or segments, lengths to examples.
-            columns = self.packing.examples if len(batch.active[0]) > 1 else [0] * len(lengths)
-            active = [[gates[column] for column in columns] for gates in batch.active]
-            parts = loop_parts(active, lengths, self._least_frozen(inputs.state))
-
-        selected = {everyone: inputs}  # inputs of some examples, the same in all loops
+        parameters = self.backbone.gate_state.batch.options.lora_parameters
+        may_freeze = parameters is not None and torch.is_grad_enabled() and not needs_gradient
         results = []
-        for loop, groups in enumerate(parts):
-            before = inputs.state.split(lengths, dim=1)
-            after = {}
-            for examples, frozen in groups.items():
-                if examples not in selected:
-                    selected[examples] = self._select(inputs, examples)
-                token_examples = selected[examples].token_examples
-                skips = frozen or not any(active[loop][index] for index in examples)
-                running = batch.loop(loop, token_examples.device, token_examples, frozen=frozen, skips_updates=skips)
-                set_loop = functools.partial(gate_state.set_loop, running)
-                set_loop()  # for modules outside of the layers
-                state = inputs.state if examples == everyone else _join(before[index] for index in examples)
-                with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-                    part_inputs = replace(selected[examples], state=state, set_loop=set_loop)
-                    state = self.backbone.recurrent_step(part_inputs)
-                after.update(zip(examples, state.split([lengths[index] for index in examples], dim=1), strict=True))
-            inputs = replace(inputs, state=state if len(groups) == 1 else _join(after[index] for index in everyone))
+        for loop, groups in enumerate(self._plan(inputs.state, may_freeze)):
+            states = [self._run_group(loop, group, inputs) for group in groups]
+            inputs = replace(inputs, state=self._merge(groups, states))
             results.append(inputs)
-        if parameters is not None and not inputs.state.requires_grad:
+        if may_freeze and not inputs.state.requires_grad:
             # Every loop was frozen. The loss must have a gradient, and in DDP every parameter too.
             zero = 0 * sum(parameter.flatten()[0] for parameter in parameters)
             results[-1] = replace(inputs, state=inputs.state + zero)
         return results
+
+    def _plan(self, state: Tensor, may_freeze: bool) -> list[list[Group]]:
+        """Return the groups of each of the model's loops."""
+        batch, lengths = self.backbone.gate_state.batch, self.packing.lengths
+        num_loops = self.backbone.config.num_loops
+        if not may_freeze or batch.active is None:
+            return [[Group(tuple(range(len(lengths))))]] * num_loops
+        batch.check_loop(num_loops - 1)
+        # Gates belong to rows or segments, lengths to examples.
+        columns = self.packing.examples if len(batch.active[0]) > 1 else [0] * len(lengths)
+        active = [[gates[column] for column in columns] for gates in batch.active[:num_loops]]
+        return plan_loops(active, lengths, self._least_frozen(state))
+
+    def _run_group(self, loop: int, group: Group, inputs: LoopInputs) -> Tensor:
+        """Return the state [1, n, H] of a group after a loop. `inputs` are those of all examples."""
+        if len(group.examples) < len(self.packing.lengths):
+            if group.examples not in self._selected:
+                self._selected[group.examples] = self._select(inputs, group.examples)
+            state = self._pick(inputs.state, group.examples)
+            inputs = replace(self._selected[group.examples], state=state)
+        gate_state, tokens = self.backbone.gate_state, inputs.token_examples
+        options = {"frozen": group.frozen, "skips_updates": group.skips_updates}
+        set_loop = functools.partial(
+            gate_state.set_loop, gate_state.batch.loop(loop, tokens.device, tokens, **options)
+        )
+        set_loop()  # for modules outside of the layers
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not group.frozen):
+            return self.backbone.recurrent_step(replace(inputs, set_loop=set_loop))
+
+    def _merge(self, groups: Sequence[Group], states: Sequence[Tensor]) -> Tensor:
+        """Return the state [1, T, H] of all examples, in their order."""
+        if len(groups) == 1:
+            return states[0]
+        lengths, pieces = self.packing.lengths, {}
+        for group, state in zip(groups, states, strict=True):
+            sizes = [lengths[index] for index in group.examples]
+            pieces.update(zip(group.examples, state.split(sizes, dim=1), strict=True))
+        return _join(pieces[index] for index in range(len(lengths)))
+
+    def _pick(self, x: Tensor, examples: tuple[int, ...], dim: int = 1) -> Tensor:
+        """Return the tokens of some examples."""
+        pieces = x.split(self.packing.lengths, dim=dim)
+        return _join((pieces[index] for index in examples), dim)
 
     def _least_frozen(self, state: Tensor) -> float:
         """Return the number of frozen tokens from which it takes less time to run them apart.
@@ -242,17 +282,12 @@ class PackedPass(BatchPass):
 
     def _select(self, inputs: LoopInputs, examples: tuple[int, ...]) -> LoopInputs:
         """Return the inputs of some examples, except for their state."""
-        lengths = self.packing.lengths
-
-        def select(x: Tensor, dim: int = 1) -> Tensor:
-            pieces = x.split(lengths, dim=dim)
-            return _join((pieces[index] for index in examples), dim)
-
+        pick = functools.partial(self._pick, examples=examples)
         return replace(
             inputs,
-            attention_mask=self._attention(inputs.state, [lengths[index] for index in examples]),
-            position_ids=select(inputs.position_ids),
-            position_embeddings=tuple(map(select, inputs.position_embeddings)),
-            injected=None if inputs.injected is None else select(inputs.injected),
-            token_examples=select(inputs.token_examples, dim=0),
+            attention_mask=self._attention(inputs.state, [self.packing.lengths[index] for index in examples]),
+            position_ids=pick(inputs.position_ids),
+            position_embeddings=tuple(map(pick, inputs.position_embeddings)),
+            injected=None if inputs.injected is None else pick(inputs.injected),
+            token_examples=pick(inputs.token_examples, dim=0),
         )
