@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -128,9 +128,9 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
+def make_batches(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Iterator[torch.Tensor]:
     """Yield batches of token ids [32, S] for ever, padded on the right with texts of similar length."""
-    for draw in range(1_000_000):
+    for draw in range(1_000_000 * seed, 1_000_000 * (seed + 1)):
         ids = tokenizer(pretraining_texts(4096, draw))["input_ids"]
         ids = sorted(([*row, tokenizer.eos_token_id] for row in ids), key=len)
         batches = [ids[start : start + 32] for start in range(0, len(ids), 32)]
@@ -185,11 +185,25 @@ def readout_losses(model: LoopedModelMixin, ids: torch.Tensor, loops: list[int])
     return torch.stack([F.cross_entropy(model.lm_head(readouts[t][:, :-1][kept]), targets[kept]) for t in loops])
 
 
-def late_loss(model: LoopedModelMixin, ids: torch.Tensor, done: float, rng: Random) -> torch.Tensor:
-    """Return a weighted loss of all readouts, most of it from the fourth on. A quarter of the batches run 5 or 6 loops."""
+def readout_weights(kind: str, num_loops: int, rng: Random) -> list[float]:
+    """Return the weight of the loss of each loop's readout in one batch. The weights add up to one."""
+    num_late = num_loops - 3
+    if kind == "late":
+        return [0.05, 0.1, 0.25, *[0.6 / num_late] * num_late]
+    if kind == "early":
+        return [*[0.6 / num_late] * num_late, 0.25, 0.1, 0.05]
+    if kind == "uniform":
+        return [1 / num_loops] * num_loops
+    chosen = rng.randrange(num_loops) if kind == "random" else num_loops - 1  # else `last`
+    return [float(loop == chosen) for loop in range(num_loops)]
+
+
+def weighted_loss(
+    model: LoopedModelMixin, ids: torch.Tensor, done: float, rng: Random, kind: str = "late"
+) -> torch.Tensor:
+    """Return a weighted loss of the readouts. A quarter of the batches run 5 or 6 loops, the others 4."""
     model.config.num_loops = rng.randint(5, 6) if rng.random() < 0.25 else 4
-    num_late = model.config.num_loops - 3
-    weights = [0.05, 0.1, 0.25, *[0.6 / num_late] * num_late]
+    weights = readout_weights(kind, model.config.num_loops, rng)
     return (readout_losses(model, ids, list(range(len(weights)))) * torch.tensor(weights)).sum()
 
 
@@ -202,7 +216,9 @@ def random_depth_loss(model: LoopedModelMixin, ids: torch.Tensor, done: float, r
     return (2 * final + earlier) / 3
 
 
-def pretrain(model: LoopedModelMixin, tokenizer: PreTrainedTokenizerFast, family: str, num_steps: int) -> None:
+def pretrain(
+    model: LoopedModelMixin, tokenizer: PreTrainedTokenizerFast, loss_of: Callable, num_steps: int, seed: int = 0
+) -> None:
     """Train all weights, the matrices of the layers with Muon."""
     outside = ("embed_tokens", "wte", "lm_head", "early_exit_gate")
     weights = [(w.dim() == 2 and not any(part in name for part in outside), w) for name, w in model.named_parameters()]
@@ -214,10 +230,9 @@ def pretrain(model: LoopedModelMixin, tokenizer: PreTrainedTokenizerFast, family
     ]
     factor = lambda step: min((step + 1) / 50, (1 + math.cos(math.pi * (step / num_steps))) / 2)
     schedulers = [LambdaLR(optimizer, factor) for optimizer in optimizers]
-    loss_of = partial({"ouro": late_loss, "huginn": random_depth_loss}[family], model)
-    rng, batches, losses = Random(0), make_batches(tokenizer), []
+    rng, batches, losses = Random(seed), make_batches(tokenizer, seed), []
     for step in track(range(num_steps), "Pretraining"):
-        loss = loss_of(next(batches), step / num_steps, rng)
+        loss = loss_of(model, next(batches), step / num_steps, rng)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for part in (*optimizers, *schedulers):
@@ -235,15 +250,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--num_layers", type=int, default=1, help="of the looped block (default: %(default)s)")
     parser.add_argument("--hidden_size", type=int, default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--readouts",
+        choices=("late", "uniform", "last", "early", "random"),
+        default="late",
+        help="readouts of Ouro with the largest weights in the loss (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and texts (default: %(default)s)")
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # sums in one order
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     tokenizer = make_tokenizer(pretraining_texts(20_000))
     model = make_model(args.family, tokenizer, args.num_layers, args.hidden_size).train()
     num_loops = model.config.num_loops
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {num_loops} loops")
-    pretrain(model, tokenizer, args.family, args.steps)
+    loss_of = random_depth_loss if args.family == "huginn" else partial(weighted_loss, kind=args.readouts)
+    pretrain(model, tokenizer, loss_of, args.steps, args.seed)
 
     model.config.num_loops = num_loops
     if args.family == "huginn":
