@@ -10,6 +10,7 @@ from conftest import write_lines
 from processes import ROOT
 from scipy import stats
 from statsmodels.formula.api import ols
+from statsmodels.stats.multitest import multipletests
 
 from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import write_results
@@ -18,6 +19,7 @@ from loopdropout_trainer.results import write_results
 sys.path.insert(0, str(ROOT / "docs/replication"))
 import make  # noqa: E402
 import runs  # noqa: E402
+import transfer  # noqa: E402
 from intervals import estimate, estimate_two_way  # noqa: E402
 
 
@@ -82,6 +84,51 @@ def test_runs_of_a_study_have_one_base(rows):
     mixed = rows.assign(value=rows["value"].where(~of_another, 0.7))
     with pytest.raises(ValueError, match="The runs of huginn at 8 loops must have one base model"):
         runs.check_bases(mixed)
+
+
+# The study of transfer
+
+
+def make_transfer_runs(seeds):
+    """Runs of all base models with random accuracies, of which the last base model has one seed less."""
+    rng = np.random.default_rng(7)
+    places = [
+        f"{task}@{depth}" for task in ("training", transfer.TEST, *transfer.SHIFTED) for depth in transfer.DEPTHS
+    ]
+    for base in transfer.BASES:
+        for method in transfer.METHODS:
+            shared = {"base": base, "method": method, "learning_rate": 1e-3}
+            for seed in seeds if base != transfer.BASES[-1] else seeds[:-1]:
+                yield {**shared, "seed": seed, "accuracy": {place: rng.uniform(20, 80) for place in places}}
+            for rate, solved, loss in ((5e-4, 60, 0.2), (1e-3, 70, 0.1), (2e-3, 70, 0.2)):
+                row = {
+                    "accuracy": {"development@4": solved},
+                    "held_out_loss": loss,
+                    "rho": rng.uniform(0, 90, 4).tolist(),
+                }
+                yield {**shared, "learning_rate": rate, "seed": transfer.SELECTION_SEED, **row}
+
+
+def test_registered_tests_agree_with_statsmodels():
+    lines = list(make_transfer_runs(transfer.SEEDS))
+    results = transfer.Results([*lines, {"base": "late_1", "sha256": ""}])
+    assert not results.is_complete and results.num_seeds[transfer.BASES[-1]] == 4
+    gain, shifted, bias = [], [], []
+    for base in transfer.BASES:
+        own = [line for line in lines if line["base"] == base]
+        ours, lora = (
+            [line["accuracy"] for line in own if line["method"] == m and line["seed"] > 20] for m in ("p_0.5", "lora")
+        )
+        mean = {place: np.mean([a[place] - b[place] for a, b in zip(ours, lora, strict=True)]) for place in lora[0]}
+        gain.append(mean["in_distribution@4"])
+        shifted.append((mean["larger_numbers@4"] + mean["other_wording@4"]) / 2)
+        (rho,) = (line["rho"] for line in own if line["method"] == "lora" and line.get("held_out_loss") == 0.1)
+        bias.append(rho[3] - rho[0])
+    line, level = sm.OLS(gain, sm.add_constant(bias)).fit(), sm.OLS(np.subtract(shifted, gain), np.ones(15)).fit()
+    adjusted = multipletests([line.pvalues[1], level.pvalues[0]], method="holm")[1]
+    expected = [[line.params[1], *line.conf_int()[1]], [level.params[0], *level.conf_int()[0]]]
+    found = transfer.registered_tests(results)
+    assert np.array([found[name] for name in ("slope", "shift")]) == pytest.approx(np.c_[expected, adjusted])
 
 
 # Intervals

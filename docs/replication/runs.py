@@ -4,8 +4,9 @@ runs.csv.gz has one row for each number that a run measured:
 
     study, method, learning_rate, seed     the run
     examples, steps, difficulty            the settings that a map varies
-    metric                                 development, accuracy, loss_reduction, frozen_loss, readout_loss, and from an
-                                           earlier diagnostic same_token and overlap of a readout and the last one
+    metric                                 development, accuracy, accuracy_on_larger_numbers, loss_reduction, frozen_loss,
+                                           readout_loss, and from an earlier diagnostic same_token and overlap of a
+                                           readout and the last one
     depth, loop                            number of loops K at inference, and the only active loop or the readout's loop
     value                                  percent, or nats per token for losses
     verdicts                               one bit for each test problem of an accuracy, as hexadecimal digits
@@ -75,7 +76,7 @@ def rows_of(results: list[dict]) -> Iterator[dict]:
 
 def _place(study: str, method: str, seed: int) -> tuple[str, str]:
     """Return the study that a run belongs to, and its method there. METHOD@NAME is a method with other settings."""
-    if study == "map":
+    if study in ("map", "small_lm_steps"):
         return study, method
     method, _, name = method.partition("@")
     if name == "second_base":
@@ -101,6 +102,7 @@ def _number(row: dict, folder: Path) -> dict:
     if metric == "accuracy" and row["task"] == "development":
         return {"metric": "development", "depth": row["num_loops"], "value": value}
     if metric == "accuracy":
+        metric += "_on_larger_numbers" * (row["task"] == "arithmetic_larger")
         counted = _counted(folder / row["samples"])
         return {"metric": metric, "depth": row["num_loops"], "value": value, **counted, "loop": row.get("loop")}
     return {"metric": "frozen_loss" if metric == "loss" else metric, "value": value, "loop": row.get("loop")}
@@ -191,7 +193,7 @@ def differences(ours: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
     pairs = [(ours.loc[seed], others.loc[seed]) for seed in ours.index.intersection(others.index)]
     if not pairs:
         return np.empty((0, 1))
-    if pairs[0][0]["metric"] != "accuracy":
+    if pairs[0][0]["metric"] not in ("accuracy", "accuracy_on_larger_numbers"):
         return np.array([one["value"] - two["value"] for one, two in pairs])[:, None]
     answers = [(verdicts(one), verdicts(two)) for one, two in pairs]
     common = min(map(len, sum(answers, ())))  # a study may have asked fewer of the same problems

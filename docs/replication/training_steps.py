@@ -1,0 +1,45 @@
+"""Study B of plan.md: whether Loop Dropout loses on SmolLM2 because it is trained for too few steps.
+
+python docs/replication/make.py collect outputs/studies/small_lm_steps   # finished runs -> runs.csv.gz
+python docs/replication/training_steps.py                                # the registered tests
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from claims import format_p, verdict, with_interval
+from intervals import Estimate, estimate
+from runs import RUNS, Study, differences
+from statsmodels.stats.multitest import multipletests
+
+
+SELECTION_SEED = 30
+
+
+def gains(study: Study, steps: int, method: str = "loop_dropout", **place) -> np.ndarray:
+    """Return a method's gains over LoRA [seeds, problems] in points, without the seed that chose the learning rates."""
+    ours, lora = (
+        study.select(f"{name}@{steps}_steps", "accuracy", **place).drop(SELECTION_SEED, errors="ignore")
+        for name in (method, "lora")
+    )
+    return differences(ours, lora)
+
+
+def registered_tests(study: Study) -> dict[str, tuple[Estimate, float]]:
+    """Return the estimates of both registered tests with p-values that are adjusted by Holm's method.
+
+    `gain`: Loop Dropout minus LoRA after 1,200 steps, in distribution at K = 4.
+    `change`: this gain minus the gain after 150 steps.
+    """
+    late, early = gains(study, 1200), gains(study, 150)
+    found = {"gain": estimate(late), "change": estimate(late - early)}
+    adjusted = multipletests([test.p for test in found.values()], method="holm")[1]
+    return dict(zip(found, zip(found.values(), adjusted, strict=True), strict=True))
+
+
+if __name__ == "__main__":
+    rows = pd.read_csv(RUNS)
+    study = Study(rows[rows["study"] == "small_lm_steps"])
+    for name, (test, p) in registered_tests(study).items():
+        print(f"{name}: {with_interval(test)}, adjusted p {format_p(p)}, {verdict(test.mean, p)}")
