@@ -319,7 +319,9 @@ UNSUPPORTED_MODELS = [
     ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
 ]
 if DORY.marks[0].args[0]:
-    UNSUPPORTED_MODELS.append(({"model_type": "dory"}, "Dory is not supported: it needs transformers 5.24"))
+    UNSUPPORTED_MODELS.append(
+        ({"model_type": "dory"}, "Dory is not supported: it needs the interface of transformers 5.24")
+    )
 
 
 @pytest.mark.parametrize(("fields", "message"), UNSUPPORTED_MODELS, ids=str)

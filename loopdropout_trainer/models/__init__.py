@@ -2,7 +2,9 @@
 
 # ruff: noqa: F401
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
+from importlib.metadata import version
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from loopdropout_trainer.looped import UNSUPPORTED
 from loopdropout_trainer.models import hrm_text  # registers itself
@@ -12,10 +14,15 @@ from loopdropout_trainer.models.nanbeige import NanbeigeConfig, NanbeigeForCausa
 from loopdropout_trainer.models.ouro import OuroConfig, OuroForCausalLM
 
 
-if "dory" in CONFIG_MAPPING:  # of transformers 5.24 and newer
+try:
     from loopdropout_trainer.models import dory
-else:
-    UNSUPPORTED["dory"] = ("Dory", "it needs transformers 5.24 or newer")
+except (
+    ImportError,
+    AttributeError,
+    TypeError,
+) as error:  # an older transformers, or a newer one that moved a private name
+    _reason = f"{version('transformers')} is installed: {str(error).partition(' (')[0]}"
+    UNSUPPORTED["dory"] = ("Dory", f"it needs the interface of transformers 5.24, but {_reason}")
 
 for _model in (OuroForCausalLM, HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM):
     AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)
