@@ -57,6 +57,8 @@ def run_script(main: Callable[[], None]) -> None:
         main: function that parses the command line and does the work.
     """
     script = Path(sys.argv[0]).name
+    # Python finds the files next to a script first, and recipes/evaluate.py hides a library that tasks of lm-eval import.
+    sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
     # For users of the libraries' next releases.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft|trl")
     warnings.filterwarnings("ignore", module="plotnine")  # about lines of a single point

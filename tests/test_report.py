@@ -24,7 +24,7 @@ from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 
 
-sys.path.insert(0, str(ROOT / "recipes"))
+sys.path.append(str(ROOT / "recipes"))
 import report  # noqa: E402
 import sweep  # noqa: E402
 

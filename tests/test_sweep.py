@@ -19,7 +19,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.recipe import load_recipe, parse
 
 
-sys.path.insert(0, str(ROOT / "recipes"))
+sys.path.append(str(ROOT / "recipes"))
 import sweep  # noqa: E402
 
 

@@ -1,16 +1,11 @@
 """Evaluation with lm-eval: looped models at any depth and under any gates, and the paper's tasks."""
 
-import sys
 from importlib.metadata import version
-from pathlib import Path
 
 from packaging.version import Version
 
 from loopdropout_trainer.errors import UserError
 
-
-# A script finds recipes/evaluate.py before the library `evaluate`, which some tasks of lm-eval import.
-sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
 
 if Version(version("lm-eval")) < Version("0.4.13"):
     raise UserError(
