@@ -119,6 +119,13 @@ def test_commands_run(clone, name):
 
 
 @pytest.mark.build
+def test_quickstart_passes_mypy(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "quickstart.py").write_text(code(ROOT / "README.md", "python")[0])
+    python("-m", "mypy", "--ignore-missing-imports", "quickstart.py", cwd=tmp_path, fresh=True)
+
+
+@pytest.mark.build
 def test_notebook_runs(tmp_path):
     cells = json.loads((ROOT / "recipes/quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
     parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
@@ -15,6 +15,12 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
+
+
+if TYPE_CHECKING:
+    Probabilities = float | Sequence[float] | None
+else:
+    Probabilities = list[float] | None  # HfArgumentParser accepts one type, and `__post_init__` also accepts a number
 
 
 @dataclass
@@ -49,7 +55,7 @@ class GateConfig:
         default="loop_dropout",
         metadata={"help": "Rule that draws the gates. `python -m loopdropout_trainer.gates` lists the rules."},
     )
-    p: list[float] | None = field(
+    p: Probabilities = field(
         default=None,
         metadata={
             "help": "Drop probability, one number in [0, 1) or one for each loop. Default: the rule's own value."

@@ -47,6 +47,8 @@ class AdapterTrainingMixin:
         pass_index: Index of the running pass.
     """
 
+    model: PeftModel
+    processing_class: PreTrainedTokenizerBase
     rule: GateRule
     gate_state: GateState
     unit_gates: UnitGatesCallback
