@@ -87,9 +87,15 @@ def test_constraints_pin_every_direct_dependency():
 def test_wheel_works_outside_of_the_clone(tmp_path):
     pytest.importorskip("setuptools")
     build = functools.partial(python, fresh=True)
-    source, site = tmp_path / "source", tmp_path / "site"
-    ignored = shutil.ignore_patterns("tests", "benchmarks", "outputs", "build", ".*")
-    shutil.copytree(ROOT, source, ignore=ignored)
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    shutil.copytree(
+        ROOT, clone, ignore=shutil.ignore_patterns("outputs", "build", "*.egg-info", "__pycache__", ".[!c]*")
+    )
+    build("setup.py", "--quiet", "sdist", "-d", str(tmp_path), cwd=clone)
+    shutil.unpack_archive(*tmp_path.glob("*.tar.gz"), tmp_path)
+    (source,) = tmp_path.glob("loopdropout_trainer-*/")
+    files = [path.relative_to(clone) for path in clone.rglob("*") if "egg-info" not in str(path)]
+    assert [file for file in files if not (source / file).exists()] == []
     pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
     build(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("*.whl")
