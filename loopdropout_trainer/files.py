@@ -1,10 +1,15 @@
-"""Paths of the package's own files, and writing that a reader never sees half done."""
+"""Paths of the package's own files, writing that a reader never sees half done, and locks of folders."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from loopdropout_trainer.errors import UserError
 
 
 PACKAGE = Path(__file__).parent
@@ -36,3 +41,37 @@ def write_file(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+_LOCKED: set[Path] = set()
+"""Folders that this process has locked."""
+
+
+@contextmanager
+def lock_folder(folder: str | Path) -> Iterator[None]:
+    """Keep other processes out of a folder inside the block. A process can lock a folder several times.
+
+    Raises:
+        UserError: If another process has locked the folder.
+    """
+    path = Path(folder).resolve()
+    if path in _LOCKED:
+        yield
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    with open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"Another process writes to `output_dir` {folder}. Wait until it has finished, or set another `output_dir`."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        _LOCKED.add(path)
+        try:
+            yield
+        finally:
+            _LOCKED.discard(path)
+            with suppress(OSError):
+                (path / ".lock").unlink()

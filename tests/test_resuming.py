@@ -5,14 +5,18 @@ import itertools
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, byte_tokenizer, tiny_ouro, trained_parameters
 from datasets import Dataset
 from processes import ended, fork
+from transformers import TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, newest_checkpoint
 
 
@@ -64,16 +68,26 @@ def test_killed_training_resumes_bit_for_bit(tmp_path, uninterrupted, event):
     assert finish(tmp_path) == uninterrupted
 
 
-def test_incomplete_checkpoint_is_not_used(tmp_path):
-    for step in (2, 4, 10):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "trainer_state.json").write_text("{}")
-    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"best_')
-    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-    assert newest_checkpoint(tmp_path / "checkpoint-2") is None
+def damage(kind):
+    """Return a function that damages a checkpoint."""
+    if kind.endswith("missing"):
+        return lambda folder: (folder / kind.split()[0]).unlink()
+    return lambda folder: os.truncate(folder / kind.split()[0], (folder / kind.split()[0]).stat().st_size - 40)
+
+
+FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("kind", [f"{file} {state}" for file in FILES for state in ("missing", "cut")])
+def test_incomplete_checkpoint_is_not_used(tmp_path, make_trainer, kind):
+    trainer = make_trainer(output_dir=str(tmp_path), max_steps=4)
+    trainer.train()
+    newest, older = str(tmp_path / "checkpoint-4"), str(tmp_path / "checkpoint-2")
+    assert newest_checkpoint(tmp_path) == newest and newest_checkpoint(newest) is None
+    damage(kind)(tmp_path / "checkpoint-4")
+    assert newest_checkpoint(tmp_path) == older
+    with pytest.raises(UserError, match=rf"has .*({kind[:5]}|safetensors).*checkpoint is {older}"):
+        trainer.train(resume_from_checkpoint=newest)
 
 
 @pytest.fixture
@@ -97,6 +111,8 @@ def test_signal_stops_with_a_checkpoint(make_trainer, stop):
         trainer.train()
     assert error.value.signal == stop and signal.getsignal(stop) is handler
     assert trainer.gate_state.gates is None
+    trainer.train(resume_from_checkpoint=True)  # as in a notebook
+    assert_same_weights(trainer, straight)
     resumed = make_trainer()
     resumed.train(resume_from_checkpoint=True)
     assert len(resumed.seen) == 3
@@ -114,3 +130,44 @@ def test_non_finite_gradient_stops_before_the_step(make_trainer):
         trainer.train()
     torch.testing.assert_close(trained_parameters(trainer.model), trainer.seen[-1].weights, rtol=0, atol=0)
     assert newest_checkpoint(trainer.args.output_dir).endswith("checkpoint-4")
+
+
+def test_non_finite_weights_are_not_saved(make_trainer):
+    trainer = make_trainer(learning_rate=1e38, max_grad_norm=0, save_steps=1)
+    with pytest.raises(NonFiniteGradientError, match="weights after optimizer step 1"):
+        trainer.train()
+    assert not [*Path(trainer.args.output_dir).rglob("*.safetensors")]
+
+
+def test_other_data_is_not_continued(tmp_path, make_trainer):
+    make_trainer(output_dir=str(tmp_path), max_steps=2).train()
+    trainer = make_trainer(output_dir=str(tmp_path))
+    trainer.train_dataset = trainer.train_dataset.select(range(8, 4, -1))
+    with pytest.raises(UserError, match=r"trained on \d+ examples \(digest \w+\), got 4 examples"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def enter_locked_folder(folder):
+    with pytest.raises(UserError, match="Another process writes"), lock_folder(folder):
+        pass
+
+
+def test_folder_is_locked_while_training(make_trainer):
+    class Intruder(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            assert ended(fork(enter_locked_folder, args.output_dir)) == 0
+
+    trainer = make_trainer(callbacks=[Intruder()], max_steps=1)
+    trainer.train()
+    assert not Path(trainer.args.output_dir, ".lock").exists()
+
+
+def test_full_disk_names_newest_checkpoint(make_trainer, monkeypatch):
+    class Full(Recorder):
+        def save_model(self, *args, **kwargs):
+            if self.state.global_step == 4:
+                raise OSError(28, "No space left on device")
+            super().save_model(*args, **kwargs)
+
+    with pytest.raises(UserError, match="No space left on device. The newest complete checkpoint is .*checkpoint-2"):
+        make_trainer(cls=Full).train()

@@ -29,7 +29,7 @@ from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_processes, float32_adapter, may_skip_loops
-from loopdropout_trainer.training.stopping import StopCallback
+from loopdropout_trainer.training.stopping import StopCallback, TrainingDataCallback, check_finite
 
 
 class AdapterTrainingMixin:
@@ -76,6 +76,7 @@ class AdapterTrainingMixin:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.unit_gates = UnitGatesCallback()
         self.stop_callback = StopCallback()
+        self.data_callback = TrainingDataCallback()
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self._given_weights = {}
         if not isinstance(model, PeftModel):
@@ -96,7 +97,7 @@ class AdapterTrainingMixin:
     @property
     def first_callbacks(self) -> list[TrainerCallback]:
         """Callbacks that come before the user's callbacks, which may evaluate: these must see unit gates."""
-        return [*self.step_callbacks, self.unit_gates, self.stop_callback]
+        return [*self.step_callbacks, self.unit_gates, self.stop_callback, self.data_callback]
 
     def after_init(self) -> None:
         """Put gates on the adapter."""
@@ -116,7 +117,7 @@ class AdapterTrainingMixin:
         )
         self.physical_layers = physical_layers(self.model)  # [M]
         self.batch_options = self.find_batch_options()
-        for callback in self.step_callbacks:
+        for callback in (*self.step_callbacks, self.data_callback):
             callback.trainer = self
         args = self.args
         self.looped.trained_with = {
@@ -184,7 +185,8 @@ class AdapterTrainingMixin:
         return scheduler
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the adapter with its training settings and its card."""
+        """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""
+        check_finite(self.model, self.state.global_step, self.args)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             folder = output_dir or self.args.output_dir

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig, SFTTrainer
 
-from loopdropout_trainer.files import model_path
+from loopdropout_trainer.files import lock_folder, model_path
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatedBatch, find_examples
 from loopdropout_trainer.training.batches import collate_with_example_ids, remove_padding, score_targets_only
@@ -34,7 +34,7 @@ from loopdropout_trainer.training.callbacks import LiveDiagnosticsCallback
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.setup import AdapterTrainingMixin
-from loopdropout_trainer.training.stopping import newest_checkpoint
+from loopdropout_trainer.training.stopping import explain_write_errors, find_checkpoint
 
 
 class GateSamplingMixin(AdapterTrainingMixin):
@@ -105,13 +105,15 @@ class GateSamplingMixin(AdapterTrainingMixin):
 
         `resume_from_checkpoint=True` continues from the newest complete checkpoint in `output_dir`, or starts without one.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            resume_from_checkpoint = find_checkpoint(self.args, resume_from_checkpoint)
         num_loops = self.num_loops
         self.batch_options = self.find_batch_options()  # the trained weights may have changed since `__init__`
         self.gate_state.must_draw = True
+        folder = self.args.output_dir
         try:
-            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with explain_write_errors(folder), lock_folder(folder) if self.args.should_save else nullcontext():
+                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             self.stop_callback.raise_if_stopped(self.state)
             return output
         finally:

@@ -1,18 +1,28 @@
-"""The end of a training: signals, gradients that are not finite, and complete checkpoints."""
+"""The end of a training and its continuation: signals, numbers that are not finite, checkpoints, and their data."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import threading
 import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import pyarrow as pa
 import torch
 from accelerate.utils import reduce
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from datasets import Dataset
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
@@ -20,12 +30,27 @@ from loopdropout_trainer.errors import UserError
 
 logger = logging.get_logger(__name__)
 
+_RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
+"""Files of a checkpoint that a training continues from."""
+
+_WRITE_ERRORS = (
+    *(
+        "No space left on device",
+        "Disk quota exceeded",
+        "Permission denied",
+        "Read-only file system",
+        "Not a directory",
+    ),
+    *("File exists", "PytorchStreamWriter failed"),
+)
+"""Texts of errors of torch, safetensors and the system for a folder that cannot be written."""
+
 REPEATED_SECONDS = 3
 """Seconds in which a further signal is a repetition, such as a launcher's SIGTERM after Ctrl-C in its terminal."""
 
 
 class NonFiniteGradientError(UserError):
-    """A gradient is NaN or infinite. The weights are unchanged since the step before."""
+    """A gradient is NaN or infinite, or a weight is. Neither is applied or saved."""
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -51,6 +76,7 @@ class StopCallback(TrainerCallback):
         self._handlers: dict[int, Any] = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.received = 0  # also after an interrupted training of the same trainer
         if threading.current_thread() is threading.main_thread():
             default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
             for number, handler in default.items():
@@ -107,24 +133,123 @@ class StopCallback(TrainerCallback):
             raise interrupted
 
 
-def newest_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the newest complete checkpoint in a folder, or None. The Trainer writes its state last."""
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
-    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        try:
-            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            logger.warning_once("The checkpoint %s is incomplete and is not used.", folder)
-        else:
-            return str(folder)
+def check_finite(model: nn.Module, step: int, args: TrainingArguments) -> None:
+    """Raise NonFiniteGradientError if a trained weight is NaN or infinite, before the model is saved."""
+    weights = (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
+    is_spoiled = torch.tensor(float(not all(bool(weight.isfinite().all()) for weight in weights)), device=args.device)
+    if args.world_size > 1:  # all processes raise
+        is_spoiled = reduce(is_spoiled, "sum")
+    if is_spoiled:
+        raise NonFiniteGradientError(
+            f"The weights after optimizer step {step} are not finite and are not saved. Set a lower `learning_rate`."
+        )
+
+
+class TrainingDataCallback(TrainerCallback, ExportableState):
+    """Keep a digest of the training data in checkpoints, and refuse to continue with other data.
+
+    Attributes:
+        trainer: Trainer with the dataset, set once it is built.
+        facts: Facts of `describe_data`.
+    """
+
+    trainer: Trainer
+    facts: Mapping[str, Any] = MappingProxyType({})
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        self.facts = describe_data(self.trainer.train_dataset)
+        before = saved["attributes"] if isinstance(saved, dict) and state.global_step else self.facts
+        if before and self.facts and before != self.facts:
+            raise UserError(
+                f"The training data changed: the checkpoint was trained on {before['examples']:,} examples (digest "
+                f"{before['digest']}), got {self.facts['examples']:,} examples ({self.facts['digest']}). Restore the data, or "
+                "start a new training in another `output_dir`."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint keeps."""
+        return {"args": {}, "attributes": dict(self.facts)}
+
+
+def describe_data(dataset: Any) -> dict[str, Any]:
+    """Return the number of examples and a digest of their content. It is empty for a stream."""
+    if not isinstance(dataset, Dataset):
+        return {}
+    digest = hashlib.blake2b(digest_size=8)
+    for table in dataset.with_format("arrow").iter(1000):
+        sink = pa.BufferOutputStream()
+        table = table.replace_schema_metadata(None).combine_chunks()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        digest.update(sink.getvalue())
+    return {"examples": len(dataset), "digest": digest.hexdigest()}
+
+
+def find_fault(checkpoint: Path) -> str | None:
+    """Return why a training cannot continue from a checkpoint, as the end of a sentence about it, or None."""
+    try:  # the Trainer writes its state last
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"has no readable {TRAINER_STATE_NAME}"
+    is_deepspeed = any(checkpoint.glob("global_step*"))
+    for pattern in ("**/*.safetensors", "rng_state*") if is_deepspeed else _RESUMED:
+        files = [*checkpoint.glob(pattern)]
+        if not files:
+            return f"has no `{pattern.removeprefix('**/')}`, as with `save_only_model`"
+        for file in files:
+            try:
+                if file.suffix == ".safetensors":
+                    with safe_open(file, "pt"):
+                        pass
+                elif file.is_file() and not zipfile.is_zipfile(file):
+                    return f"has a damaged {file.name}"
+            except (OSError, SafetensorError):
+                return f"has a damaged {file.name}"
     return None
 
 
-def find_checkpoint(args: TrainingArguments) -> str | None:
-    """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`."""
-    name = args.resume_from_checkpoint
+def newest_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the newest complete checkpoint in a folder, or None."""
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
+    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        if (fault := find_fault(folder)) is None:
+            return str(folder)
+        logger.warning_once("The checkpoint %s is not used, because it %s.", folder, fault)
+    return None
+
+
+def find_checkpoint(args: TrainingArguments, name: str | bool | None = None) -> str | None:
+    """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`.
+
+    Args:
+        args: Arguments of the training.
+        name: Value of `resume_from_checkpoint`. Default: the value in `args`.
+
+    Raises:
+        UserError: If a training cannot continue from the named checkpoint.
+    """
+    name = name or args.resume_from_checkpoint
     if str(name).lower() == "true":
         return newest_checkpoint(args.output_dir)
-    if name and not Path(name, TRAINER_STATE_NAME).is_file():
-        raise UserError(f"`resume_from_checkpoint` must be true or the folder of a checkpoint, got {name}.")
+    if name and (fault := find_fault(Path(name))):
+        newest = newest_checkpoint(Path(name).parent)
+        raise UserError(
+            f"`resume_from_checkpoint` must be true or the folder of a complete checkpoint, but {name} {fault}."
+            + (f" The newest complete checkpoint is {newest}." if newest else "")
+        )
     return name
+
+
+@contextmanager
+def explain_write_errors(output_dir: str | Path) -> Iterator[None]:
+    """Turn the error of a full disk or an unwritable folder into one sentence that names the newest checkpoint."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = next((text for text in _WRITE_ERRORS if text.lower() in str(error).lower()), None)
+        if reason is None:
+            raise
+        newest = newest_checkpoint(output_dir)
+        kept = f"The newest complete checkpoint is {newest}" if newest else "There is no complete checkpoint"
+        raise UserError(f"`output_dir` {output_dir} cannot be written: {reason}. {kept}.") from error
