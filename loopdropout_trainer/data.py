@@ -45,7 +45,7 @@ PROMPT_TEMPLATES = {
 }
 """Prompts by name, with {column} fields."""
 
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{(\w[\w .-]*)\}")
 _FORMATS = (
     ("prompt", "chosen", "rejected"),
     ("chosen", "rejected"),
@@ -54,6 +54,8 @@ _FORMATS = (
     ("conversations",),
     ("text",),
 )
+_TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns of conversations that the chat template reads, as in TRL."""
 _TARGETS = {"chosen", "rejected", "completion", "messages", "conversations", "text", "answer", "response"}
 
 
@@ -106,6 +108,7 @@ def make_own_example(row: Row, args: DataArguments) -> Example:
     if isinstance(row.get("completion"), str):
         return identity, make_pair(row, row["completion"], args)
     example = {name: to_messages(row[name]) for name in columns}
+    example |= {name: row[name] or {} for name in _TEMPLATE_COLUMNS if name in row}
     return identity, {name.replace("conversations", "messages"): value for name, value in example.items()}
 
 
@@ -128,7 +131,8 @@ def to_messages(value: Any) -> Any:
 
 def _has_text(target: Any) -> bool:
     if isinstance(target, list):
-        return any(turn["role"] == "assistant" and _has_text(turn["content"]) for turn in to_messages(target))
+        turns = (turn for turn in to_messages(target) if turn["role"] == "assistant")
+        return any(turn.get("tool_calls") or _has_text(turn.get("content")) for turn in turns)
     return isinstance(target, str) and bool(target.strip())
 
 
@@ -433,6 +437,7 @@ def tokenize(
 
     Args:
         example: Columns `prompt` and `completion` (texts or messages), `messages` or `text`. Texts get an end token.
+            Messages may have `tools` (a list or JSON) and `chat_template_kwargs`, which their chat template reads.
         tokenizer: Tokenizer with the chat template of the training.
         assistant_only_loss: Whether to return `assistant_masks` for messages.
         is_one_text: Whether to tokenize prompt and completion together. A token that spans both is then part of the
@@ -444,9 +449,14 @@ def tokenize(
     """
     prompt = example.get("prompt")
     target = next(example[name] for name in ("completion", "messages", "text") if name in example)
-    is_chat, options = isinstance(target, list), {}
+    is_chat, template = isinstance(target, list), {}
+    if is_chat:
+        tools = example.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools or None
+        template = {"tools": tools, **(example.get("chat_template_kwargs") or {})}
+    options = dict(template)
     if assistant_only_loss:  # None if the tokenizer's own template marks the assistant's text
-        options = {"chat_template": get_training_chat_template(tokenizer), "return_assistant_tokens_mask": True}
+        options |= {"chat_template": get_training_chat_template(tokenizer), "return_assistant_tokens_mask": True}
     if not is_chat and (is_one_text or not target.endswith(tokenizer.eos_token)):
         target += tokenizer.eos_token
     encoded = _encode(tokenizer, target if prompt is None else prompt + target, **options)
@@ -454,7 +464,7 @@ def tokenize(
     if prompt is None:
         return columns
     ids = columns["input_ids"]
-    options = {"add_generation_prompt": True} if is_chat else {}
+    options = {"add_generation_prompt": True, **template} if is_chat else {}
     start = _encode(tokenizer, prompt, **options)["input_ids"]
     if not is_chat and not is_one_text and ids[: len(start)] != start:
         parted = start + _encode(tokenizer, target, add_special_tokens=False)["input_ids"]

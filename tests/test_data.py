@@ -1,5 +1,6 @@
 """Training data: examples, loss masks token by token, the choice of examples, and errors."""
 
+import copy
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT, SAMPLES, TINY_OURO_PATH, byte_tokenizer, load_script, read_lines, tiny_ouro, write_lines
+from datasets import Dataset
+from trl import SFTTrainer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.arithmetic import arithmetic_problems
@@ -134,6 +137,36 @@ def test_labels_are_the_trainers(load, config, bytes_tokenizer, row, losses):
     assert {name: prepared[name] for name in expected} == expected
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+TOOL_TEMPLATE = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}{{ style }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_tool_calls_are_trained_as_in_trl(load, bytes_tokenizer, config, is_pair):
+    tokenizer = copy.deepcopy(bytes_tokenizer)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    user, call = {"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": CALLS}
+    row = {"prompt": [user], "completion": [call]} if is_pair else {"messages": [user, call]}
+    row |= {"tools": TOOLS, "chat_template_kwargs": {"style": "!"}}
+    (example,) = load(None, [row], tokenizer)["train"]
+    text = tokenizer.decode(label_example(example, tokenizer)["input_ids"])
+    assert all(part in text for part in ('[[{"type"', "!<user>1", '{"a": 1}'))
+    trainer = SFTTrainer(tiny_ouro(), config(), train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
+    ours = LoopDropoutSFTTrainer(
+        tiny_ouro(), config(), train_dataset=Dataset.from_list([example]), processing_class=tokenizer
+    )
+    assert (
+        trainer.train_dataset[0]["input_ids"]
+        == ours.train_dataset[0]["input_ids"]
+        == label_example(example, tokenizer)["input_ids"]
+    )
+
+
 # The choice of examples
 
 
@@ -221,12 +254,12 @@ def test_dataset_folder_by_name(tmp_path, tokenizer, name, text):
 
 
 def test_prompt_template_fills_columns(load, tokenizer):
-    rows = [{"lang": "de", "in": "Haus", "out": "house", "score": 3}]
-    template = "{lang}{score}: {in} \\frac{1}{2}? {}"
+    rows = [{"lang": "de", "in word": "Haus", "out": "house", "score": 3}]
+    template = "{lang}{score}: {in word} \\frac{1}{2}? {}"
     fields = {"column_mapping": {"completion": "out", "1": "score", "2": "lang"}, "prompt_template": template}
     example = load(None, rows, tokenizer, prompt_end=" ->", **fields)["train"][0]
     assert (example["prompt"], example["completion"]) == ("de3: Haus \\frac3de? {} ->", "house")
-    alpaca = {"prompt_template": "alpaca", "column_mapping": {"completion": "out", "instruction": "in"}}
+    alpaca = {"prompt_template": "alpaca", "column_mapping": {"completion": "out", "instruction": "in word"}}
     assert load(None, rows, tokenizer, **alpaca)["train"][0]["prompt"] == ALPACA.format("Haus")
 
 
