@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
-from loopdropout_trainer.looped import GatedBatch, attach_looped_model, find_examples
+from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, attach_looped_model, find_examples
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
 
 
@@ -121,7 +121,8 @@ class LoopDropoutHandle:
             return  # set gates are those of `use_gates`
         inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
         ids, token_examples = find_examples({name: x for name, x in inputs.items() if x is not None})
-        self.drawn = GatedBatch(self.sample(ids), token_examples)
+        shape = (self.looped.num_loops, len(self.physical_layers), len(ids))
+        self.drawn = GatedBatch(as_gate_matrix(self.sample(ids), *shape, "Gates of `sample`"), token_examples)
         self.num_draws += 1
         self.gate_state.set(self.drawn)
 

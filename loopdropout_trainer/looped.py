@@ -174,6 +174,10 @@ class GateState:
     def __init__(self) -> None:
         self.reset()
 
+    def __repr__(self) -> str:
+        gates = "unit gates" if self.gates is None else f"gates={short_repr(self.gates.tolist())}"
+        return f"GateState({gates}, loop={self.loop})"
+
     @property
     def loop(self) -> int:
         """Index of the running loop, from 0."""
@@ -295,28 +299,41 @@ def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor
     return ids, token_examples.clamp(max=len(ids) - 1)  # padding counts as part of the last example
 
 
-def as_gate_matrix(gates: Tensor | Sequence, num_loops: int) -> Tensor:
-    """Return gates as a floating-point tensor [K, N] or [K, N, M].
+def as_gate_matrix(
+    gates: Any, num_loops: int, num_modules: int, num_examples: int | None = None, name: str = "`gates`"
+) -> Tensor:
+    """Return gates as a finite floating-point tensor [K, N] or [K, N, M].
 
     Args:
-        gates: Gates [K], [K, N] or [K, N, M].
+        gates: Gates [K], [K, N] or [K, N, M], where N may be 1 for all examples.
         num_loops: Recurrence depth K.
+        num_modules: Number M of adapted modules.
+        num_examples: Number N of examples. None: any number.
+        name: Subject of the error messages.
+
+    Raises:
+        UserError: If the gates have another shape, or are not finite real numbers.
     """
     try:
         gates = torch.as_tensor(gates)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"`gates` must be numbers, got {short_repr(gates)}.") from error
+        raise UserError(f"{name} must be numbers, got {short_repr(gates)}.") from error
+    if gates.is_complex() or gates.is_meta:
+        raise UserError(f"{name} must be real numbers, got {gates.dtype} on the device {gates.device}.")
     if not gates.is_floating_point():
         gates = gates.to(torch.float32)
     if gates.dim() == 1:
         gates = gates.unsqueeze(1)
-    if gates.dim() not in (2, 3) or len(gates) != num_loops or 0 in gates.shape:
+    shape = tuple(gates.shape)
+    fits = len(shape) in (2, 3) and shape[0] == num_loops and shape[2:] in ((), (num_modules,)) and 0 not in shape
+    if not fits or num_examples is not None and shape[1] not in (1, num_examples):
+        examples = "N examples" if num_examples is None else f"N = {num_examples} examples"
         raise UserError(
-            f"`gates` must have shape [K], [K, 1], [K, B] or [K, B, M] with K = {num_loops} loops and M adapted modules, got "
-            f"{list(gates.shape)}."
+            f"{name} must have shape [K], [K, 1], [K, N] or [K, N, M] with K = {num_loops} loops, {examples} and "
+            f"M = {num_modules} adapted modules, got {list(shape)}."
         )
     if not bool(torch.isfinite(gates.detach()).all()):
-        raise UserError("`gates` must be finite numbers.")
+        raise UserError(f"{name} must be finite numbers.")
     return gates
 
 

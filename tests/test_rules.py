@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import assert_same_weights, example_nll, logged, randomise, tiny_ouro, trained_parameters
+from conftest import assert_same_weights, example_nll, logged, randomise, tiny_ouro, trained_parameters, with_adapter
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch.func import functional_call
@@ -16,9 +16,11 @@ from loopdropout_trainer import (
     LoRADropoutSFTTrainer,
     default_peft_config,
     load_adapter,
+    loop_dropout,
     merge_and_save,
 )
 from loopdropout_trainer.gates import RULES, Draw, make_rule
+from loopdropout_trainer.gates.loop_dropout import LoopDropout
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
 from loopdropout_trainer.training.callbacks import SensitivityCallback
 
@@ -222,6 +224,28 @@ def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
     loaded = load_adapter(tiny_ouro(), tmp_path, is_trainable=True)
     with pytest.raises(ValueError, match="'loop_dropout' trains a shared adapter"):
         add_gates(loaded, rule=make_rule("loop_dropout"))
+
+
+@pytest.mark.parametrize(
+    ("make_gates", "message"),
+    [
+        (lambda k, n: torch.zeros(n, k), r"\[K, N, M\] with K = 4 loops, N = 2 examples and M = 14 .* got \[2, 4\]"),
+        (lambda k, n: torch.zeros(k, n + 1), r"got \[4, 3\]"),
+        (lambda k, n: torch.zeros(k, n, 3), r"got \[4, 2, 3\]"),
+        (lambda k, n: torch.full((k, n), torch.inf), "must be finite"),
+        (lambda k, n: torch.zeros(k, n, dtype=torch.complex64), "must be real numbers, got torch.complex64"),
+        (lambda k, n: torch.zeros(k, n, device="meta"), "on the device meta"),
+    ],
+)
+def test_wrong_samples_raise(make_gates, message, make_sft, monkeypatch):
+    trainer = make_sft(per_device_train_batch_size=2)
+    monkeypatch.setattr(LoopDropout, "sample", lambda self, draw: make_gates(K, len(draw.example_ids)))
+    with pytest.raises(ValueError, match=f"Gates of the rule 'loop_dropout' .*{message}"):
+        trainer.train()
+    model = with_adapter().train()
+    loop_dropout(model)
+    with pytest.raises(ValueError, match=f"Gates of `sample` .*{message}"):
+        model(torch.arange(2, 12).view(2, 5))
 
 
 def test_adaptive_sensitivity_is_gate_gradient(make_trainer):

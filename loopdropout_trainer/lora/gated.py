@@ -355,11 +355,6 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
         UserError: If the adapter cannot be gated or is merged, or if the gates have a wrong shape.
     """
     looped = attach_looped_model(model)
-    gates = as_gate_matrix(gates, looped.num_loops)
-    num_modules = len(adapted_layers(model))
-    if gates.dim() == 3 and gates.shape[2] != num_modules:
-        raise UserError(
-            f"`gates` must have a last dimension of {num_modules} (adapted modules), got {gates.shape[2]}."
-        )
+    gates = as_gate_matrix(gates, looped.num_loops, len(adapted_layers(model)))
     with _all_gated(model), applied_gates(looped.gate_state, gates, token_examples):
         yield looped.gate_state

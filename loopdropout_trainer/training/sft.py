@@ -28,7 +28,7 @@ from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer.files import lock_folder, model_path
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.looped import GatedBatch, find_examples
+from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.training.batches import collate_with_example_ids, remove_padding, score_targets_only
 from loopdropout_trainer.training.callbacks import LiveDiagnosticsCallback
 from loopdropout_trainer.training.config import LoopDropoutConfig
@@ -87,7 +87,10 @@ class GateSamplingMixin(AdapterTrainingMixin):
             layers=self.physical_layers,
             pass_index=self.pass_index,
         )
-        gates = self.rule.sample(draw).requires_grad_(self.rule.wants_sensitivity)  # [K, N] or [K, N, M]
+        shape = (draw.num_loops, draw.num_modules, len(ids))
+        gates = as_gate_matrix(self.rule.sample(draw), *shape, f"Gates of the rule {self.rule.name!r}")
+        if self.rule.wants_sensitivity:
+            gates = gates.detach().requires_grad_()
         start_states = draw if self.samples_start_states else None
         return GatedBatch(gates, token_examples, self.rule.seeds(draw), start_states, self.batch_options)
 
