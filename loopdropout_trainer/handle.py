@@ -6,17 +6,19 @@ This module imports torch, transformers and PEFT only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
 from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, attach_looped_model, find_examples
-from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
+from loopdropout_trainer.lora import adapted_layers, add_gates, gate_new_layers, gated_layers, physical_layers
 
 
 def loop_dropout(
@@ -73,14 +75,15 @@ class LoopDropoutHandle:
         self.looped = attach_looped_model(model)
         rule.check(self.looped.num_loops)
         layers = adapted_layers(model)
-        before = [(layer, layer.lora_variant, layer.cast_input_dtype_enabled) for layer in layers]
+        before = _variants(layers)
         casts_inputs = all(layer.cast_input_dtype_enabled for layer in layers)  # PEFT's arithmetic
         self.gate_state = add_gates(model, in_activation_dtype=not casts_inputs, rule=rule)
         self.gate_state.dropout = self
         for layer in layers:
             for variant in layer.lora_variant.values():
                 variant.gate_state = self.gate_state  # gates of the adapters that `set_adapter` activates later
-        self.physical_layers = physical_layers(model)
+        self.model = model
+        self.physical_layers, self._adapters = physical_layers(model), dict(model.peft_config)
         backbone = self.looped.base_model
         self._hooks = [
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),
@@ -102,23 +105,43 @@ class LoopDropoutHandle:
         return self.rule.sample(draw)
 
     def remove(self) -> None:
-        """Restore the model: PEFT's LoRA layers without gates.
+        """Restore the model: PEFT's LoRA layers without gates. A second call has no effect.
 
         If the model's class was described before, Dory keeps its `ScaledHead`, whose weights and output are equal.
         """
+        if not self._hooks:
+            return  # another handle may have set gates since
         layers, is_described = self._before
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         for layer, variants, casts_inputs in layers:
             layer.lora_variant, layer.cast_input_dtype_enabled = variants, casts_inputs
         self.gate_state.dropout = None
+        self.gate_state.is_read = bool(gated_layers(self.model))
         if not is_described:
             self.looped.detach()
 
+    def _gate_new_layers(self) -> None:
+        """Gate the layers of adapters that were added after the handle."""
+        gated = gated_layers(self.model)
+        self._before[0].extend(_variants(layer for layer in adapted_layers(self.model) if layer not in gated))
+        gate_new_layers(self.model)
+        self.physical_layers, self._adapters = physical_layers(self.model), dict(self.model.peft_config)
+
     @torch.compiler.disable
     def _draw_gates(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not backbone.training or not torch.is_grad_enabled() or self.gate_state.batch.is_set:
+        if not backbone.training or self.gate_state.batch.is_set:
             return  # set gates are those of `use_gates`
+        if _is_checkpointed():
+            raise UserError(
+                "The whole model must not be checkpointed, because its recomputation would draw other gates. Checkpoint the "
+                "layers by `model.gradient_checkpointing_enable()`."
+            )
+        if not torch.is_grad_enabled():
+            return
+        if self.model.peft_config != self._adapters:
+            self._gate_new_layers()
         inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
         ids, token_examples = find_examples({name: x for name, x in inputs.items() if x is not None})
         shape = (self.looped.num_loops, len(self.physical_layers), len(ids))
@@ -130,6 +153,19 @@ class LoopDropoutHandle:
     def _reset_gates(self, backbone: nn.Module, args: tuple, output: Any) -> None:
         if self.gate_state.batch is self.drawn:
             self.gate_state.reset()
+
+
+def _variants(layers: Iterable[LoraLayer]) -> list[tuple[LoraLayer, dict, bool]]:
+    """Return the attributes of LoRA layers that gates replace."""
+    return [(layer, layer.lora_variant, layer.cast_input_dtype_enabled) for layer in layers]
+
+
+def _is_checkpointed() -> bool:
+    """Return whether `torch.utils.checkpoint` calls this function, now or again in the backward pass."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _process_index() -> int:

@@ -52,7 +52,7 @@ def test_gate_multiplies_rank_width_activations():
 
 def test_use_gates_restores_state():
     model = adapted()
-    with pytest.raises(KeyError), use_gates(model, torch.zeros(4)):
+    with pytest.raises(KeyError), torch.no_grad(), use_gates(model, torch.zeros(4)):
         assert gated_layers(model)
         raise KeyError
     assert not gated_layers(model)
@@ -64,6 +64,22 @@ def test_use_gates_restores_state():
     assert state.gates is None and gated_layers(model)
     remove_gates(model)
     assert not gated_layers(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_backward_after_the_block_recomputes_its_gates(use_reentrant, make_tiny):
+    found = []
+    for checkpointing in (False, True):
+        model = with_adapter(make_tiny(), scale=0.1).train()
+        if checkpointing:
+            model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        with use_gates(model, torch.eye(model.config.num_loops)[0] * 2):
+            loss = model(IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in trained_parameters(model).values()]))
+        assert torch.equal(logits(model.eval()), logits(model, torch.ones(model.config.num_loops)))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import torch
 import transformers
 import trl
 from conftest import ROOT, Recorder, needs, tiny_dory, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
 from trl import SFTTrainer
 
 from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import gated_layers
@@ -153,9 +155,46 @@ def test_remove_restores_the_model(make):
     assert look() != before and gated_layers(peft_model)
     dropout.remove()
     assert look() == before and not gated_layers(peft_model)
-    loop_dropout(peft_model)
+    newer = loop_dropout(peft_model)
+    dropout.remove()
+    assert gated_layers(peft_model) and newer.gate_state.dropout is newer
     with pytest.raises(ValueError, match="Call `remove"):
         loop_dropout(peft_model)
+
+
+def test_adapter_on_further_modules_is_gated():
+    peft_model = with_adapter(target_modules=["q_proj"]).train()
+    dropout = loop_dropout(peft_model, p=0.9, seed=1)
+    peft_model.add_adapter("second", LoraConfig(target_modules=["v_proj", "down_proj"], init_lora_weights=False))
+    peft_model.set_adapter("second")
+    loss = peft_model(IDS, labels=IDS).loss
+    assert len(gated_layers(peft_model)) == len(dropout.physical_layers) == 6
+    gates = dropout.drawn.sampled
+    dropout.remove()
+    assert not gated_layers(peft_model)
+    with use_gates(peft_model, gates):
+        assert torch.equal(peft_model(IDS, labels=IDS).loss, loss) and not (gates == 1).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_of_the_whole_model_raises(use_reentrant):
+    peft_model = with_adapter().train()
+    embeds = peft_model.get_input_embeddings()(IDS).detach().requires_grad_()
+    loop_dropout(peft_model)
+    with pytest.raises(UserError, match="whole model must not be checkpointed"):
+        checkpoint(lambda x: peft_model(inputs_embeds=x).logits, embeds, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_backward_after_remove_raises(use_reentrant):
+    peft_model = with_adapter(scale=0.1).train()
+    peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    peft_model.enable_input_require_grads()
+    dropout = loop_dropout(peft_model, seed=1)
+    loss = peft_model(IDS, labels=IDS, use_cache=False).loss
+    dropout.remove()
+    with pytest.raises(UserError, match="must not be removed before its backward pass"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("name", ["schedule", "adaptive", "lora_dropout"])

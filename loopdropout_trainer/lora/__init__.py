@@ -6,6 +6,7 @@ from loopdropout_trainer.lora.gated import (
     ADAPTER_KINDS,
     adapted_layers,
     add_gates,
+    gate_new_layers,
     gated_layers,
     kind_of,
     merged_update,

@@ -161,6 +161,13 @@ class GatedVariants(dict[str, LoraVariant]):
         self[adapter] = None
         return self[adapter]
 
+    def set_module(self, module: int) -> None:
+        """Set the index of the layer among the adapted layers, for present and future adapters."""
+        state, _, *options = self.options
+        self.options = (state, module, *options)
+        for variant in self.values():
+            variant.module = module
+
     def __setitem__(self, adapter: str, variant: LoraVariant | None) -> None:
         if not isinstance(variant, GatedLora):
             check_variant(variant)
@@ -240,6 +247,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     if rule is not None and state.dropout is not None:
         raise UserError("`loop_dropout` draws gates on this model already. Call `remove()` of its handle first.")
     looped.prepare_fused_loss()
+    state.is_read = True
     rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
     if trained is not None and kinds[trained].one_depth and len(kinds) > 1:
@@ -309,6 +317,7 @@ def remove_gates(model: PeftModel) -> None:
         variants = layer.lora_variant.items()
         layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
         layer.cast_input_dtype_enabled = True
+    find_looped_model(model).gate_state.is_read = False
 
 
 def gated_layers(model: nn.Module) -> list[LoraLayer]:
@@ -316,25 +325,31 @@ def gated_layers(model: nn.Module) -> list[LoraLayer]:
     return [layer for layer in adapted_layers(model) if isinstance(layer.lora_variant, GatedVariants)]
 
 
-@contextmanager
-def _all_gated(model: PeftModel) -> Iterator[None]:
-    """Gate every layer inside the block. If some layers were gated before, all layers stay gated."""
+def gate_new_layers(model: PeftModel) -> None:
+    """Gate the layers of adapters that were added to a gated model later, and number all layers again."""
     gated = gated_layers(model)
-    if not gated:
-        add_gates(model)
-        try:
-            yield
-        finally:
-            remove_gates(model)
-        return
     _check_gates_reach(model)
     state = find_looped_model(model).gate_state
     for module, layer in enumerate(adapted_layers(model)):
         if layer not in gated:
             _gate_layer(layer, state, module, in_activation_dtype=not gated[0].cast_input_dtype_enabled)
-        for variant in layer.lora_variant.values():
-            variant.module = module
-    yield
+        layer.lora_variant.set_module(module)
+
+
+@contextmanager
+def _all_gated(model: PeftModel) -> Iterator[None]:
+    """Gate every layer inside the block. Layers that were gated before stay gated, and all layers with a gradient.
+
+    Gradient checkpointing recomputes a pass in the backward pass, which may run after the block.
+    """
+    is_gated = bool(gated_layers(model))
+    stays = is_gated or torch.is_grad_enabled()
+    gate_new_layers(model) if is_gated else add_gates(model)
+    try:
+        yield
+    finally:
+        if not stays:
+            remove_gates(model)
 
 
 @contextmanager
@@ -342,8 +357,9 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
-    give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward
-    pass may run after the block. Use a model in one thread at a time.
+    give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward pass may run after
+    the block, also if the layers are checkpointed. The layers therefore stay gated, at unit gates, unless the block runs under
+    `torch.no_grad`. Use a model in one thread at a time.
 
     Args:
         model: PEFT model over a looped model.
