@@ -1,4 +1,4 @@
-"""Loop Dropout: g_t = b_t / q_t with b_t ~ Bernoulli(q_t) independent for each example and loop, q_t = 1 - p_t (Eq. 2).
+"""Loop Dropout: g_t = b_t / q_t with b_t ~ Bernoulli(q_t) independent for each example and loop, q_t = 1 - p_t (Eq. 3).
 
 This module also contains the rules that use the same masks in another way.
 """
@@ -59,7 +59,7 @@ class LoopDropout(MaskedRule):
     Gate: b_t / q_t, b_t ~ Bernoulli(q_t)
     Mean: 1
     Covariance: (p/q) I
-    Paper: Eq. 2 and 4, Algorithm 1, Table "Structured, scheduled and adaptive masks" for profiles
+    Paper: Eq. 3 and 4, Algorithm 1, Table "Structured, scheduled and adaptive masks" for profiles
     """
 
     name = "loop_dropout"

@@ -131,7 +131,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     r"""Trainer for supervised fine-tuning of a looped language model with Loop Dropout.
 
     A looped model runs one block of layers K times, h_t = F(h_{t-1}; W). LoRA adds one update to its weights for all loops.
-    Loop Dropout gives each example b and loop t a gate, which multiplies that update (Eq. 2 and Algorithm 1 of the paper):
+    Loop Dropout gives each example b and loop t a gate, which multiplies that update (Eq. 3 and Algorithm 1 of the paper):
 
         for each training example (x, y) of the micro-batch:                   # compute_loss
             h_0 = Embed(x)
