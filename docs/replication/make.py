@@ -5,7 +5,7 @@
 
 `collect` keeps one row for each number that a run measured (runs.py), so that one small file holds all numbers of the pages.
 `write` tests the claims (claims.py, intervals.py), draws the figures (figures.py), writes comparisons.md, comparisons.csv and
-methods.csv, and fills the text between marks in replication.md and README.md.
+methods.csv, and fills the text between marks in replication.md, choosing_a_method.md and README.md.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from claims import BASES, DEPTHS, decide, format_p, verdict, with_interval
+from claims import BASES, DEPTHS, decide, format_p, late_bias, verdict, with_interval
 from intervals import estimate, estimate_mean
 from runs import METHODS, RUNS, Study, collect, differences, mean_sd, verdicts
 
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent / "replication.md", HERE.parents[1] / "README.md"]
+PAGES = [HERE.parent / "replication.md", HERE.parent / "choosing_a_method.md", HERE.parents[1] / "README.md"]
 APPENDIX = HERE / "comparisons.md"
 CSV = HERE / "comparisons.csv"
 
@@ -37,7 +37,8 @@ APPENDIX_TEXT = """\
 # All comparisons of the replication
 
 This appendix of [the replication](../replication.md) is written by `make.py`. Effects are differences in points or nats,
-with 95% intervals that are not adjusted. The p-values are adjusted together by Holm's method, and the verdicts use them.
+with 95% intervals that are not adjusted. The p-values are adjusted together by Holm's method, once with all seeds and once
+without the seed that chose the learning rates. The verdicts use the larger p-value.
 [comparisons.csv](comparisons.csv) has the same table with unadjusted p-values.
 
 ## Comparisons
@@ -97,7 +98,10 @@ def main_table(claims: pd.DataFrame) -> str:
     for study, base in BASES.items():
         part = [row for row in claims.itertuples() if (row.claim.question, row.claim.study) == ("main", study)]
         if part:
-            cells = [f"{with_interval(row.gain)}<br>p {_relation(row.adjusted)}, {row.verdict}" for row in part]
+            cells = [
+                f"{with_interval(row.gain)}<br>p {_relation(row.adjusted)} ({format_p(row.adjusted_without)}), {row.verdict}"
+                for row in part
+            ]
             cells += ["same answers as at K"] * (4 - len(cells))
             rows.append([base, str(part[0].n), *cells])
     return markdown(["base model", "n", "late bias", "flatness", "accuracy at K", "accuracy at 2K"], rows)
@@ -114,8 +118,10 @@ def claims_table(claims: pd.DataFrame, question: str | None = None) -> str:
     for row in claims.itertuples():
         if question in (None, row.claim.question):
             effect = with_interval(row.gain, row.claim.digits)
-            rows.append([row.claim.title, row.claim.paper, effect, str(row.n), format_p(row.adjusted), row.verdict])
-    return markdown(["claim", "paper", "effect, 95% interval", "n", "adjusted p", "verdict"], rows)
+            p_values = (format_p(row.adjusted), format_p(row.adjusted_without))
+            rows.append([row.claim.title, row.claim.paper, effect, str(row.n), *p_values, row.verdict])
+    heads = ["claim", "paper", "effect, 95% interval", "n", "adjusted p", "without the selection seed", "verdict"]
+    return markdown(heads, rows)
 
 
 def claims_csv(claims: pd.DataFrame) -> pd.DataFrame:
@@ -130,7 +136,12 @@ def claims_csv(claims: pd.DataFrame) -> pd.DataFrame:
             "paper": claim.paper,
         }
         effect = {"effect": gain.mean, "low": gain.low, "high": gain.high, "n": row.n, "p": gain.p}
-        rows.append({**start, **effect, "adjusted_p": row.adjusted, "verdict": row.verdict})
+        without = {
+            "effect_without_selection_seed": row.gain_without.mean,
+            "p_without_selection_seed": row.gain_without.p,
+        }
+        adjusted = {"adjusted_p": row.adjusted, "adjusted_p_without_selection_seed": row.adjusted_without}
+        rows.append({**start, **effect, **without, **adjusted, "verdict": row.verdict})
     return pd.DataFrame(rows)
 
 
@@ -268,6 +279,12 @@ def map_counts(cells: pd.DataFrame, by_examples: bool) -> str:
     return markdown(["problems", "K", *["examples"] * by_examples, "ahead", "level", "behind", "gain, points"], rows)
 
 
+def ahead_of(cells: pd.DataFrame) -> str:
+    """Return in how many cells Loop Dropout is ahead, with its smallest and largest gain in all of them."""
+    span = f"{cells['gain'].min():+.1f} to {cells['gain'].max():+.1f} points"
+    return f"{(cells['word'] == 'ahead').sum()} of {len(cells)} ({span})"
+
+
 def annealed_map(rows: pd.DataFrame) -> str:
     """Return the accuracies in the cells of the map that were also trained with annealed p."""
     place = ["difficulty", "examples", "epochs", "depth"]
@@ -318,8 +335,10 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
     gains = {row.claim.title: f"{row.gain.mean:+.1f}" for row in claims.itertuples()}
     better = "Loop Dropout is more accurate than LoRA at"
     counts = claims["verdict"].value_counts()
+    required = [row.verdict for row in claims.itertuples() if row.claim.gains is late_bias]
     words = ("ahead", "level", "behind")
     _, inside, grids = rates_table(studies)
+    can_solve = cells[cells["difficulty"] == "1 to 3"]  # as the base model
     accuracies = {
         f"{prefix}{method}_{depth}": f"{study.mean(method, depth=depth)}%"
         for prefix, study, methods, depths in (
@@ -333,16 +352,27 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
         **accuracies,
         "comparisons": str(len(claims)),
         "significant": str(counts["significant"]),
+        "required": str(required.count("significant")),
+        "not_required": str(counts["significant"] - required.count("significant")),
         "opposite": str(counts["significant in the opposite direction"]),
         "not_significant": str(counts["not significant"]),
         "gain_4": gains[f"{better} K = 4"],
         "gain_8": gains[f"{better} K = 8"],
         "gain_at_high_rate": gains["Loop Dropout is more accurate than LoRA when both train at learning rate 0.008"],
         "language_gain": gains[f"{better} K = 4 (SmolLM2-135M, looped)"],
+        "language_gain_8": gains[f"{better} K = 8 (SmolLM2-135M, looped)"],
+        "two_gain": gains[f"{better} K = 4 (two layers)"],
+        "two_gain_8": gains[f"{better} K = 8 (two layers)"],
+        "huginn_gain": gains[f"{better} K = 8 (tiny Huginn)"],
         "huginn": f"{studies['huginn'].mean('loop_dropout')}% against {studies['huginn'].mean('lora')}%",
         "language_model": f"{language.mean('loop_dropout')}% against {language.mean('lora')}%",
         **{
             f"map_{k}": ", ".join(f"{(cells.loc[cells['depth'] == k, 'word'] == w).sum()} {w}" for w in words)
+            for k in (4, 8)
+        },
+        **{f"map_many_{k}": ahead_of(cells[(cells["depth"] == k) & (cells["examples"] >= 2048)]) for k in (4, 8)},
+        **{
+            f"map_few_{k}": ahead_of(can_solve[(can_solve["depth"] == k) & (can_solve["examples"] <= 128)])
             for k in (4, 8)
         },
         "map_cells": str(len(cells) // 2),
@@ -388,7 +418,7 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
 def fill(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:
     """Return a page with the text between each pair of marks replaced."""
     for name, words in numbers.items():
-        text = re.sub(rf"<!--{name}-->.*?<!--/-->", f"<!--{name}-->{words}<!--/-->", text)
+        text = re.sub(rf"<!--{name}-->.*?<!--/-->", f"<!--{name}-->{words}<!--/-->", text, flags=re.DOTALL)
     for name, table in tables.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in text:

@@ -14,6 +14,7 @@ runs.csv.gz has one row for each number that a run measured:
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -153,6 +154,13 @@ class Study:
         for method, part in rows.groupby("method"):
             if method not in self.rates and part["learning_rate"].nunique() == 1:
                 self.rates[method] = part["learning_rate"].iloc[0]
+
+    def without_selection(self) -> Study:
+        """Return the study without the seed that chose the learning rates, at the learning rates that it chose."""
+        study = copy.copy(self)
+        chose = self.rows.loc[self.rows["metric"] == "development", "seed"].min()  # NaN if no seed did
+        study.rows = self.rows[self.rows["seed"] != chose]
+        return study
 
     def edge(self, method: str) -> str | None:
         """Return `lowest` or `highest` if the chosen learning rate is at an edge of its grid, else None."""
