@@ -56,7 +56,8 @@ def row(top: int, title: str, gates: list[int], end: str) -> list[str]:
             wire = f'<path class="wire" d="M{center} {top + 42} V{middle}"/>'
             label = f'<text class="start on" x="{center + 6}" y="{top + 68}">×{gate}</text>'
         else:
-            wire = f'<path class="cut" d="M{center} {top + 42} V{top + 50} L{center - 13} {top + 66} M{center} {top + 70} V{middle}"/>'
+            switch = f"V{top + 50} L{center - 13} {top + 66} M{center} {top + 70}"
+            wire = f'<path class="cut" d="M{center} {top + 42} {switch} V{middle}"/>'
             label = f'<text class="start off" x="{center + 6}" y="{top + 68}">off</text>'
         parts += [
             wire,

@@ -1,0 +1,132 @@
+"""Compare the memory estimate with the tensors that one layer run keeps for the backward pass, at the models' real widths.
+
+    python benchmarks/memory.py   # a few minutes of one CPU core, 6 GB; writes benchmarks/results/memory.md
+
+Models of one and of two recurrent layers run one loop under autocast in bfloat16. The difference of the kept bytes belongs to
+one run of a layer. No GPU is needed, because shapes and dtypes decide what is kept. Allocators and kernels add to it.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, DoryConfig
+
+import loopdropout_trainer.models  # noqa: F401  (registers the families)
+from loopdropout_trainer import default_peft_config
+from loopdropout_trainer.memory import kept_per_layer
+
+
+NUM_TOKENS = 128
+QWEN = {
+    "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+SHAPES = {
+    "Ouro-1.4B": {
+        "model_type": "ouro", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 49152, "num_hidden_layers": 24, "total_ut_steps": 4,
+    },
+    "Ouro-2.6B": {
+        "model_type": "ouro", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 49152, "num_hidden_layers": 48, "total_ut_steps": 4,
+    },
+    "Huginn": {
+        "model_type": "huginn_raven", "n_embd": 5280, "n_heads": 55, "intermediate_size": 17920, "vocab_size": 65536,
+        "padded_vocab_size": 65536, "tie_embeddings": True, "n_layers_in_prelude": 2, "n_layers_in_recurrent_block": 4,
+        "n_layers_in_coda": 2, "mean_recurrence": 32, "block_size": 4096,
+    },
+    "Nanbeige4.2-3B": {
+        "model_type": "nanbeige", "hidden_size": 3072, "intermediate_size": 10752, "num_hidden_layers": 22,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 166144, "num_loops": 2,
+    },
+    "Dory1.0-4B": {
+        "model_type": "dory", "hidden_size": 2560, "intermediate_size": 7168, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 131072, "n_input_layers": 16, "n_recurrent_layers": 40,
+        "n_output_layers": 16, "n_recurrent_loops": 2,
+    },
+    "LoopUS-Qwen3-4B": {
+        "model_type": "lds", "base_config_dict": QWEN, "hidden_size": 2560, "encoder_layer_indices": [0, 1],
+        "reasoning_layer_indices": [*range(2, 34)], "decoder_layer_indices": [34, 35], "N": 8,
+    },
+}  # fmt: skip
+"""Published fields, and for LoopUS the split of the layers that its 260 layer runs suggest."""
+
+
+def small_model(fields: dict, num_layers: int) -> torch.nn.Module:
+    """Return a random model with the widths of `fields` and `num_layers` recurrent layers, with the paper's adapter."""
+    small = {**fields, "vocab_size": 256, "num_hidden_layers": num_layers}
+    if fields["model_type"] == "huginn_raven":
+        small |= {"n_layers_in_prelude": 1, "n_layers_in_recurrent_block": num_layers, "n_layers_in_coda": 1}
+        small |= {"padded_vocab_size": 256}
+        del small["num_hidden_layers"]
+    if fields["model_type"] == "lds":
+        looped = [*range(1, num_layers + 1)]
+        small |= {"encoder_layer_indices": [0], "reasoning_layer_indices": looped}
+        small |= {"decoder_layer_indices": [num_layers + 1]}
+        small["base_config_dict"] = {**QWEN, "vocab_size": 256, "num_hidden_layers": num_layers + 2}
+        del small["num_hidden_layers"]
+    if fields["model_type"] == "dory":
+        parts = {"n_input_layers": 2, "n_recurrent_layers": 2 * num_layers, "n_output_layers": 2}
+        parts |= {"num_hidden_layers": 4 + 2 * num_layers, "n_recurrent_loops": 1}
+        config = DoryConfig.from_dict(
+            {**small, **parts, "layer_types": ["sliding_attention", "mlp"] * (num_layers + 2)}
+        )
+    else:
+        names = {"ouro": "total_ut_steps", "nanbeige": "num_loops", "huginn_raven": "mean_recurrence", "lds": "N"}
+        kind = small.pop("model_type")
+        config = AutoConfig.for_model(kind, **{**small, names[kind]: 1})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return get_peft_model(model, default_peft_config(model)).train()
+
+
+def kept_bytes(model: torch.nn.Module) -> float:
+    """Return the bytes for each token that a forward pass of the backbone keeps, apart from weights."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # and no other tensor takes its place
+        return tensor
+
+    ids = torch.randint(0, 256, (1, NUM_TOKENS))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        output = model.get_base_model().base_model(input_ids=ids, use_cache=False).last_hidden_state
+    total = sum(storage.nbytes() for storage in kept.values()) / NUM_TOKENS
+    del output
+    return total
+
+
+def main() -> None:
+    rows = []
+    for name, fields in SHAPES.items():
+        if name != "Ouro-2.6B":  # the same layer as Ouro-1.4B
+            torch.manual_seed(0)
+            kept = []
+            for num_layers in (1, 2):
+                kept.append(kept_bytes(small_model(fields, num_layers)))
+                gc.collect()
+            counted = (kept[1] - kept[0]) / 1e3
+            estimate = kept_per_layer(fields) / 1e3
+            rows.append(f"| {name} | {counted:.1f} | {estimate:.1f} | {estimate / counted - 1:+.0%} |")
+    page = [
+        "# Kept tensors of a layer run",
+        "",
+        "`python benchmarks/memory.py` counts the bytes that one run of a recurrent layer keeps for a token, in kB, at the",
+        f"real widths, with the paper's adapter, without gradient checkpointing (torch {torch.__version__}, CPU).",
+        "",
+        "| model | counted | estimate | difference |",
+        "|---|---:|---:|---:|",
+        *rows,
+    ]
+    Path(__file__).with_name("results").joinpath("memory.md").write_text("\n".join(page) + "\n", encoding="utf-8")
+    print("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()
