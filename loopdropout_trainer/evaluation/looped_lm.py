@@ -97,7 +97,6 @@ class LoopedLM(HFLM):
             )
         options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **options)
-        self._rank, self._world_size = state.process_index, state.num_processes
         self.looped = attach_looped_model(pretrained)
         self.num_loops = num_loops or self.looped.num_loops
         self.gates = parse_gates(gates, self.num_loops)
@@ -107,6 +106,16 @@ class LoopedLM(HFLM):
             raise UserError("`gates` must not be set for a model without an adapter.")
         if readout is not None and not 1 <= readout <= self.num_loops:
             raise UserError(f"`readout` must be a loop from 1 to {self.num_loops}, got {readout}.")
+
+    @property
+    def rank(self) -> int:
+        """Index of this process."""
+        return PartialState().process_index
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return PartialState().num_processes
 
     @property
     def columns(self) -> dict[str, Any]:

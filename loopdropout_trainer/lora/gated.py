@@ -264,9 +264,9 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
             layer.lora_variant[adapter] = kinds[adapter](
                 states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], replaced
             )
-    hooks = model.base_model._load_state_dict_pre_hooks.values()
-    if not any(getattr(hook, "hook", None) is _refuse_unread for hook in hooks):
+    if not getattr(model.base_model, "refuses_unread", False):
         model.base_model.register_load_state_dict_pre_hook(_refuse_unread)
+        model.base_model.refuses_unread = True
     return state
 
 

@@ -95,12 +95,16 @@ class ScaledHead(DoryLMHead):
         return self.logit_scale.float() * self.logit_scale_factor
 
     @property
+    def unscaled(self) -> Tensor:
+        """The parameter `weight`, [V, H]."""
+        return dict(self.named_parameters())["weight"]
+
+    @property
     def weight(self) -> Tensor:
-        unscaled = self._parameters["weight"]
-        return (unscaled * self.scale.unsqueeze(1)).to(unscaled.dtype)
+        return (self.unscaled * self.scale.unsqueeze(1)).to(self.unscaled.dtype)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.linear(hidden_states, self._parameters["weight"]).float() * self.scale
+        return F.linear(hidden_states, self.unscaled).float() * self.scale
 
 
 class LayerPairs(LayerPairCollapse):

@@ -318,10 +318,10 @@ class RavenBlock(RecurrentLayer):
 
 def _converted_layout(name_or_path: str, **download: Any) -> str:
     """Return "llama" or "olmo" from the names of the weights in a safetensors checkpoint, without loading them."""
-    index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **download)
-    if index is not None:
+    try:
+        index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **download)
         names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-    else:
+    except OSError:  # one file without an index
         with safe_open(cached_file(name_or_path, SAFE_WEIGHTS_NAME, **download), framework="pt") as weights:
             names = weights.keys()
     return "olmo" if any(name.endswith("q_norm.weight") for name in names) else "llama"

@@ -159,10 +159,11 @@ class LoopusPreTrainedModel(LoopedPreTrainedModel):
         """Load a model. It takes the arguments of transformers."""
         # Old checkpoints have `plateau` for `reasoning`, and `.module` of a wrapper.
         old_names = {r"^(model\.)?plateau\.": "reasoning.", r"\.module\.": "."}
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **{"key_mapping": old_names, **kwargs})
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model._weight_conversions = None  # otherwise the model would be saved under the old names
-        return loaded
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **{"key_mapping": old_names, **kwargs})
+
+    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
+        """Save the model under its own names, also if the loaded file had the old ones."""
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base_model.encoder.embed_tokens

@@ -93,9 +93,8 @@ class GateLoggingCallback(GatedStepCallback):
         active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
         means = torch.stack([gates.mean(), *active]).to(trainer.accelerator.device)
         names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(means)))]
-        metrics = trainer._metrics["train"]
         for name, mean in zip(names, trainer.accelerator.reduce(means, "mean").tolist(), strict=True):
-            metrics[name].append(mean)
+            trainer.step_metrics[name].append(mean)
 
 
 class SensitivityCallback(GatedStepCallback, ExportableState):
@@ -143,7 +142,7 @@ class DepthCallback(GatedStepCallback):
         trainer.looped.num_loops = depth
 
     def on_micro_batch_end(self) -> None:
-        self.trainer._metrics["train"]["depth"].append(float(self.trainer.num_loops))
+        self.trainer.step_metrics["depth"].append(float(self.trainer.num_loops))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self.on_micro_batch_end()

@@ -35,8 +35,6 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
     [`~trl.DPOTrainer`] in the same order, and `peft_config` defaults to the paper's adapter.
     """
 
-    _tag_names = ["trl", "dpo", "loop-dropout"]
-
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,

@@ -26,7 +26,6 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     gates and the importance ratio would clip many tokens.
     """
 
-    _tag_names = ["trl", "grpo", "loop-dropout"]
     samples_start_states = False  # as for the completions and the reference
 
     def __init__(

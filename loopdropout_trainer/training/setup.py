@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 
 from peft import PeftConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
@@ -40,6 +41,7 @@ class AdapterTrainingMixin:
         gate_state: Gates in force in the model. They are one outside of training passes.
         drawn: Gates that were drawn last.
         unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
+        step_metrics: Values of micro-batches since the last log of the training, whose means are logged.
         physical_layers: [M] index of the layer of each adapted module.
         batch_options: Optimizations that training may use.
         samples_start_states: Whether models with a random start state draw it for each step.
@@ -52,6 +54,7 @@ class AdapterTrainingMixin:
     rule: GateRule
     gate_state: GateState
     unit_gates: UnitGatesCallback
+    step_metrics: dict[str, list[float]]
     physical_layers: list[int]
     drawn: GatedBatch | None = None
     batch_options = BatchOptions()
@@ -78,6 +81,7 @@ class AdapterTrainingMixin:
         self.stop_callback = StopCallback()
         self.data_callback = TrainingDataCallback()
         self.step_callbacks = make_step_callbacks(args, self.rule)
+        self.step_metrics = defaultdict(list)
         self._given_weights = {}
         if not isinstance(model, PeftModel):
             return default_peft_config(skeleton, peft_config)
@@ -159,6 +163,13 @@ class AdapterTrainingMixin:
     def gate_seed(self) -> int:
         """Seed of the gate and depth draws."""
         return self.args.seed if self.args.gate_seed is None else self.args.gate_seed
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log values, in training with the means of `step_metrics`."""
+        if self.model.training:
+            logs |= {name: sum(values) / len(values) for name, values in self.step_metrics.items()}
+            self.step_metrics.clear()
+        super().log(logs, start_time)
 
     # LoRA+, the authors' warmup, and the files of an adapter.
 

@@ -158,8 +158,6 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             the recurrent block.
     """
 
-    _tag_names = ["trl", "sft", "loop-dropout"]
-
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
