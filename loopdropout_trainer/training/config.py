@@ -177,7 +177,6 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
             Number of evaluation examples that live diagnostics measure on.
     """
 
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rule_args", "depth_sampling_args"]
     trl_class = SFTConfig
 
     learning_rate: float = field(
@@ -228,7 +227,6 @@ class LoopDropoutDPOConfig(GateConfig, DPOConfig):
     Configuration class for the [`LoopDropoutDPOTrainer`]. It has all fields of [`~trl.DPOConfig`] and of [`GateConfig`].
     """
 
-    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "rule_args"]
     trl_class = DPOConfig
 
 
@@ -238,7 +236,6 @@ class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
     Configuration class for the [`LoopDropoutGRPOTrainer`]. It has all fields of [`~trl.GRPOConfig`] and of [`GateConfig`].
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "rule_args"]
     trl_class = GRPOConfig
 
     def __post_init__(self):
