@@ -7,7 +7,7 @@ share, and all return the same results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import label_example, remove_calculations
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import attach_looped_model, find_looped_model, set_depth
+from loopdropout_trainer.looped import LoopedModelMixin, attach_looped_model, find_looped_model, set_depth
 from loopdropout_trainer.lora import kind_of, use_gates
 
 
@@ -147,6 +147,45 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]
 
 
+@torch.no_grad()
+def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: float = 2**-8) -> list[Result]:
+    """Measure the curvature term of Eq. 7, (p / 2q) sum_t v_t' H v_t, which Loop Dropout adds to the loss to second order.
+
+    v_t is the derivative of the logits by the gate of loop t at unit gates, here the central difference of two forward passes.
+    v' H v is the variance of v under the softmax. It takes 2 K + 1 forward passes.
+
+    Args:
+        model: PEFT model over a looped model.
+        batches: Model inputs with labels.
+        p: Drop probability.
+        step: Distance of the gates from 1 in the difference. A model in bfloat16 needs a larger one, such as 0.1.
+
+    Returns:
+        `curvature` of each loop, v_t' H v_t in nats per target token, and the term as `curvature_term`.
+    """
+    num_loops = find_looped_model(model).num_loops
+    sums, n = torch.zeros(num_loops, dtype=torch.float64), 0
+    for looped, inputs, labels in _prepare(model, batches):
+        is_target = labels != -100
+
+        def logits(gates: Tensor, looped=looped, inputs=inputs, is_target=is_target) -> Tensor:  # [n, V]
+            with use_gates(model, gates):
+                readout = looped.base_model(**inputs, use_cache=False).last_hidden_state
+            return looped.get_output_embeddings()(readout[:, :-1][is_target]).float()
+
+        shares = logits(torch.ones(num_loops)).softmax(dim=-1)
+        for loop, direction in enumerate(step * torch.eye(num_loops)):
+            v = (logits(1 + direction) - logits(1 - direction)) / (2 * step)
+            sums[loop] += ((shares * v**2).sum(dim=-1) - (shares * v).sum(dim=-1) ** 2).double().sum().cpu()
+        n += int(is_target.sum())
+    total = sum(gather_object([torch.cat([sums, torch.tensor([float(n)], dtype=torch.float64)])]))
+    values, n = total[:-1] / total[-1], int(total[-1])
+    rows = [
+        _result("curvature", value, "nats", n, num_loops, "unit", loop=t) for t, value in enumerate(values.tolist(), 1)
+    ]
+    return [*rows, _result("curvature_term", p / (2 * (1 - p)) * float(values.sum()), "nats", n, num_loops, "unit")]
+
+
 def recommend_method(rho: Sequence[float]) -> str:
     """Return the advice of docs/choosing_a_method.md for the profile of a LoRA adapter.
 
@@ -244,29 +283,33 @@ def _score(
     model: nn.Module, batches: Iterable[Batch], readouts_of: Callable[[nn.Module, dict], Iterable[Tensor]]
 ) -> list[Score]:
     """Return the score of each readout [B, S, H] that `readouts_of` returns for a batch."""
-    state, looped = PartialState(), attach_looped_model(model)
-    device, was_training = next(model.parameters()).device, model.training
-    head = looped.get_output_embeddings()
     sums = 0  # [readouts, 3]: loss, most probable targets, targets
-    model.eval()
-    try:
-        for batch in islice(batches, state.process_index, None, state.num_processes):
-            inputs = dict(looped.complete_batch(send_to_device(dict(batch), device)))
-            labels = inputs.pop("labels")[:, 1:]
-            inputs.pop("example_ids", None)  # of the trainer's padding-free batches
-            is_target = labels != -100
-            targets, rows = labels[is_target], []  # [n]
-            for readout in readouts_of(looped, inputs):
-                logits = head(readout[:, :-1][is_target]).float()  # [n, V]
-                losses = F.cross_entropy(logits, targets, reduction="none").double()
-                rows.append([losses.sum().item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
-            sums += torch.tensor(rows, dtype=torch.float64)
-    finally:
-        model.train(was_training)
+    for looped, inputs, labels in _prepare(model, batches):
+        head, is_target = looped.get_output_embeddings(), labels != -100
+        targets, rows = labels[is_target], []  # [n]
+        for readout in readouts_of(looped, inputs):
+            logits = head(readout[:, :-1][is_target]).float()  # [n, V]
+            losses = F.cross_entropy(logits, targets, reduction="none").double()
+            rows.append([losses.sum().item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
+        sums += torch.tensor(rows, dtype=torch.float64)
     sums = sum(gather_object([sums]))
     if not isinstance(sums, Tensor) or not sums[0, 2]:
         raise UserError("`batches` must have a target token, but every label is -100.")
     return [Score(loss / n, 100 * correct / n, int(n)) for loss, correct, n in sums.tolist()]
+
+
+def _prepare(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[LoopedModelMixin, dict[str, Any], Tensor]]:
+    """Yield the looped model, its inputs and the shifted labels [B, S - 1] of this process's batches, in evaluation mode."""
+    state, looped = PartialState(), attach_looped_model(model)
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    try:
+        for batch in islice(batches, state.process_index, None, state.num_processes):
+            inputs = dict(looped.complete_batch(send_to_device(dict(batch), device)))
+            inputs.pop("example_ids", None)  # of the trainer's padding-free batches
+            yield looped, inputs, inputs.pop("labels")[:, 1:]
+    finally:
+        model.train(was_training)
 
 
 def _loss_and_accuracy(name: str, score: Score, num_loops: int, model: nn.Module, **columns: int) -> list[Result]:

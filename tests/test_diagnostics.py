@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.diagnostics import (
     compare_answers,
+    curvature,
     depth_matrix,
     label_batches,
     readouts,
@@ -104,6 +105,29 @@ def test_diagnostics_equal_forward_passes(make_tiny, tokenizer):
             expected = forward(model)["accuracy" in row["metric"]]
         assert row["value"] == pytest.approx(expected, abs=1e-5)
     assert model.config.num_loops == 4
+
+
+@torch.no_grad()
+def test_curvature_equals_hessian_in_float64(make_tiny, tokenizer):
+    model = with_adapter(make_tiny(), 1, scale=0.05, r=4).eval()
+    rows = curvature(model, label_batches(EXAMPLES, tokenizer, 2), p=0.25)
+    model.double()
+
+    def logits(row, ids, gates):  # [n, V] of the targets
+        with use_gates(model, gates):
+            return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 2 + row : -1]
+
+    expected = torch.zeros(4, dtype=torch.float64)
+    for row, ids in enumerate(IDS):
+        shares = logits(row, ids, torch.ones(4)).softmax(-1)
+        hessian = torch.diag_embed(shares) - shares[:, :, None] * shares[:, None]
+        for loop, direction in enumerate(1e-4 * torch.eye(4, dtype=torch.float64)):
+            v = (logits(row, ids, 1 + direction) - logits(row, ids, 1 - direction)) / 2e-4
+            expected[loop] += torch.einsum("ni,nij,nj->", v, hessian, v)
+    expected /= sum(len(ids) - 3 - row for row, ids in enumerate(IDS))
+    assert expected.min() > 1e-4
+    assert values(rows, "curvature") == pytest.approx(expected.tolist(), rel=5e-3)
+    assert values(rows, "curvature_term") == pytest.approx([0.25 / 1.5 * float(expected.sum())], rel=5e-3)
 
 
 @pytest.mark.parametrize("rule", ["independent", "learned"])
