@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import transfer
 from claims import BASES, DEPTHS, decide, format_p, late_bias, verdict, with_interval
-from intervals import estimate, estimate_mean
+from intervals import Estimate, estimate, estimate_mean
 from runs import METHODS, RUNS, Study, collect, differences, mean_sd, verdicts
 
 
@@ -66,7 +68,8 @@ same most probable token. *Overlap* is 1 - TV (total variation).
 
 ## The map
 
-Cells in which Loop Dropout is ahead, level and behind, and its smallest and largest gain in points.
+Cells in which Loop Dropout is ahead, level and behind, without correction for their number, and its smallest and largest gain
+in points.
 
 {map}
 
@@ -320,6 +323,37 @@ def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+# The study of transfer and cause
+
+
+def transfer_tables(lines: list[dict]) -> dict[str, str]:
+    """Return the registered tests of study A, which wait until all runs are finished, and the gains by base model."""
+    runs = [line for line in lines if "seed" in line]
+    compared = Counter((run["base"], run["seed"]) for run in runs if run["seed"] in transfer.SEEDS)
+    num_methods, num_bases = len(transfer.METHODS), len(transfer.BASES)
+    selection = f"{len(runs) - compared.total()} of {num_bases * num_methods * len(transfer.LEARNING_RATES)}"
+    tests = [
+        ["runs that choose learning rates", f"{selection} finished", "-"],
+        ["compared runs", f"{compared.total()} of {num_bases * num_methods * len(transfer.SEEDS)} finished", "-"],
+    ]
+    results = transfer.Results(lines) if num_methods in compared.values() else None
+    if results and results.is_complete:
+        for name, (mean, low, high, p) in transfer.registered_tests(results).items():
+            digits = 3 if name == "slope" else 1
+            tests.append([name, with_interval(Estimate(mean, low, high, p), digits), format_p(p)])
+    places = (f"{transfer.TEST}@4", *(f"{task}@4" for task in transfer.SHIFTED), f"{transfer.TEST}@8")
+    rows = []
+    for base in (base for base in transfer.BASES if results and base in results.num_seeds):
+        facts = [base, str(results.num_seeds[base]), f"{results.bias[base]:+.1f}"]
+        gains = [f"{results.gain(place)[base]:+.1f} ({results.lora.loc[base, place]:.0f})" for place in places]
+        rows.append([*facts, *gains, f"{results.gain(places[0], 'dose_control')[base]:+.1f}"])
+    heads = [place.replace("_", " ").replace("@", ", K = ") for place in places]
+    return {
+        "transfer tests": markdown(["registered test", "estimate, 95% interval", "adjusted p"], tests),
+        "transfer": markdown(["base model", "seeds", "late bias", *heads, "dose control, K = 4"], rows),
+    }
+
+
 # The pages
 
 
@@ -401,6 +435,7 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         "map": map_counts(cells, by_examples=False),
         "annealing": annealed_table(claims),
         **{name: claims_table(claims, name) for name in QUESTIONS},
+        **transfer_tables(transfer.read_lines()),
     }
     appendix = APPENDIX_TEXT.format(
         comparisons=claims_table(claims),
