@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from loopdropout_trainer.errors import UserError
@@ -12,12 +13,62 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """Return a field of a script's dataclass, with its text in `--help`. The default `...` makes it required."""
-    metadata |= {"help": help}
+LIBRARY_FIELDS = {
+    "repetition": ("seed", "data_seed", "gate_seed", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
+    "output": ("push_to_hub", "hub_model_id", "hub_private_repo"),
+    "never": (
+        *("output_dir", "run_name", "resume_from_checkpoint", "logging_steps", "report_to", "disable_tqdm"),
+        *("dataset_num_proc", "dataloader_num_workers", "save_total_limit"),
+    ),
+}
+"""When fields of the training configurations matter, as `option` defines. Other fields matter in the training."""
+
+
+def option(default: Any, help: str, when: str = "training", **metadata: Any) -> Any:
+    """Return a field of a script's dataclass.
+
+    Args:
+        default: Default value. `...` makes the field required.
+        help: Text in `--help`.
+        when: Moment at which the field matters. All comparisons of recipes are derived from it:
+
+            - `training`: It changes the trained adapter. A run is not continued with another value.
+            - `repetition`: It differs between trainings that are averaged. A run is not continued with another value.
+            - `score`: It changes the scores of tasks after the training. Results with other values are not averaged.
+            - `measurement`: It says what is measured after the training.
+            - `output`: It says what is saved after the training.
+            - `never`: It changes no result.
+        **metadata: Further metadata, such as `choices`.
+    """
+    metadata |= {"help": help, "when": when}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=MISSING if default is ... else default, metadata=metadata)
+
+
+def names_of(*moments: str) -> set[str]:
+    """Return the names of the fields that matter at one of the moments of `option`."""
+    own = {f.name for cls in (SFTArguments, ModelArguments) for f in fields(cls) if f.metadata["when"] in moments}
+    return own.union(*(LIBRARY_FIELDS.get(moment, ()) for moment in moments))
+
+
+def check_depths(depths: Iterable[int] | None, name: str) -> None:
+    """Raise UserError unless all recurrence depths are at least 1."""
+    for depth in depths or ():
+        if depth < 1:
+            raise UserError(f"`{name}` must be at least 1, got {depth}.")
+
+
+@dataclass(kw_only=True)
+class DepthArguments:
+    """The depths of measurements."""
+
+    eval_num_loops: list[int] | None = option(
+        None, "Recurrence depths at which to measure. Default: `num_loops`.", "measurement"
+    )
+
+    def __post_init__(self):
+        check_depths(self.eval_num_loops, "eval_num_loops")
 
 
 @dataclass
@@ -34,9 +85,10 @@ class ModelArguments:
     chat_template: str | None = option(
         None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."
     )
-    num_threads: int | None = option(None, "CPU threads per process. Default: torch's own.")
+    num_threads: int | None = option(None, "CPU threads per process. Default: torch's own.", "never")
 
     def __post_init__(self):
+        check_depths(None if self.num_loops is None else [self.num_loops], "num_loops")
         if self.num_threads is not None:
             import torch
 
@@ -83,20 +135,22 @@ class TaskArguments:
     """Where tasks come from."""
 
     own_benchmarks: dict[str, Any] | None = option(
-        None, "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON)."
+        None, "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON).", "measurement"
     )
     benchmark_revisions: dict[str, str] | None = option(
-        None, "Revisions of the tasks' datasets on the Hub, as a mapping (JSON)."
+        None, "Revisions of the tasks' datasets on the Hub, as a mapping (JSON).", "score"
     )
 
 
 @dataclass
-class BenchmarkArguments(TaskArguments):
+class BenchmarkArguments(TaskArguments, DepthArguments):
     """How tasks are evaluated."""
 
-    benchmark_limit: int | None = option(None, "Number of problems per task. Default: all.")
-    benchmark_batch_size: int = option(16, "Problems that a process decodes at a time.")
-    allow_unsafe_code: bool = option(False, "Whether to run generated programs without sandbox. Command line only.")
+    benchmark_limit: int | None = option(None, "Number of problems per task. Default: all.", "score")
+    benchmark_batch_size: int = option(16, "Problems that a process decodes at a time.", "never")
+    allow_unsafe_code: bool = option(
+        False, "Whether to run generated programs without sandbox. Command line only.", "score"
+    )
 
 
 @dataclass
@@ -105,22 +159,39 @@ class ScriptArguments(BenchmarkArguments):
 
     help_title = "Evaluation and output"
 
-    compare_with: list[str] | None = option(None, "Other rules to train from the same initial adapter, in subfolders.")
+    compare_with: list[str] | None = option(
+        None, "Other rules to train from the same initial adapter, in subfolders.", "never"
+    )
     benchmarks: list[str] | None = option(
-        None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml)."
+        None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).", "measurement"
     )
-    evaluate_base: bool = option(True, "Whether to evaluate the base model, too.")
-    depths: list[int] | None = option(None, "Recurrence depths at which to evaluate the first task.")
-    single_loop_accuracy: bool = option(False, "Whether to evaluate the first task with the adapter in one loop only.")
-    single_loop_batches: int = option(
-        0, "Number of evaluation batches for the loss with the adapter in one loop only."
+    evaluate_base: bool = option(True, "Whether to evaluate the base model, too.", "measurement")
+    eval_num_loops: list[int] | None = option(
+        None, "Recurrence depths at which to evaluate the first task.", "measurement"
     )
-    merge: bool = option(False, "Whether to save the merged model in `output_dir`/merged.")
-    push_merged_to_hub: bool = option(False, "Whether to merge, and to push the merged model to `hub_model_id`.")
-    dry_run: bool = option(False, "Print the plan and stop before the training.")
-    preview: int | None = option(None, "Index of a training example to print, with its trained tokens marked.")
+    single_loop_accuracy: bool = option(
+        False, "Whether to evaluate the first task with the adapter in one loop only.", "measurement"
+    )
+    merge: bool = option(False, "Whether to save the merged model in `output_dir`/merged.", "output")
+    push_merged_to_hub: bool = option(
+        False, "Whether to merge, and to push the merged model to `hub_model_id`.", "output"
+    )
+    dry_run: bool = option(False, "Print the plan and stop before the training.", "never")
 
     def __post_init__(self):
-        if (self.depths or self.single_loop_accuracy) and not self.benchmarks:
-            raise UserError("`benchmarks` must be set if `depths` or `single_loop_accuracy` is set.")
+        super().__post_init__()
+        if (self.eval_num_loops or self.single_loop_accuracy) and not self.benchmarks:
+            raise UserError("`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set.")
         self.merge = self.merge or self.push_merged_to_hub
+
+
+@dataclass
+class SFTArguments(ScriptArguments):
+    """Steps around the supervised fine-tuning."""
+
+    single_loop_batches: int = option(
+        0, "Number of evaluation batches for the loss with the adapter in one loop only.", "measurement"
+    )
+    preview: int | None = option(
+        None, "Index of a training example to print, with its trained tokens marked.", "never"
+    )

@@ -45,7 +45,8 @@ PROMPT_TEMPLATES = {
 }
 """Prompts by name, with {column} fields."""
 
-_FIELD = re.compile(r"\{(\w[\w .-]*)\}")
+FIELD = re.compile(r"\{(\w[\w .-]*)\}")
+"""A {column} field of a prompt template."""
 _FORMATS = (
     ("prompt", "chosen", "rejected"),
     ("chosen", "rejected"),
@@ -61,7 +62,7 @@ _TARGETS = {"chosen", "rejected", "completion", "messages", "conversations", "te
 
 def fill(template: str, row: Row) -> str:
     """Fill the {column} fields of a prompt template from a row."""
-    return _FIELD.sub(lambda match: str(row[match[1]]), template)
+    return FIELD.sub(lambda match: str(row[match[1]]), template)
 
 
 def remove_calculations(solution: str) -> str:
@@ -117,7 +118,7 @@ def find_columns(args: DataArguments, names: Sequence[str] | Row) -> tuple[str, 
     if columns := PREPARATIONS[args.preparation].columns:
         return columns
     if args.template is not None:
-        return (*_FIELD.findall(args.template), "completion")
+        return (*FIELD.findall(args.template), "completion")
     return next((columns for columns in _FORMATS if {*columns} <= {*names}), ())
 
 
@@ -269,7 +270,7 @@ class DataArguments:
             raise UserError(f"Set either {' or '.join(given)}, not both.")
         if self.eval_files and self.num_eval_examples:
             raise UserError("Set either `eval_files` or `num_eval_examples`, not both.")
-        if self.template is not None and not _FIELD.search(self.template):
+        if self.template is not None and not FIELD.search(self.template):
             names = ", ".join(PROMPT_TEMPLATES)
             raise UserError(
                 f"`prompt_template` must be {names} or a text with {{column}} fields, got {self.template!r}."

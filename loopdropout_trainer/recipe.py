@@ -9,23 +9,22 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import dataclasses
 import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import yaml
+from huggingface_hub.dataclasses import validate_typed_dict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from loopdropout_trainer.errors import UserError, closest_match, hide_secrets
+from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, short_repr
 from loopdropout_trainer.files import recipe_names, recipes_folder, write_file
 
-
-if TYPE_CHECKING:
-    from transformers import HfArgumentParser
 
 IMPORTED: list[str] = []
 """Absolute paths of the files of `--import`."""
@@ -51,6 +50,9 @@ REPLACED_TOGETHER = {
 
 HELP_GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
 """Titles of the first groups of fields in `--help`. The classes of the fields have their titles as `help_title`."""
+
+FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
+"""Present names of fields in recipes of finished runs."""
 
 TRAINING_FIELDS = {
     "output_dir", "learning_rate", "num_train_epochs", "max_steps", "max_length", "packing", "assistant_only_loss",
@@ -106,6 +108,8 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
     base = recipe.pop("extends", None)
     if base is None:
         return recipe
+    if not isinstance(base, str):
+        raise UserError(f"`extends` must be the name of one recipe, got {base!r} in {path}.")
     base = path.parent / base if (path.parent / base).exists() else base
     return override(load_recipe(base, (*extended_by, path)), recipe)
 
@@ -179,35 +183,67 @@ def parse(
             a field that can run code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
     if {"-h", "--help"} & {*argv}:
-        _print_help(_parser(dataclass_types, description, hints), dataclass_types)
-    changes = _options(argv)
+        _print_help(dataclass_types, description, first_words)
+    fields = {f.name: f for cls in dataclass_types for f in dataclasses.fields(cls) if f.init}
+    hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items() if name in fields}
+    changes = _options(argv, hints, first_words)
     import_files(_words(changes.pop("import", ())))
     recipe = load_recipe(path) if path else {}
     for name, value in _nested(recipe):
         is_kernel = name == "attn_implementation" and "/" in str(value)
         if is_kernel or value not in (None, SAFE_VALUES.get(name, value)):
             raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
-    parser = _parser(dataclass_types, description, hints)
-    fields = [action.dest for action in parser._actions]
     unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields, *changes}
-    words, settings = [], {}
+    settings = {}
     for name, value in override(recipe, changes).items():
         if name in unread:
             continue
         if name not in fields:
-            raise UserError(f"`{name}` is not a field of this script.{closest_match(name, fields)}")
-        if value in (None, "null"):
-            if type(None) in get_args(hints[name]):
-                settings[name] = None
-        elif value == []:
-            settings[name] = value
-        else:
-            values = [item if isinstance(item, str) else json.dumps(item) for item in _words(value)]
-            words += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    return build(dataclass_types, {**settings, **vars(parser.parse_args(words))})
+            former = FORMER_NAMES.get(name)
+            hint = f" Did you mean {former!r}?" if former in fields else closest_match(name, fields)
+            raise UserError(f"`{name}` is not a field of this script.{hint}")
+        if value is not None or type(None) in get_args(hints[name]):
+            settings[name] = _check_value(fields[name], _fit(value, hints[name]), hints[name])
+    for name, field in fields.items():
+        if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"`{name}` must be set.")
+    return build(dataclass_types, settings)
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    """Return a value as a field's type takes it: one item as a list, an integer as a float, a number as a text."""
+    types = get_args(hint) or (hint,)
+    item = next((get_args(kind)[0] for kind in types if get_origin(kind) is list), None)
+    if get_origin(hint) is list:
+        types, item = (hint,), get_args(hint)[0]
+    if item is not None and (isinstance(value, list) or value is not None and str not in types):
+        return [_fit(each, item) for each in _words(value)]
+    if float in types and type(value) is int:
+        return float(value)
+    if str in types and isinstance(value, int | float) and type(value) not in types:
+        return json.dumps(value)
+    return value
+
+
+def _check_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
+    """Return a value if it has the type of its field and is one of its choices."""
+    choices = field.metadata.get("choices")
+    for item in _words(value) if choices else ():
+        if item is not None and item not in choices:
+            matches = closest_match(item, choices)
+            raise UserError(
+                f"`{field.name}` must be one of {', '.join(filter(None, choices))}, got {item!r}.{matches}"
+            )
+    try:
+        validate_typed_dict(TypedDict("Field", {field.name: hint}), {field.name: value})
+    except StrictDataclassFieldValidationError:
+        kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+        kinds = kinds.replace("typing.", "").replace("Literal", "one of ").replace(" | None", "")
+        raise UserError(f"`{field.name}` must be {kinds}, got {short_repr(value)}.") from None
+    return value
 
 
 def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
@@ -228,7 +264,8 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
 def name_folders(argv: Sequence[str] | None, name: str) -> list[str]:
     """Let a command line begin with `[RECIPE.yaml] FOLDER ...`.
 
-    Without a recipe, `FOLDER/recipe.yaml` of an adapter is the recipe, and `FOLDER` is the `output_dir`.
+    Without a recipe, `FOLDER/recipe.yaml` of an adapter is the recipe without its other depths, and `FOLDER` is the
+    `output_dir`.
 
     Args:
         argv: Command line without the script. Default: `sys.argv[1:]`.
@@ -237,22 +274,25 @@ def name_folders(argv: Sequence[str] | None, name: str) -> list[str]:
     argv = list(sys.argv[1:] if argv is None else argv)
     first = argv[0] if argv else "--"
     if all(Path(first, file).is_file() for file in ("recipe.yaml", "adapter_config.json")):
-        return [f"{first}/recipe.yaml", f"--output_dir={first}", *name_words(argv, name)]
+        return [f"{first}/recipe.yaml", f"--output_dir={first}", "--eval_num_loops=null", *name_words(argv, name)]
     recipe = argv[: first.endswith((".yaml", ".yml"))]
     return [*recipe, *name_words(argv[len(recipe) :], name)]
 
 
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return one instance of each dataclass, made from the settings that are its fields."""
-    instances = []
-    for cls in dataclass_types:
-        given = {name: value for name, value in settings.items() if name in cls.__dataclass_fields__}
-        try:
-            instances.append(cls(**given))
-        except ValueError as error:  # of TRL and transformers
-            raise UserError(str(error)) from error
-        instances[-1]._settings = {name: value for name, value in given.items() if name != "hub_token"}
-    return tuple(instances)
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser([])
+    parser.dataclass_types = dataclass_types  # without options, whose arguments would be the metadata of the fields
+    try:
+        instances = parser.parse_dict(dict(settings), allow_extra_keys=True)
+    except ValueError as error:  # of TRL and transformers
+        raise UserError(str(error)) from error
+    for instance in instances:
+        names = settings.keys() & instance.__dataclass_fields__.keys() - {"hub_token"}
+        instance._settings = {name: value for name, value in settings.items() if name in names}
+    return instances
 
 
 def recipe_dict(*instances: Any) -> dict[str, Any]:
@@ -262,9 +302,17 @@ def recipe_dict(*instances: Any) -> dict[str, Any]:
 
 def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     """Write settings as a recipe that repeats the run, without secrets."""
-    public = json.loads(hide_secrets(json.dumps({**settings, "hub_token": None})))
-    public.pop("hub_token")
+    public = {name: _without_secrets(value) for name, value in settings.items() if name != "hub_token"}
     write_file(Path(path), yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return a value of a recipe with its texts as `hide_secrets` returns them."""
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_secrets(item) for item in value]
+    return hide_secrets(value) if isinstance(value, str) else value
 
 
 def _words(value: Any) -> list[Any]:
@@ -272,8 +320,8 @@ def _words(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
-    """Return the word after each `--field` of a command line, or a tuple of no or several words."""
+def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) -> dict[str, Any]:
+    """Return the value of each `--field` of a command line. Words of a field that is not a text are read as in YAML."""
     options: dict[str, list[str]] = {}
     for word in argv:
         if word.startswith("--"):
@@ -283,60 +331,60 @@ def _options(argv: Sequence[str]) -> dict[str, str | tuple[str, ...]]:
             values.append(word)
         else:
             raise UserError(f"Options must be given as `--field value`, got {word!r}.")
-    return {name: values[0] if len(values) == 1 else tuple(values) for name, values in options.items()}
+    return {
+        name: _option_value(name, words, hints.get(name, list[str]), first_words) for name, words in options.items()
+    }
 
 
-def _parser(dataclass_types: Sequence[type], description: str | None, hints: Mapping[str, Any]) -> HfArgumentParser:
-    """Return a parser that returns only the fields that are set."""
-    from transformers import HfArgumentParser
-
-    first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
-    usage = f"loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]"
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = HfArgumentParser(dataclass_types, description=description, usage=usage, formatter_class=formatter)
-    for action in parser._actions[1:]:  # the first one is `--help`
-        if "dict" in str(hints[action.dest]):
-            action.type = _mapping
-        if action.dest == "report_to":  # HfArgumentParser takes one word of `str | list[str]`
-            action.nargs = "+"
-        if action.choices:
-            action.help = f"{action.help or ''} One of {', '.join(map(str, action.choices))}."
-        if action.help and action.default not in (None, [], ""):
-            action.help += f" (default: {str(action.default).replace('%', '%%')})"
-        action.default = argparse.SUPPRESS
-    parser.error = functools.partial(_raise_user_error, first_words)
-    return parser
+def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -> Any:
+    if words == ["null"]:
+        return None
+    if not words and hint is bool:
+        return True
+    is_list = "list" in str(hint)
+    if not is_list and len(words) > 1:
+        raise UserError(f"Words without `--field` must come first, {first_words}, got {' '.join(words[1:])}.")
+    if not is_list and not words:
+        raise UserError(f"`{name}` must have a value.")
+    is_text = "str" in str(hint).split("dict[")[0] or get_origin(hint) is Literal
+    try:  # of text only mappings are read
+        values = [yaml.load(word, Loader=_Loader) if word[:1] == "{" or not is_text else word for word in words]  # noqa: S506
+    except yaml.YAMLError as error:
+        raise UserError(f"`{name}` is not readable: {error}") from error
+    return values[0] if len(values) == 1 else values
 
 
-def _print_help(parser: HfArgumentParser, dataclass_types: Sequence[type]) -> None:
+def _print_help(dataclass_types: Sequence[type], description: str | None, first_words: str) -> None:
     """Print the fields in groups, and exit."""
-    titles = {}
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage=f"loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+        add_help=False,
+    )
+    fields = {}  # by title and name
     for cls in dataclass_types:
         from_trl = getattr(getattr(cls, "trl_class", None), "__dataclass_fields__", ())
         own_title = getattr(cls, "help_title", cls.__doc__.split(".")[0])
-        for name in cls.__dataclass_fields__:
-            if name not in from_trl or name in TRAINING_FIELDS:
-                titles[name] = "Training" if name in from_trl else own_title
-    parser._action_groups.clear()
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys((*HELP_GROUPS, *titles.values()))}
-    for action in parser._actions:
-        if action.dest in titles and not action.option_strings[0].startswith("--no_"):
-            action.option_strings, action.metavar = action.option_strings[:1], "VALUE"
-            groups[titles[action.dest]]._group_actions.append(action)
-    parser.epilog = _EPILOG
+        for field in dataclasses.fields(cls):
+            if field.name not in from_trl or field.name in TRAINING_FIELDS:
+                fields.setdefault("Training" if field.name in from_trl else own_title, []).append((cls, field))
+    for title in dict.fromkeys((*HELP_GROUPS, *fields)):
+        group = parser.add_argument_group(title)
+        for cls, field in fields.get(title, ()):
+            hint = get_type_hints(cls)[field.name]
+            choices = field.metadata.get("choices") or (get_args(hint) if get_origin(hint) is Literal else ())
+            is_made = field.default_factory is not dataclasses.MISSING
+            default = field.default_factory() if is_made else field.default
+            text = str(field.metadata.get("help", "")).replace("%%", "%")
+            text += f" One of {', '.join(map(str, choices))}." if choices else ""
+            text += f" (default: {default})" if default not in (None, [], "", dataclasses.MISSING) else ""
+            group.add_argument(
+                f"--{field.name}",
+                help=text.replace("%", "%%"),
+                metavar="VALUE",
+                nargs="?" if hint is bool else "+" if "list" in str(hint) else None,
+            )
     parser.print_help()
     sys.exit(0)
-
-
-def _mapping(text: str) -> Any:
-    return json.loads(text) if text.startswith("{") else text
-
-
-_mapping.__name__ = "JSON"  # the name of the type in error messages
-
-
-def _raise_user_error(first_words: str, message: str) -> None:
-    message = message.replace(
-        "unrecognized arguments:", f"Words without `--field` must come first, {first_words}, got"
-    )
-    raise UserError(re.sub(r"^argument --(\w+)\S*:", r"`\1`:", message) + ".")

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import loopdropout_trainer
+from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import write_file
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
 
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
+
+DEVELOPMENT = "development"
+"""Name of the task of held-out training examples."""
 
 COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loops", "gates", "n")
 """The columns of every result.
@@ -48,12 +52,11 @@ UNITS = {
 }
 """Units of the results of a training. The others are numbers."""
 
-UNCOMPARED = {
-    *("output_dir", "run_name", "compare_with", "dry_run", "resume_from_checkpoint", "resume_with_changed_settings"),
-    *("num_threads", "benchmark_batch_size", "dataset_num_proc", "dataloader_num_workers"),
-    *("logging_steps", "report_to", "disable_tqdm", "save_total_limit"),
-}
+UNCOMPARED = names_of("never")
 """Settings that `compare_recipes` ignores by default, since they do not change a result."""
+
+MEASURED = names_of("score", "measurement", "output")
+"""Settings of the steps after the training. They may change after a run has finished."""
 
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
@@ -89,9 +92,10 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:
-    """Return the recipe of the run in a folder, or an empty dict."""
+    """Return the recipe of the run in a folder, with the present names of its fields, or an empty dict."""
     path = Path(folder, RECIPE_FILE)
-    return load_recipe(path) if path.is_file() else {}
+    recipe = load_recipe(path) if path.is_file() else {}
+    return {FORMER_NAMES.get(name, name): value for name, value in recipe.items()}
 
 
 def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:

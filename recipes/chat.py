@@ -1,7 +1,7 @@
 """Show answers of a base model and its adapter, at any depth and any gates.
 
     loopdropout chat outputs/quickstart "Ann has 9 coins and finds 7. How many?"
-    loopdropout chat outputs/quickstart --num_loops 1 2 4 8
+    loopdropout chat outputs/quickstart --eval_num_loops 1 2 4 8
     loopdropout chat outputs/quickstart --gates single_loop < prompts.txt
     loopdropout chat ByteDance/Ouro-1.4B-Thinking
 
@@ -27,11 +27,11 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from loopdropout_trainer.arguments import option
-from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.arguments import DepthArguments, option
+from loopdropout_trainer.data import FIELD, DataArguments
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.looped import check_num_loops, expand_gates, find_looped_model, parse_gates, set_depth
+from loopdropout_trainer.looped import expand_gates, find_looped_model, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import build, name_words, parse
 from loopdropout_trainer.results import read_recipe
@@ -39,15 +39,15 @@ from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 
-@dataclass
-class ChatArguments:
+@dataclass(kw_only=True)
+class ChatArguments(DepthArguments):
     """The model, its depths and gates, and the prompt."""
 
     first_words = "MODEL [PROMPT]"
 
     model: str = option(..., "Folder or Hub name of an adapter or a model, or `tiny-ouro`.")
     prompt: str | None = option(None, "Prompt. Default: each line of the standard input.")
-    num_loops: list[int] | None = option(None, "Recurrence depths. Default: the depth of the training.")
+    eval_num_loops: list[int] | None = option(None, "Recurrence depths. Default: the depth of the training.")
     gates: list[str] | None = option(
         None, "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."
     )
@@ -59,9 +59,6 @@ class ChatArguments:
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse([ChatArguments], name_words(argv, "model", "prompt"), __doc__)
-
-    for num_loops in args.num_loops or ():
-        check_num_loops(num_loops)
 
     # Model and tokenizer
     model = load_model(args.model, device=torch.accelerator.current_accelerator(check_available=True))
@@ -86,9 +83,9 @@ def main(argv: list[str] | None = None) -> None:
     with suppress(EOFError):
         for prompt in prompts:
             print("" if args.prompt or sys.stdin.isatty() else prompt)
-            text = prompt.join(re.split(r"\{\w+\}", template))
+            text = FIELD.sub(lambda field: prompt, template)
             ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
-            for num_loops in args.num_loops or [looped.num_loops]:
+            for num_loops in args.eval_num_loops or [looped.num_loops]:
                 for gates in expand_gates(args.gates, num_loops):
                     columns = {"base model": [0.0] * num_loops} if is_adapter else {}
                     columns["adapter" if is_adapter else folder.name] = parse_gates(gates, num_loops)

@@ -18,7 +18,14 @@ from itertools import islice
 
 import pandas as pd
 
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, TaskArguments, option
+from loopdropout_trainer.arguments import (
+    AdapterArguments,
+    DepthArguments,
+    ModelArguments,
+    SFTArguments,
+    TaskArguments,
+    option,
+)
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
     depth_matrix,
@@ -29,9 +36,9 @@ from loopdropout_trainer.diagnostics import (
     single_loop,
 )
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.evaluation import DEVELOPMENT, load_benchmarks
+from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.recipe import name_folders, parse, recipe_dict
-from loopdropout_trainer.results import find_difference, print_table, write_results
+from loopdropout_trainer.results import DEVELOPMENT, find_difference, print_table, write_results
 from loopdropout_trainer.saving.cards import find_adapter
 from loopdropout_trainer.saving.loading import adapter_folder, load_model
 from loopdropout_trainer.tokenizers import load_tokenizer
@@ -42,7 +49,7 @@ DIAGNOSTICS = ("single_loop", "readouts", "depth_matrix")
 
 
 @dataclass
-class DiagnoseArguments(TaskArguments):
+class DiagnoseArguments(TaskArguments, DepthArguments):
     """The adapters, the diagnostics and the examples."""
 
     first_words = "[RECIPE.yaml] [ADAPTER ...]"
@@ -53,7 +60,7 @@ class DiagnoseArguments(TaskArguments):
         DEVELOPMENT, "Task whose reference solutions are scored, or `development` for held-out examples."
     )
     num_examples: int = option(500, "Maximum number of examples.")
-    depths: list[int] | None = option(
+    eval_num_loops: list[int] | None = option(
         None, "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth."
     )
 
@@ -66,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         (DiagnoseArguments, ModelArguments, DataArguments, LoopDropoutConfig),
         argv,
         __doc__,
-        unread_types=(ScriptArguments, AdapterArguments),
+        unread_types=(SFTArguments, AdapterArguments, LoopDropoutConfig),
     )
 
     # Tokenizer and data
@@ -103,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         if "readouts" in args.diagnostics:
             measured += readouts(model, batches)
         if "depth_matrix" in args.diagnostics:
-            measured += depth_matrix(model, batches, args.depths)
+            measured += depth_matrix(model, batches, args.eval_num_loops)
         measured = [{**facts, "task": args.task, **row} for row in measured]
         if training_args.process_index == 0:
             write_results(training_args.output_dir, measured)

@@ -1,7 +1,7 @@
 """Evaluate a base model, a merged model or adapters on tasks, and print one table.
 
     loopdropout evaluate outputs/quickstart outputs/quickstart/merged tiny-ouro
-    loopdropout evaluate outputs/quickstart --at_depths 2 4 8
+    loopdropout evaluate outputs/quickstart --eval_num_loops 2 4 8
     loopdropout evaluate outputs/quickstart --gates 1-1-1-1 single_loop
     loopdropout evaluate evaluation/tulu2.yaml none lora=outputs/a outputs/b
 
@@ -21,7 +21,7 @@ import torch
 from accelerate import PartialState
 from transformers.utils import find_adapter_config_file
 
-from loopdropout_trainer.arguments import AdapterArguments, BenchmarkArguments, ModelArguments, ScriptArguments, option
+from loopdropout_trainer.arguments import AdapterArguments, BenchmarkArguments, ModelArguments, SFTArguments, option
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
@@ -45,7 +45,7 @@ class EvaluationArguments(BenchmarkArguments):
     adapter: list[str] = option(
         ["none"], "Adapters and models as PATH or NAME=PATH, folders or Hub names. `none` is the base model."
     )
-    at_depths: list[int] | None = option(
+    eval_num_loops: list[int] | None = option(
         None, "Recurrence depths. Default: `num_loops`, or the depth of the training."
     )
     gates: list[str] | None = option(
@@ -64,6 +64,7 @@ class EvaluationArguments(BenchmarkArguments):
     use_cpu: bool = option(False, "Whether to run on the CPU only.")
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.benchmarks:
             raise UserError("`benchmarks` must name at least one task, such as gsm8k.")
         if len(self.adapters) < len(self.adapter):
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         (EvaluationArguments, BaseArguments),
         name_folders(argv, "adapter"),
         __doc__,
-        unread_types=(ScriptArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
+        unread_types=(SFTArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
     )
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
     compared = ModelArguments.__dataclass_fields__
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(base, adapter=folder, device=state.device, **options)
         looped = find_looped_model(model)
         tokenizer = load_tokenizer(looped.config.name_or_path, options["revision"], model_args.chat_template)
-        for num_loops in args.at_depths or [looped.num_loops]:
+        for num_loops in args.eval_num_loops or [looped.num_loops]:
             for gates in expand_gates(args.gates, num_loops) if folder else [None]:
                 lm = LoopedLM(
                     model,

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sft import evaluate, evaluate_base, finish, load_base, load_tasks, plan_runs, save, train
-
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, option
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.recipe import parse, recipe_dict
+from loopdropout_trainer.recipe import parse
 from loopdropout_trainer.rewards import REWARDS
+from loopdropout_trainer.runs import Job
 from loopdropout_trainer.tokenizers import load_tokenizer
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
-from loopdropout_trainer.training.grpo import LoopDropoutGRPOTrainer
 
 
 @dataclass
@@ -38,10 +36,11 @@ def add_answer(example: dict) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    # Settings and plan
     types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutGRPOConfig, RewardArguments)
     arguments = parse(types, argv, __doc__)
     script_args, model_args, adapter_args, data_args, training_args, reward_args = arguments
-    runs = plan_runs(script_args, training_args, recipe_dict(*arguments))
+    job = Job(*arguments)
 
     # Tokenizer and data
     tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
@@ -49,17 +48,19 @@ def main(argv: list[str] | None = None) -> None:
     if "completion" not in dataset["train"].column_names:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
     dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
-    tasks = load_tasks(runs[0], dataset)
+    job.print_examples(dataset)
     if script_args.dry_run:
         return
 
-    for run in runs:
-        if run.is_complete:
-            continue
+    # These imports take seconds, so they come after the checks.
+    from _tables import draw_results, print_results
 
-        # Training
+    from loopdropout_trainer.training.grpo import LoopDropoutGRPOTrainer
+
+    job.load_tasks(dataset.get("eval"))
+    for run in job.unfinished():
         trainer = LoopDropoutGRPOTrainer(
-            model=load_base(model_args, run),
+            model=job.load_model(run),
             reward_funcs=[REWARDS[name] for name in reward_args.rewards],
             args=run.args,
             train_dataset=dataset["train"],
@@ -67,14 +68,15 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        evaluate_base(trainer, run, tasks)
-        train(trainer, run)
+        job.train(trainer, run)
+        job.save(trainer, run)
+        job.measure(trainer, run)
+        job.finish_run(trainer, run)
 
-        # Evaluation and merging
-        evaluate(trainer, run, tasks)
-        save(trainer, run)
-
-    finish(runs)
+    if training_args.process_index == 0:
+        print_results(job.folders)
+        draw_results(job)
+    job.push()
 
 
 if __name__ == "__main__":

@@ -43,146 +43,38 @@ Missing runs are listed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from scipy import stats
+from _tables import (
+    ACCURACY_TITLE,
+    accuracy_table,
+    average,
+    difference,
+    labelled,
+    load_results,
+    mean_sd,
+    overview_figure,
+    points,
+    print_table,
+    save_figure,
+    select,
+)
 
-from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.recipe import load_recipe
-from loopdropout_trainer.results import COLUMNS, UNCOMPARED, read_recipe, read_results, read_samples
 
 
-NO_EFFECT = {
-    *("seed", "data_seed", "gate_seed", "evaluate_base", "merge", "adapter", "at_depths", "gates"),
-    *("benchmarks", "own_benchmarks", "depths", "single_loop_batches", "single_loop_accuracy"),
-    *("eval_strategy", "eval_steps", "save_strategy", "save_steps"),
-}
-IGNORED = {
-    "value",
-    "seed",
-    "folder",
-    "run",
-    "adapter",
-    "samples",
-    *(f"recipe_{name}" for name in UNCOMPARED | NO_EFFECT),
-}
-"""Columns in which the results of one mean may differ."""
-
-OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
-"""Settings that a result of the base model depends on."""
-
-ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 COSTS = ["trainable_parameters", "train_seconds", "tokens_per_second", "peak_memory_gb"]
 
 
 class Missing(UserError):
     """A number that the results do not contain."""
-
-
-# Results
-
-
-def load_results(*folders: str | Path) -> pd.DataFrame:
-    """Return all results below the folders, with the columns that the comment at the top of this file lists.
-
-    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep).
-
-    Raises:
-        UserError: if there are no results.
-    """
-    rows = read_results(*folders)
-    if not rows:
-        raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
-    for row in rows:
-        training = Path(row.get("adapter") or row["folder"]).resolve()
-        row["run"] = str(training)
-        settings = {name for name in row if name.startswith("recipe_")}
-        if row.get("adapter") and (recipe := read_recipe(training)):
-            row |= dict.fromkeys(settings) | {f"recipe_{name}": value for name, value in recipe.items()}
-        if row["method"] == "base model":
-            row |= dict.fromkeys(settings - OF_BASE)
-    results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
-    columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
-    results = results.reindex(columns=list(dict.fromkeys(columns)))
-    names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
-    depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
-    return results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
-
-
-def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
-    """Return the results whose columns have the wanted values, or one of a list of values.
-
-    Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
-    """
-    for name, value in wanted.items():
-        results = results[results.reindex(columns=[name])[name].isin(pd.Series(value))]
-    if not wanted.keys() & {"gates", "loop"}:
-        results = results[results["gates"].isin(["unit", "none"]) & results["loop"].isna()]
-    if not wanted.keys() & {"num_loops", "loop"}:
-        results = results[results["num_loops"] == results["trained_loops"]]
-    return results
-
-
-def differing(results: pd.DataFrame) -> list[str]:
-    """Return the columns in which the results of one mean must not differ, but do."""
-    results = results[results.columns.difference([*IGNORED])]
-    return [*results.columns[results.nunique() + results.isna().any() > 1]]
-
-
-def average(rows: pd.DataFrame) -> pd.Series:
-    """Return the values by seed.
-
-    Raises:
-        UserError: if the results differ in more than the seed, or a seed has two results.
-    """
-    for name in differing(rows):
-        values = ", ".join(map(str, rows[name].unique()))
-        raise UserError(
-            f"`{name}` differs ({values}) between the results in {[*rows['folder']]}. Do not average them."
-        )
-    values = rows.drop_duplicates(["seed", "value"]).set_index("seed")["value"].sort_index()
-    if values.index.has_duplicates:
-        raise UserError(f"One seed has two results, in {[*rows['folder']]}.")
-    return values
-
-
-def mean_sd(values: pd.Series, decimals: int = 2) -> str:
-    """Return `mean ± SD` with the sample standard deviation, or the value of a single seed."""
-    spread = f" ± {values.std():.{decimals}f}" if len(values) > 1 else ""
-    return f"{values.mean():.{decimals}f}{spread}"
-
-
-def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part: str | None = None) -> str:
-    """Return the difference between two settings, paired by seed, with its 95% interval (Student's t).
-
-    The interval of a single seed is over problems. `part`: part of the difference by `answer_decomposition`, such as
-    `gain_both_answered`.
-    """
-    gains = (average(ours) - average(other)).dropna()
-    samples = lambda seed: [
-        read_samples(side.drop_duplicates("seed").set_index("seed").loc[seed]) for side in (ours, other)
-    ]
-    if part:
-        parts = [pd.DataFrame(answer_decomposition(*samples(seed))).set_index("metric") for seed in gains.index]
-        gains[:] = [values["value"][part] for values in parts]
-    elif len(gains) == 1 and pd.concat([ours, other])["samples"].notna().all():
-        return str(compare_answers(*samples(gains.index[0])))
-    if len(gains) < 2:
-        return "".join(f"{gain:+.{decimals}f}" for gain in gains) or "–"
-    test = stats.ttest_1samp(gains, 0)
-    mean, low, high = [f"{value:+.{decimals}f}" for value in (gains.mean(), *test.confidence_interval())]
-    return f"{mean} [{low}, {high}]" + ", not significant" * (not test.pvalue < 0.05)  # NaN if all are equal
 
 
 # Tables
@@ -260,47 +152,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
 
 
-# Summary
-
-
-def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label`: the method, and the settings of its recipe in which its runs differ."""
-    results = results.assign(label=results["method"])
-    for _, rows in results.groupby("method"):
-        for name in differing(rows.filter(like="recipe_")):
-            results.loc[rows.index, "label"] += [f", {name[7:]} = {value}" for value in rows[name]]
-    return results
-
-
-def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
-    """Return accuracies (%) by task, recurrence depth and method, mean ± SD over seeds, and differences to LoRA (points).
-
-    A method is compared with the LoRA of the same settings, or with the only LoRA. The 95% intervals are over seeds. For a
-    single seed they are over problems.
-    """
-    rows = labelled(select(results, {"metric": "accuracy", "num_loops": results["num_loops"]}))
-    lines = []
-    for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
-        by_label = dict(tuple(part.groupby("label", sort=False)))
-        for label, ours in by_label.items():
-            method = ours["method"].iloc[0]
-            lora = by_label.get(label.replace(method, "LoRA", 1), by_label.get("LoRA"))
-            line = {"task": task, "K": f"{depth:g}", "method": label, "accuracy": mean_sd(average(ours))}
-            is_compared = lora is not None and method not in ("LoRA", "base model")
-            lines.append({**line, "minus LoRA": difference(ours, lora) if is_compared else ""})
-    return pd.DataFrame(lines)
-
-
 # Figures (plots.py is imported in the functions, because sweeps do not need plotnine)
-
-
-def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Return `mean` and `sd` over seeds for each value of the columns `by`, with panels and labels in their order."""
-    values = [(key, average(part)) for key, part in rows.groupby(by, sort=False)]
-    data = pd.DataFrame([[*key, own.mean(), own.std()] for key, own in values], columns=[*by, "mean", "sd"])
-    for name in {"panel", "label"} & {*by}:
-        data[name] = pd.Categorical(data[name], data[name].unique())
-    return data.fillna({"sd": 0.0})
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -332,43 +184,7 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     return line_plot(points_by("label"), x, **labels)
 
 
-def overview_figure(results: pd.DataFrame) -> Any:
-    """Return a plotnine figure of the first task: accuracy by depth, and both diagnostics with one active loop.
-
-    Args:
-        results: from `load_results`.
-    """
-    from loopdropout_trainer.plots import line_plot
-
-    accuracy = results.query("metric == 'accuracy'")
-    task = accuracy["task"].iloc[0]
-    accuracy = accuracy.query("task == @task")
-    panels = {
-        "accuracy with K loops": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
-        "loss reduction, only loop t": results.query("metric == 'loss_reduction'"),
-        "accuracy, only loop t": accuracy,
-    }
-    rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
-    by = ["panel", "label", "loop"]
-    data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
-    return line_plot(data, "loop", "number of loops K, or the only loop t with the adapter", "%", f"Results on {task}")
-
-
-def save_figure(plot: Any, path: str | Path) -> None:
-    """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
-    for ending in ("png", "pdf", "svg"):
-        plot.save(f"{path}.{ending}", dpi=200, verbose=False)
-
-
 # The command
-
-
-def print_table(table: pd.DataFrame, title: str) -> None:
-    """Print a table of texts in 80 columns."""
-    grid = Table(*table, title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for row in table.itertuples(index=False):
-        grid.add_row(*row)
-    Console(width=80, markup=False, highlight=False).print(grid)
 
 
 def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = ()) -> None:

@@ -28,30 +28,33 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report import ACCURACY_TITLE, accuracy_table, load_results, print_table
-
-from loopdropout_trainer.arguments import option
+from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.evaluation import DEVELOPMENT
+from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
-from loopdropout_trainer.results import UNCOMPARED, compare_recipes, is_finished, read_results, read_run, write_run
+from loopdropout_trainer.results import (
+    DEVELOPMENT,
+    MEASURED,
+    UNCOMPARED,
+    compare_recipes,
+    is_finished,
+    read_results,
+    read_run,
+    write_run,
+)
 
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
 
-FINAL_ONLY = {"depths", "single_loop_batches", "single_loop_accuracy", "merge", "push_to_hub", "push_merged_to_hub"}
-"""Settings that the runs that choose a learning rate leave out."""
-
-MEASURED = FINAL_ONLY | {
-    *("benchmarks", "benchmark_limit", "own_benchmarks", "benchmark_revisions", "benchmark_batch_size"),
-    *("evaluate_base", "hub_model_id", "hub_private_repo"),
+FINAL_ONLY = names_of("measurement", "output") - {
+    f.name for f in fields(BenchmarkArguments) if f.name != "eval_num_loops"
 }
-"""Settings of the steps after the training, which `measure` may set. They may change after a run has finished."""
+"""Settings that the runs that choose a learning rate leave out."""
 
 SETTINGS_FILE = "sweep_recipe.yaml"
 NON_FINITE = (-math.inf, -math.inf)
@@ -87,7 +90,7 @@ class Sweep:
     """
 
     recipe: str = option("", "Recipe that all methods start from.")
-    methods: list[dict[str, Any]] = option(
+    methods: list[Any] = option(
         ["lora", "loop_dropout"], "Rules, recipes (.yaml), or a mapping of names to a rule, a recipe or settings."
     )
     settings: dict[str, Any] = option({}, "Fields of every recipe (JSON).")
@@ -111,7 +114,7 @@ class Sweep:
         methods = self.methods[0]
         if isinstance(methods, str):
             methods = {Path(name).stem: name for name in self.methods}
-        for field, choices in (("rate_factors", methods), ("measure", MEASURED)):
+        for field, choices in (("rate_factors", methods), ("measure", MEASURED | {"benchmark_batch_size"})):
             for name in getattr(self, field):
                 if name not in choices:
                     raise UserError(f"`{field}` has no {name!r}.{closest_match(name, choices)}")
@@ -131,15 +134,19 @@ class Sweep:
             path, definition = (definition, {}) if definition.endswith(".yaml") else (path, {"rule": definition})
         recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
         recipe = {**override(recipe, self.settings), "evaluate_base": False}
+        has_held_out = recipe.get("num_eval_examples") or recipe.get("eval_files")
+        if has_held_out and self.script == "dpo":
+            recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties
         final = override({**recipe, **self.measure}, definition)
         for name in SET_BY_SWEEP & final.keys():
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
         first = {name: value for name, value in override(recipe, definition).items() if name not in FINAL_ONLY}
-        first["benchmarks"] = [] if self.select_on == "eval_loss" else [self.select_on]
+        first |= {"evaluate_base": False, "benchmarks": [] if self.select_on == "eval_loss" else [self.select_on]}
         if "own_benchmarks" in self.measure:
             first["own_benchmarks"] = self.measure["own_benchmarks"]
-        if first.get("num_eval_examples") or first.get("eval_files"):
+        if (first.get("num_eval_examples") or first.get("eval_files")) and self.script not in ("dpo", "grpo"):
             first["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
+        make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
         return {True: first, False: final}
 
     def run_settings(self, run: Run) -> dict:
@@ -304,6 +311,8 @@ class Sweep:
 
         They are also written to `summary.json`, with the choices of other sweeps in the same folder.
         """
+        from _tables import ACCURACY_TITLE, accuracy_table, load_results, print_table
+
         path = Path(self.output_dir, "summary.json")
         choices = json.loads(path.read_text(encoding="utf-8"))["choices"] if path.exists() else {}
         for method in () if self.full_grid else self.recipes:

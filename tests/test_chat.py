@@ -52,7 +52,7 @@ def answer(model, tokenizer, prompt, num_loops=4, gates=None):
 
 
 def test_chat_shows_each_depth_and_gates(saved, shown, tokenizer):
-    CHAT.main([str(saved), "3 + 4?", "--num_loops", "2", "4", "--gates", "single_loop", "--max_new_tokens", "8"])
+    CHAT.main([str(saved), "3 + 4?", "--eval_num_loops", "2", "4", "--gates", "single_loop", "--max_new_tokens", "8"])
     model = load_model(saved)
     expected = {}
     for num_loops in (2, 4):

@@ -221,7 +221,7 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
 
 def test_diagnose_scores_references_of_a_task(saved, tmp_path, capsys):
     own = json.dumps({"own_gsm8k": {"files": str(SAMPLES / "gsm8k_test.jsonl"), "like": "gsm8k"}})
-    task = ("--task", "own_gsm8k", "--num_examples", 3, "--own_benchmarks", own, "--depths", 2)
+    task = ("--task", "own_gsm8k", "--num_examples", 3, "--own_benchmarks", own, "--eval_num_loops", 2)
     rows = diagnose(saved, tmp_path, *task, "--diagnostics", "readouts", "depth_matrix")
     assert "depth_loss (nats)" in capsys.readouterr().out
     assert {row["task"] for row in rows} == {"own_gsm8k"} and len(rows) == 3 * 2 * (4 + 1)

@@ -20,7 +20,7 @@ TESTED_ELSEWHERE = {"docs/own_data.md", "docs/training_loops.md", "docs/extendin
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SHORT = "--max_steps 2 --logging_steps 1"
 CHEAP = {
-    "sft": f"{SHORT} --benchmark_limit 2 --save_steps 2 --depths 4",
+    "sft": f"{SHORT} --benchmark_limit 2 --save_steps 2 --eval_num_loops 4",
     "dpo": f"{SHORT} --num_train_examples 16 --num_eval_examples 4",
     "grpo": f"{SHORT} --num_train_examples 16 --num_eval_examples 4 --max_completion_length 8",
     "evaluate": "--benchmark_limit 2",

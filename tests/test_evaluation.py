@@ -381,7 +381,7 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     adapters = ("--adapter", "none", f"own={saved / 'adapter'}")
     averages = json.dumps({"Average": ["own_gsm8k", "arithmetic_test"]})
     fields = {"gates": "single_loop", "averages": averages, "benchmark_limit": 2, "max_new_tokens": 4}
-    command = words(saved, tmp_path, *adapters, "--at_depths", 2, 4, **fields)
+    command = words(saved, tmp_path, *adapters, "--eval_num_loops", 2, 4, **fields)
     SCRIPT.main(command)
     rows = [row for row in read_results(tmp_path) if (row["task"], row["metric"]) == ("own_gsm8k", "accuracy")]
     places = [(row["method"], row["num_loops"], row["gates"], row.get("loop")) for row in rows]

@@ -256,7 +256,15 @@ def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
     assert_close(load(trained / "merged")(IDS).logits, load_model(trained)(IDS).logits, atol=2e-5, rtol=1e-4)
     assert "preparation: gsm8k" in (trained / "merged" / "recipe.yaml").read_text()
     words = name_folders([str(trained), "--gates", "1-0"], "adapter")
-    assert words == [f"{trained}/recipe.yaml", f"--output_dir={trained}", "--adapter", str(trained), "--gates", "1-0"]
+    assert words == [
+        f"{trained}/recipe.yaml",
+        f"--output_dir={trained}",
+        "--eval_num_loops=null",
+        "--adapter",
+        str(trained),
+        "--gates",
+        "1-0",
+    ]
     assert name_folders([str(trained / "merged")], "adapter") == ["--adapter", str(trained / "merged")]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, load_script
 
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names, recipes_folder
@@ -164,11 +164,15 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
         ("seed: 1\nseed: 2\n", "`seed` is set twice"),
         ("seed: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
         ("extends: recipe.yaml\n", "extends itself"),
+        ("extends: [a.yaml]\n", "`extends` must be the name of one recipe, got ['a.yaml']"),
+        ("name: x\nitems: [1, b]\n", "`items` must be list[int], got [1, 'b']."),
+        (["--name", "x", "--mapping", "{a"], "`mapping` is not readable"),
+        (["--name", "x", "--rate"], "`rate` must have a value."),
         ("extends: nowhere.yaml\n", "nowhere.yaml does not exist"),
         ("nam: x\n", "`nam` is not a field of this script. Did you mean 'name'?"),
-        ("name: x\nseed: 1.5\n", "`seed`: invalid int value: '1.5'."),
-        ("name: x\nflag: maybe\n", "`flag`: Truthy value expected"),
-        ("seed: 1\n", "required: --name"),
+        ("name: x\nseed: 1.5\n", "`seed` must be int, got 1.5."),
+        ("name: x\nflag: maybe\n", "`flag` must be bool, got 'maybe'."),
+        ("seed: 1\n", "`name` must be set."),
         ("name: x\ntrust_remote_code: true\n", "sets `trust_remote_code`, which can run code"),
         ("name: x\nmapping: {a: {use_safetensors: false}}\n", "sets `use_safetensors`, which can run code"),
         ("attn_implementation: kernels-community/flash\n", "sets `attn_implementation`, which can run code"),
@@ -193,7 +197,7 @@ def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
 # The package's recipes
 
 
-SFT_TYPES = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+SFT_TYPES = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
 PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")
 OTHERS = ("nanbeige", "dory", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo")
 RATES = {
@@ -241,7 +245,7 @@ def test_recipe_has_the_settings_of_the_paper(name):
 def test_recipe_of_dpo_and_grpo_parses(name):
     config_class = LoopDropoutDPOConfig if name.startswith("dpo") else LoopDropoutGRPOConfig
     rewards = load_script("recipes/grpo.py").RewardArguments
-    config = parse((*SFT_TYPES[:-1], config_class, rewards), [name, "--use_cpu", "true"])[4]
+    config = parse((ScriptArguments, *SFT_TYPES[1:-1], config_class, rewards), [name, "--use_cpu", "true"])[4]
     assert config.output_dir == f"outputs/{name.removesuffix('.yaml')}"
 
 

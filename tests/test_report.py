@@ -65,7 +65,9 @@ def write_sweep(path, outputs, rng):
                     title = next((name for field, name in LORA_TITLES.items() if recipe.get(field)), title)
                 tasks = TULU.split(", ") if path.stem == "tulu2" else recipe["benchmarks"]
                 shared = {"method": title, "seed": seed, "num_loops": recipe.get("num_loops", 4)}
-                rows = random_rows(tasks, {*recipe.get("depths", ())} - {shared["num_loops"]}, made.folder(run), rng)
+                rows = random_rows(
+                    tasks, {*recipe.get("eval_num_loops", ())} - {shared["num_loops"]}, made.folder(run), rng
+                )
                 write(made.folder(run), rows, {name: recipe[name] for name in SAVED if name in recipe}, **shared)
 
 
@@ -158,10 +160,10 @@ def test_mean_sd_matches_the_paper(row, tmp_path):
 
 
 def test_average_rejects_other_settings_and_results(tmp_path):
-    recipe = {"learning_rate": 0.001, "output_dir": "a", "depths": [2]}
+    recipe = {"learning_rate": 0.001, "output_dir": "a", "eval_num_loops": [2]}
     write(tmp_path / "1", [{"value": 50.0}], recipe)
     write(tmp_path / "copy", [{"value": 50.0}], recipe)
-    write(tmp_path / "2", [{"value": 60.0}], {**recipe, "output_dir": "b", "depths": [3], "seed": 2}, seed=2)
+    write(tmp_path / "2", [{"value": 60.0}], {**recipe, "output_dir": "b", "eval_num_loops": [3], "seed": 2}, seed=2)
     assert cell(tmp_path) == "55.00 ± 7.07"
     write(tmp_path / "3", [{"value": 51.0}], recipe)
     with pytest.raises(UserError, match="One seed has two results"):

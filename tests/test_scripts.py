@@ -24,8 +24,27 @@ TOKEN = "hf_averysecrettokenofsomeone"
 SHORT = (
     "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 2 --save_steps 2 --logging_steps 1"
 )
-WORDS = ["quickstart.yaml", *SHORT.split(), "--depths", "2", "4", "--lora_dropout", "0.1", "--hub_token", TOKEN]
-FEW_MEASUREMENTS = ["--evaluate_base", "false", "--single_loop_accuracy", "false", "--depths", "4", "--merge", "false"]
+WORDS = [
+    "quickstart.yaml",
+    *SHORT.split(),
+    "--eval_num_loops",
+    "2",
+    "4",
+    "--lora_dropout",
+    "0.1",
+    "--hub_token",
+    TOKEN,
+]
+FEW_MEASUREMENTS = [
+    "--evaluate_base",
+    "false",
+    "--single_loop_accuracy",
+    "false",
+    "--eval_num_loops",
+    "4",
+    "--merge",
+    "false",
+]
 
 
 def run(*words, script="sft"):
@@ -46,7 +65,7 @@ def quickstart(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Only the short quickstart draws its figure."""
-    monkeypatch.setattr(SCRIPTS["sft"], "find_spec", lambda name: None)
+    monkeypatch.setattr("_tables.find_spec", lambda name: None)
 
 
 @pytest.fixture
@@ -131,7 +150,7 @@ def test_finished_run_is_printed_and_measured_further(quickstart, copy, no_steps
     assert tables(text) == tables(quickstart[1])
     assert f"trained     {copy}, {copy}/lora\n" in text
     assert (copy / "run.json").stat().st_mtime_ns == stamp
-    run(*WORDS, "--output_dir", copy, "--depths", "1", "3", "--single_loop_batches", "1")
+    run(*WORDS, "--output_dir", copy, "--eval_num_loops", "1", "3", "--single_loop_batches", "1")
     depths = {row["num_loops"] for row in read_results(copy) if row["metric"] == "accuracy"}
     assert depths == {1, 2, 3, 4} and adapter(copy) == adapter(quickstart[0])
 
@@ -193,7 +212,7 @@ def test_crafted_checkpoint_runs_no_code(copy, name):
 
 
 def test_non_finite_loss_is_recorded(tmp_path):
-    words = "quickstart.yaml --learning_rate 1e30 --max_grad_norm 1e30 --benchmarks null --depths null"
+    words = "quickstart.yaml --learning_rate 1e30 --max_grad_norm 1e30 --benchmarks null --eval_num_loops null"
     with pytest.raises(UserError, match="not finite"):
         run(*words.split(), *SHORT.split(), "--single_loop_accuracy", "false", "--output_dir", tmp_path)
     assert read_run(tmp_path)["status"] == "non-finite"
@@ -225,9 +244,9 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
 
 MISTAKES = [
     ("sft", "--rule lora --p 0.1", "The rule 'lora' has no field 'p'"),
-    ("sft", "--rule independent", "`merge` and `depths` must not be set for 'independent'"),
+    ("sft", "--rule independent", "`merge` and `eval_num_loops` must not be set for 'independent'"),
     ("sft", "--push_merged_to_hub true", "`hub_model_id` must be set if `push_merged_to_hub` is set."),
-    ("sft", "--benchmarks null", "`benchmarks` must be set if `depths` or `single_loop_accuracy` is set."),
+    ("sft", "--benchmarks null", "`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set."),
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
     ("sft", "--benchmarks development --single_loop_batches 0 --num_eval_examples 0", "must have held-out examples"),
     ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
@@ -235,8 +254,11 @@ MISTAKES = [
     ("sft", "--resume_from_checkpoint checkpoint-1", "`resume_from_checkpoint` must be true or the folder of a"),
     ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),
     ("sft", f"--hub_tokn {TOKEN}", "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
+    ("sft", "--depths 2", "`depths` is not a field of this script. Did you mean 'eval_num_loops'?"),
+    ("sft", "--eval_num_loops 0 4", "`eval_num_loops` must be at least 1, got 0."),
+    ("dpo", "--preview 0", "`preview` is not a field of this script."),
     ("dpo", "--preparation arithmetic", "The examples must have the columns `chosen` and `rejected`."),
-    ("grpo", "--rewards gsm8k", "`rewards`: invalid choice: 'gsm8k'"),
+    ("grpo", "--rewards gsm8k", "`rewards` must be one of gsm8k_strict, "),
 ]
 
 

@@ -127,13 +127,17 @@ def test_sweep_chooses_on_first_seed_then_trains_all(lab):
 
 
 def test_sweep_prepares_runs_of_each_method(lab):
-    own = {"benchmarks": ["arithmetic_hard"], "depths": [2], "eval_files": ["held.jsonl"]}
-    measure = {"benchmarks": ["arithmetic_test"], "depths": [4]}
+    own = {"benchmarks": ["arithmetic_hard"], "eval_num_loops": [2], "eval_files": ["held.jsonl"]}
+    measure = {"benchmarks": ["arithmetic_test"], "eval_num_loops": [4]}
     made = lab.sweep(methods={"hard": own}, measure=measure, select_on="eval_loss", rate_factors={"hard": 0.5})
     assert made.choice("hard").rates == [0.005, 0.01, 0.02]
     first, final = (made.run_settings(sweep.Run("hard", 0.01, 101, selects)) for selects in (True, False))
-    assert (first["benchmarks"], first["single_loop_batches"], first.get("depths")) == ([], 16, None)
-    assert (final["benchmarks"], final["single_loop_batches"], final["depths"]) == (["arithmetic_hard"], 1, [2])
+    assert (first["benchmarks"], first["single_loop_batches"], first.get("eval_num_loops")) == ([], 16, None)
+    assert (final["benchmarks"], final["single_loop_batches"], final["eval_num_loops"]) == (
+        ["arithmetic_hard"],
+        1,
+        [2],
+    )
 
 
 def test_sweep_continues_finished_runs(lab):
@@ -282,7 +286,13 @@ def test_sweep_recipe_names_its_number_of_trainings(path):
 def test_sweep_runs_the_training_script(lab):
     """The real script on the tiny model: a run that chooses the learning rate, and its final evaluation."""
     recipe = load_recipe("recipes/quickstart.yaml")
-    changes = {"max_steps": 1, "num_train_examples": 4, "num_eval_examples": 2, "benchmark_limit": 1, "depths": None}
+    changes = {
+        "max_steps": 1,
+        "num_train_examples": 4,
+        "num_eval_examples": 2,
+        "benchmark_limit": 1,
+        "eval_num_loops": None,
+    }
     recipe |= {**changes, "per_device_train_batch_size": 2, "single_loop_accuracy": False, "merge": False}
     lab.recipe.write_text(yaml.safe_dump(recipe))
     made = lab.sweep(seeds=[1], script="sft")

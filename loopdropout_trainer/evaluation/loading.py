@@ -25,11 +25,9 @@ from lm_eval.tasks import TaskManager
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.errors import UserError, closest_match
 from loopdropout_trainer.recipe import IMPORTED
+from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
 
-
-DEVELOPMENT = "development"
-"""Name of the task that `development_task` makes of held-out training examples."""
 
 TASKS = Path(__file__).with_name("tasks")
 """Folder of the package's own tasks."""

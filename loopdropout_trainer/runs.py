@@ -1,0 +1,357 @@
+"""The job of a training script: its plan, and the trainings, measurements and files of its runs.
+
+A job trains the rule of its recipe, and the rules of `compare_with` in subfolders. Each of them is a run. Libraries that only
+trainings and measurements need are imported in the functions, so that mistakes in a recipe are found within seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from loopdropout_trainer.arguments import ModelArguments, ScriptArguments
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.recipe import build, dump_recipe, override, recipe_dict
+from loopdropout_trainer.results import (
+    MEASURED,
+    RECIPE_FILE,
+    UNCOMPARED,
+    find_difference,
+    is_finished,
+    read_run,
+    training_results,
+    write_results,
+    write_run,
+)
+
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
+    from transformers import PreTrainedModel, Trainer, TrainerState
+
+    from loopdropout_trainer.progress import JobProgressCallback
+    from loopdropout_trainer.training.config import GateConfig
+
+
+LORA_VARIANTS = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
+"""Names of the methods that a setting makes of LoRA."""
+
+FIRST_RUN_ONLY = ("evaluate_base", "merge", "push_merged_to_hub", "push_to_hub")
+"""Steps that the runs of `compare_with` leave out."""
+
+
+class Run(NamedTuple):
+    """The training of one rule, with its own arguments and recipe."""
+
+    script_args: ScriptArguments
+    args: GateConfig
+    recipe: dict
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the training has ended."""
+        return read_run(self.args.output_dir).get("status") in ("trained", "finished")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has finished with all of its measurements."""
+        return is_finished(self.args.output_dir) and not find_difference(self.args.output_dir, self.recipe)
+
+    @property
+    def title(self) -> str:
+        """Name of the method in tables."""
+        rule, title = self.args.rule, self.args.make_rule().title
+        if rule == "lora":
+            return next((name for field, name in LORA_VARIANTS.items() if self.recipe.get(field)), title)
+        return title + " + Loop Dropout" * (rule in ("independent", "learned") and bool(self.args.p))
+
+    def check(self) -> None:
+        """Raise UserError if settings exclude each other, or the folder holds another run."""
+        if (self.script_args.merge or self.script_args.eval_num_loops) and not self.args.make_rule().mergeable:
+            raise UserError(
+                f"`merge` and `eval_num_loops` must not be set for {self.args.rule!r}, whose update differs between loops."
+            )
+        folder = self.args.output_dir
+        if difference := find_difference(folder, self.recipe, UNCOMPARED | MEASURED):
+            raise UserError(
+                f"{folder} holds another run: {difference}. Set another `output_dir`, or remove the folder."
+            )
+
+
+class Job:
+    """The runs of a training script.
+
+    Args:
+        arguments: Arguments of the script, the model, the adapter, the data and the training, and others.
+
+    Attributes:
+        runs: The runs. The first one is the rule of the recipe.
+        tasks: Tasks to evaluate, from `load_tasks`.
+
+    Raises:
+        UserError: If settings exclude each other, or the folder of a run holds another run.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        from transformers.integrations import get_reporting_integration_callbacks
+
+        from loopdropout_trainer.training.stopping import find_checkpoint
+
+        self.script_args, self.model_args, _, _, self.args, *_ = arguments
+        if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
+            raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
+        find_checkpoint(self.args)
+        try:
+            for tracker in get_reporting_integration_callbacks(self.args.report_to):
+                tracker()
+        except (ValueError, RuntimeError) as error:  # an unknown tracker, or one that is not installed
+            raise UserError(f"`report_to`: {error}") from error
+        recipe = recipe_dict(*arguments)
+        rules = [rule for rule in self.script_args.compare_with or () if rule != self.args.rule]
+        self.runs = [Run(self.script_args, self.args, recipe), *(self._compared_run(rule, recipe) for rule in rules)]
+        for run in self.runs:
+            run.check()
+            run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
+        self.tasks: list[Task | Group] = []
+        self.progress: JobProgressCallback | None = None
+        if self.args.process_index == 0:
+            self.print_plan()
+
+    def _compared_run(self, rule: str, recipe: dict) -> Run:
+        """Return the run of a rule of `compare_with`, in a subfolder."""
+        changes = {"rule": rule, "output_dir": f"{self.args.output_dir}/{rule}", "compare_with": None}
+        changes |= dict.fromkeys(FIRST_RUN_ONLY, False)
+        if self.args.resume_from_checkpoint:
+            changes["resume_from_checkpoint"] = "true"
+        own_recipe = override(recipe, changes)
+        return Run(*build([type(self.script_args), type(self.args)], own_recipe), own_recipe)
+
+    def print_plan(self) -> None:
+        """Print the model, the rules, the data and the training."""
+        from loopdropout_trainer.training.stopping import newest_checkpoint
+
+        args, recipe, runs = self.args, self.runs[0].recipe, self.runs
+        get = lambda *names: " ".join(str(recipe[name]) for name in names if recipe.get(name))
+        length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
+        new = [run.args.output_dir for run in runs if not (run.is_trained or run.args.resume_from_checkpoint)]
+        unused = ", ".join(filter(None, map(newest_checkpoint, new)))
+        plan = {
+            "model": get("model_name_or_path", "model_revision"),
+            "rules": ", ".join(run.title + (f" (p = {run.args.p})" if run.args.p is not None else "") for run in runs),
+            "data": get("preparation", "dataset_name", "train_files"),
+            "training": f"{length}, {args.examples_per_step} examples per step, learning rate {args.learning_rate:g}, "
+            f"seed {args.seed}",
+            "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
+            "output_dir": args.output_dir,
+            "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
+            "not used": unused and f"{unused}. Add `--resume_from_checkpoint true` to continue from there.",
+        }
+        print("\n".join(f"{name:<12}{text}" for name, text in plan.items() if text), flush=True)
+
+    # Data
+
+    def print_examples(self, dataset: DatasetDict) -> None:
+        """Print the numbers of examples and steps."""
+        args, num_examples = self.args, len(dataset["train"])
+        steps = math.ceil(args.num_train_epochs * math.ceil(num_examples / args.examples_per_step))
+        if args.process_index == 0:
+            print(
+                f"{'examples':<12}{num_examples:,}, {len(dataset.get('eval') or ()):,} held out, "
+                f"{args.max_steps if args.max_steps > 0 else steps:,} optimizer steps",
+                flush=True,
+            )
+
+    def load_tasks(self, held_out: Any) -> None:
+        """Load the tasks to evaluate.
+
+        Args:
+            held_out: Held-out examples, which the task `development` asks, or None.
+        """
+        from loopdropout_trainer.evaluation import load_benchmarks
+
+        options = self.script_args
+        self.tasks = load_benchmarks(
+            options.benchmarks or (),
+            options.own_benchmarks,
+            options.benchmark_revisions,
+            options.benchmark_limit,
+            self.runs[0].recipe.get("preparation"),
+            held_out,
+        )
+
+    # Trainings
+
+    def unfinished(self) -> list[Run]:
+        """Return the runs that are not trained, or not measured as their recipe says."""
+        return [run for run in self.runs if not run.is_complete]
+
+    def load_model(self, run: Run) -> PreTrainedModel:
+        """Load the base model of a run. Its `model_init_kwargs` override the model's settings."""
+        from loopdropout_trainer.saving.loading import load_model
+
+        model_args: ModelArguments = self.model_args
+        load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
+        return load_model(model_args.model_name_or_path, **load_kwargs)
+
+    def train(self, trainer: Trainer, run: Run) -> None:
+        """Evaluate the base model, train an adapter, and write the results of the training.
+
+        An adapter that is already trained is loaded instead.
+        """
+        from loopdropout_trainer.progress import JobProgressCallback
+        from loopdropout_trainer.training.stopping import NonFiniteGradientError, find_checkpoint
+
+        if run.script_args.evaluate_base:
+            with trainer.model.disable_adapter():
+                self._evaluate(trainer, run, self.tasks)
+        folder = Path(trainer.args.output_dir)
+        if self.progress is None:
+            self.progress = JobProgressCallback(sum(not run.is_trained for run in self.runs))
+        self.progress.attach(trainer, run.title)
+        if trainer.is_world_process_zero():
+            dump_recipe(run.recipe, folder / RECIPE_FILE)
+            if run.is_trained:  # it is measured further
+                write_run(folder, **{**read_run(folder), "status": "trained"})
+        if run.is_trained:
+            load_trained(trainer, folder)
+            return
+        checkpoint = find_checkpoint(trainer.args)
+        state = load_state(checkpoint) if checkpoint else None
+        try:
+            if state is None or state.global_step < state.max_steps:
+                trainer.train(checkpoint)
+            else:  # transformers would take one more step
+                load_trained(trainer, checkpoint)
+        except NonFiniteGradientError:
+            if trainer.is_world_process_zero():
+                write_run(folder, status="non-finite")
+            raise
+        record(trainer, run, training_results(trainer, state.global_step if state else 0), task="training")
+
+    def save(self, trainer: Trainer, run: Run) -> None:
+        """Save a new adapter with its training settings, its card and the state of its training.
+
+        Add a file of an adapter here, or in `save_model` if other training programs are to write it, too.
+        """
+        import torch
+
+        if run.is_trained:
+            return
+        trainer.save_model()
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            write_run(
+                trainer.args.output_dir,
+                status="trained",
+                model_revision=getattr(trainer.model.config, "_commit_hash", None),
+                dataset_fingerprint=trainer.train_dataset._fingerprint,
+                device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                num_processes=trainer.args.world_size,
+            )
+
+    # After the training
+
+    def measure(self, trainer: Trainer, run: Run) -> None:
+        """Measure a trained adapter as the recipe says, and write the results."""
+        import torch
+        from torch.utils.data import DataLoader
+
+        from loopdropout_trainer.diagnostics import readouts, single_loop
+        from loopdropout_trainer.evaluation import DEVELOPMENT
+
+        # All tasks, and the first one at other depths and in one loop only
+        self._evaluate(trainer, run, self.tasks)
+        for depth in run.script_args.eval_num_loops or ():
+            if depth != trainer.num_loops:
+                self._evaluate(trainer, run, self.tasks[:1], num_loops=depth)
+        if run.script_args.single_loop_accuracy:
+            for gates in torch.eye(trainer.num_loops).tolist():
+                self._evaluate(trainer, run, self.tasks[:1], gates=gates)
+
+        # The loss of held-out examples in one loop only, and of each loop's readout
+        if num_batches := getattr(run.script_args, "single_loop_batches", 0):
+            batch_size = trainer.args.per_device_eval_batch_size
+            loader = DataLoader(trainer.eval_dataset, batch_size, collate_fn=trainer.data_collator)
+            batches = [*islice(loader, num_batches)]
+            rows = [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)]
+            record(trainer, run, rows, task=DEVELOPMENT)
+
+    def _evaluate(self, trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:
+        """Write the results of tasks. `place`: `num_loops` or `gates` [K] of the evaluation."""
+        from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks
+
+        if not tasks:
+            return
+        folder, options = Path(trainer.args.output_dir), run.script_args
+        lm = LoopedLM(trainer.model, trainer.processing_class, batch_size=options.benchmark_batch_size, **place)
+        results = evaluate_tasks(
+            lm,
+            tasks,
+            limit=options.benchmark_limit,
+            cache_dir=folder / "cache",
+            output_dir=folder,
+            allow_unsafe_code=options.allow_unsafe_code,
+        )
+        record(trainer, run, results)
+
+    def finish_run(self, trainer: Trainer, run: Run) -> None:
+        """Write the card with the results and, if `merge` is set, the merged model. Mark the run as finished."""
+        from loopdropout_trainer.progress import finish_run
+        from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
+        from loopdropout_trainer.saving.merging import merge_and_save
+
+        folder, hub_model_id = Path(trainer.args.output_dir), trainer.args.hub_model_id
+        if not trainer.is_world_process_zero():
+            return
+        card = read_card_fields(folder)
+        write_model_card(folder, trainer.model, repo_id=hub_model_id, **card)
+        if run.script_args.merge:
+            merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, hub_model_id)
+        finish_run(trainer, card["results"])
+        write_run(folder, **{**read_run(folder), "status": "finished"})
+
+    @property
+    def folders(self) -> list[str]:
+        """Folders of the runs."""
+        return [run.args.output_dir for run in self.runs]
+
+    def push(self) -> None:
+        """Push the merged model if `push_merged_to_hub` is set."""
+        from loopdropout_trainer.saving.merging import push_merged_to_hub
+
+        if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
+            folder = Path(self.args.output_dir, "merged")
+            print(f"Pushed to {push_merged_to_hub(folder, self.args.hub_model_id, token=self.args.hub_token)}")
+
+
+def load_state(folder: str | Path) -> TrainerState:
+    """Return the state of a training, or of its checkpoint."""
+    from transformers import TrainerState
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    return TrainerState.load_from_json(str(Path(folder, TRAINER_STATE_NAME)))
+
+
+def load_trained(trainer: Trainer, folder: str | Path) -> None:
+    """Load a trained adapter and the state of its training."""
+    trainer.model.load_adapter(str(folder), "default")
+    trainer.state = load_state(folder)
+
+
+def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
+    """Write results of a trainer's model, with the columns that they share."""
+    facts |= {
+        "method": run.title,
+        "num_loops": trainer.num_loops,
+        "seed": trainer.args.seed,
+        "step": trainer.state.global_step,
+    }
+    of_base = {"method": "base model", "seed": None, "step": None}
+    rows = [{**facts, **row, **(of_base if row["gates"] == "none" else {})} for row in rows]
+    if trainer.is_world_process_zero():
+        write_results(trainer.args.output_dir, rows)
