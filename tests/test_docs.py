@@ -34,6 +34,7 @@ NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline", re.IGNORECASE)
 
 LOCAL = {
     "ByteDance/Ouro-1.4B": str(ROOT / "loopdropout_trainer/tiny_ouro"),
+    'chat_template="ouro"': 'chat_template="tulu2"',
     '"gsm8k", "hellaswag"': '"arithmetic_easy_test"',
     "limit=100": "limit=2",
 }
