@@ -103,7 +103,7 @@ def test_runs_of_a_study_have_one_base(rows):
 # The study of transfer
 
 
-def make_transfer_runs(seeds):
+def make_transfer_runs():
     """Runs of all base models with random accuracies, of which the last base model has one seed less."""
     rng = np.random.default_rng(7)
     places = [
@@ -112,37 +112,32 @@ def make_transfer_runs(seeds):
     for base in transfer.BASES:
         for method in transfer.METHODS:
             shared = {"base": base, "method": method, "learning_rate": 1e-3}
-            for seed in seeds if base != transfer.BASES[-1] else seeds[:-1]:
+            for seed in transfer.SEEDS[: 4 if base == transfer.BASES[-1] else 5]:
                 yield {**shared, "seed": seed, "accuracy": {place: rng.uniform(20, 80) for place in places}}
             for rate, solved, loss in ((5e-4, 60, 0.2), (1e-3, 70, 0.1), (2e-3, 70, 0.2)):
-                row = {
-                    "accuracy": {"development@4": solved},
-                    "held_out_loss": loss,
-                    "rho": rng.uniform(0, 90, 4).tolist(),
-                }
-                yield {**shared, "learning_rate": rate, "seed": transfer.SELECTION_SEED, **row}
+                facts = {"learning_rate": rate, "seed": transfer.SELECTION_SEED, "held_out_loss": loss}
+                rho = rng.uniform(0, 90, 4).tolist()
+                yield {**shared, **facts, "accuracy": {"development@4": solved}, "rho": rho}
 
 
 def test_registered_tests_agree_with_statsmodels():
-    lines = list(make_transfer_runs(transfer.SEEDS))
-    results = transfer.Results([*lines, {"base": "late_1", "sha256": ""}])
+    lines = [*make_transfer_runs(), {"base": "late_1", "sha256": ""}]
+    results = transfer.Results(lines)
     assert not results.is_complete and results.num_seeds[transfer.BASES[-1]] == 4
-    gain, shifted, bias = [], [], []
-    for base in transfer.BASES:
-        own = [line for line in lines if line["base"] == base]
-        ours, lora = (
-            [line["accuracy"] for line in own if line["method"] == m and line["seed"] > 20] for m in ("p_0.5", "lora")
-        )
-        mean = {place: np.mean([a[place] - b[place] for a, b in zip(ours, lora, strict=True)]) for place in lora[0]}
-        gain.append(mean["in_distribution@4"])
-        shifted.append((mean["larger_numbers@4"] + mean["other_wording@4"]) / 2)
-        (rho,) = (line["rho"] for line in own if line["method"] == "lora" and line.get("held_out_loss") == 0.1)
-        bias.append(rho[3] - rho[0])
-    line, level = sm.OLS(gain, sm.add_constant(bias)).fit(), sm.OLS(np.subtract(shifted, gain), np.ones(15)).fit()
-    adjusted = multipletests([line.pvalues[1], level.pvalues[0]], method="holm")[1]
-    expected = [[line.params[1], *line.conf_int()[1]], [level.params[0], *level.conf_int()[0]]]
+    runs = pd.DataFrame(lines[:-1])
+    accuracy = pd.json_normalize(runs["accuracy"]).join(runs[["base", "method", "seed"]])
+    means = accuracy[runs["seed"] > 20].groupby(["method", "base"], sort=False)
+    easy, larger, wording = (
+        means[f"{task}@4"].mean()["p_0.5"] - means[f"{task}@4"].mean()["lora"]
+        for task in ("in_distribution", "larger_numbers", "other_wording")
+    )
+    chosen = runs[(runs["method"] == "lora") & (runs["held_out_loss"] == 0.1)].set_index("base")["rho"]
+    slope = sm.OLS(easy, sm.add_constant(chosen.str[3] - chosen.str[0])).fit()
+    shift = sm.OLS((larger + wording) / 2 - easy, np.ones(15)).fit()
+    adjusted = multipletests([slope.pvalues.iloc[1], shift.pvalues.iloc[0]], method="holm")[1]
+    estimates = [[fit.params.iloc[-1], *fit.conf_int().iloc[-1]] for fit in (slope, shift)]
     found = transfer.registered_tests(results)
-    assert np.array([found[name] for name in ("slope", "shift")]) == pytest.approx(np.c_[expected, adjusted])
+    assert np.array([found[name] for name in ("slope", "shift")]) == pytest.approx(np.c_[estimates, adjusted])
 
 
 # Intervals
