@@ -412,6 +412,7 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
         "map_cells": str(len(cells) // 2),
         "rates_inside": f"{inside} of {grids}",
         "before_8": unadjusted(before.gains("loop_dropout", "lora", depth=8)),
+        **{f"fresh_{k}": unadjusted(studies["fresh_seeds"].gains("loop_dropout", "lora", depth=k)) for k in (4, 8)},
         "deep_at_4": f"{small.mean('depth_8', depth=4)}% against {small.mean('depth_8_lora', depth=4)}%",
         "deep_gain_4": unadjusted(small.gains("depth_8", "depth_8_lora", depth=4)),
         "random_depth_over": unadjusted(small.gains("random_depth_lora", "loop_dropout", depth=8)),
