@@ -107,6 +107,9 @@ class AdapterArguments:
 
     help_title = "Adapter"
 
+    adapter_name_or_path: str | None = option(
+        None, "Adapter to start from, with its own rank and layers. Default: a new adapter."
+    )
     lora_r: int = option(16, "Rank of the adapter.")
     lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.")
     lora_dropout: float = option(0.0, "Dropout on the adapter's input.")
@@ -116,10 +119,12 @@ class AdapterArguments:
     use_rslora: bool = option(False, "Whether to scale the update by alpha / sqrt(r).")
 
     @property
-    def peft_config(self) -> LoraConfig:
-        """Configuration of the adapter in PEFT."""
+    def peft_config(self) -> LoraConfig | None:
+        """Configuration of a new adapter in PEFT."""
         from peft import LoraConfig
 
+        if self.adapter_name_or_path is not None:
+            return None
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,

@@ -90,6 +90,7 @@ class SampleCompletionsCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, max_new_tokens: int = 64) -> None:
         self.trainer = trainer
         self.max_new_tokens = max_new_tokens
+        self.seconds = 0.0  # of all samples, which are not part of a training's time
         with torch.random.fork_rng():
             batch = trainer.data_collator(list(islice(trainer.eval_dataset, 1)))
         ids, trained = batch["input_ids"][0], batch["labels"][0] != IGNORED
@@ -101,7 +102,7 @@ class SampleCompletionsCallback(TrainerCallback):
             self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args, state, control, **kwargs):
-        trainer, tokenizer = self.trainer, self.trainer.processing_class
+        trainer, tokenizer, start = self.trainer, self.trainer.processing_class, time.monotonic()
         if state.is_world_process_zero and not shards_weights(args):
             with torch.random.fork_rng(), trainer.accelerator.autocast():
                 (text,) = generate_greedy(trainer.model, tokenizer, [self.prompt], self.max_new_tokens, progress=False)
@@ -109,6 +110,7 @@ class SampleCompletionsCallback(TrainerCallback):
             sample["reference"] = tokenizer.decode(self.reference, skip_special_tokens=True)
             tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
             log_table(args, "samples", pd.DataFrame([sample]))
+        self.seconds += time.monotonic() - start
 
 
 def log_table(args: TrainingArguments, name: str, table: pd.DataFrame) -> None:

@@ -7,17 +7,21 @@ trainings and measurements need are imported in the functions, so that mistakes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.arguments import ModelArguments, ScriptArguments
+from loopdropout_trainer.arguments import ScriptArguments
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import lock_folder, model_path
+from loopdropout_trainer.memory import estimate_memory
 from loopdropout_trainer.recipe import build, dump_recipe, override, recipe_dict
 from loopdropout_trainer.results import (
     MEASURED,
     RECIPE_FILE,
+    RUN_FILE,
     UNCOMPARED,
     find_difference,
     is_finished,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
+    from peft import PeftModel
     from transformers import PreTrainedModel, Trainer, TrainerState
 
     from loopdropout_trainer.progress import JobProgressCallback
@@ -40,6 +45,9 @@ if TYPE_CHECKING:
 
 LORA_VARIANTS = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
 """Names of the methods that a setting makes of LoRA."""
+
+LENGTH = {"max_steps", "num_train_epochs"}
+"""Settings that may change if a run is resumed, which makes it longer."""
 
 FIRST_RUN_ONLY = ("evaluate_base", "merge", "push_merged_to_hub", "push_to_hub")
 """Steps that the runs of `compare_with` leave out."""
@@ -54,8 +62,9 @@ class Run(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the training has ended."""
-        return read_run(self.args.output_dir).get("status") in ("trained", "finished")
+        """Whether the training has ended, with the length that the recipe asks for."""
+        has_ended = read_run(self.args.output_dir).get("status") in ("trained", "finished")
+        return has_ended and not find_difference(self.args.output_dir, self.recipe, (), LENGTH)
 
     @property
     def is_complete(self) -> bool:
@@ -77,9 +86,15 @@ class Run(NamedTuple):
                 f"`merge` and `eval_num_loops` must not be set for {self.args.rule!r}, whose update differs between loops."
             )
         folder = self.args.output_dir
-        if difference := find_difference(folder, self.recipe, UNCOMPARED | MEASURED):
+        ignored = UNCOMPARED | MEASURED
+        if self.args.resume_from_checkpoint:
+            ignored = ignored | LENGTH
+        if difference := find_difference(folder, self.recipe, ignored):
+            longer = (
+                " or add `--resume_from_checkpoint true` to continue it," if difference.split("`")[1] in LENGTH else ""
+            )
             raise UserError(
-                f"{folder} holds another run: {difference}. Set another `output_dir`, or remove the folder."
+                f"{folder} holds another run: {difference}. Set another `output_dir`,{longer} or remove the folder."
             )
 
 
@@ -102,10 +117,10 @@ class Job:
 
         from loopdropout_trainer.training.stopping import find_checkpoint
 
-        self.script_args, self.model_args, _, _, self.args, *_ = arguments
+        self.script_args, self.model_args, self.adapter_args, _, self.args, *_ = arguments
         if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
-        find_checkpoint(self.args)
+        checkpoint = find_checkpoint(self.args)
         try:
             for tracker in get_reporting_integration_callbacks(self.args.report_to):
                 tracker()
@@ -120,7 +135,7 @@ class Job:
         self.tasks: list[Task | Group] = []
         self.progress: JobProgressCallback | None = None
         if self.args.process_index == 0:
-            self.print_plan()
+            self.print_plan(checkpoint)
 
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
@@ -131,8 +146,8 @@ class Job:
         own_recipe = override(recipe, changes)
         return Run(*build([type(self.script_args), type(self.args)], own_recipe), own_recipe)
 
-    def print_plan(self) -> None:
-        """Print the model, the rules, the data and the training."""
+    def print_plan(self, checkpoint: str | None = None) -> None:
+        """Print the model, the rules, the data, the training, and the checkpoint from which it continues."""
         from loopdropout_trainer.training.stopping import newest_checkpoint
 
         args, recipe, runs = self.args, self.runs[0].recipe, self.runs
@@ -148,10 +163,36 @@ class Job:
             f"seed {args.seed}",
             "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
             "output_dir": args.output_dir,
+            "memory": self.describe_memory(),
             "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
+            "continues": "" if runs[0].is_trained else checkpoint,
             "not used": unused and f"{unused}. Add `--resume_from_checkpoint true` to continue from there.",
         }
         print("\n".join(f"{name:<12}{text}" for name, text in plan.items() if text), flush=True)
+
+    def describe_memory(self) -> str:
+        """Return the estimated GPU memory of the training, or an empty text for a model whose shapes are not known."""
+        from transformers import PreTrainedConfig
+
+        args, model = self.args, self.model_args
+        if not args.max_length:
+            return ""
+        try:
+            name = model_path(model.model_name_or_path)
+            config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
+            sizes = estimate_memory(
+                config,
+                args.per_device_train_batch_size * args.max_length,
+                num_loops=model.num_loops,
+                rank=self.adapter_args.lora_r,
+                checkpointing=args.gradient_checkpointing,
+                four_bit="load_in_4bit" in str(args.model_init_kwargs),
+            )
+        except (OSError, KeyError):  # without a network, or with other fields
+            return ""
+        total = sizes.pop("total", None)
+        parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
+        return total and f"about {total:.1f} GB on a GPU in bfloat16 ({parts})"
 
     # Data
 
@@ -186,23 +227,32 @@ class Job:
 
     # Trainings
 
-    def unfinished(self) -> list[Run]:
-        """Return the runs that are not trained, or not measured as their recipe says."""
-        return [run for run in self.runs if not run.is_complete]
+    def unfinished(self) -> Iterator[Run]:
+        """Yield the runs that are not trained, or not measured as their recipe says. Their folders are locked meanwhile."""
+        for run in self.runs:
+            with lock_folder(run.args.output_dir) if self.args.process_index == 0 else nullcontext():
+                if not run.is_complete:
+                    yield run
 
-    def load_model(self, run: Run) -> PreTrainedModel:
-        """Load the base model of a run. Its `model_init_kwargs` override the model's settings."""
-        from loopdropout_trainer.saving.loading import load_model
+    def load_model(self, run: Run) -> PreTrainedModel | PeftModel:
+        """Load the base model of a run, with the adapter that the training starts from, if there is one.
 
-        model_args: ModelArguments = self.model_args
-        load_kwargs = {**model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
-        return load_model(model_args.model_name_or_path, **load_kwargs)
+        `model_init_kwargs` of the run override the settings of the model.
+        """
+        from loopdropout_trainer.saving.loading import load_adapter, load_model
+
+        load_kwargs = {**self.model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
+        model = load_model(self.model_args.model_name_or_path, **load_kwargs)
+        adapter = self.adapter_args.adapter_name_or_path
+        return model if adapter is None else load_adapter(model, adapter, is_trainable=True)
 
     def train(self, trainer: Trainer, run: Run) -> None:
         """Evaluate the base model, train an adapter, and write the results of the training.
 
         An adapter that is already trained is loaded instead.
         """
+        import torch
+
         from loopdropout_trainer.progress import JobProgressCallback
         from loopdropout_trainer.training.stopping import NonFiniteGradientError, find_checkpoint
 
@@ -213,17 +263,20 @@ class Job:
         if self.progress is None:
             self.progress = JobProgressCallback(sum(not run.is_trained for run in self.runs))
         self.progress.attach(trainer, run.title)
+        is_trained = run.is_trained
         if trainer.is_world_process_zero():
+            if (folder / RUN_FILE).exists():  # it is measured further, or made longer
+                write_run(folder, **{**read_run(folder), "status": "trained" if is_trained else "stopped"})
             dump_recipe(run.recipe, folder / RECIPE_FILE)
-            if run.is_trained:  # it is measured further
-                write_run(folder, **{**read_run(folder), "status": "trained"})
-        if run.is_trained:
+        if is_trained:
             load_trained(trainer, folder)
             return
         checkpoint = find_checkpoint(trainer.args)
         state = load_state(checkpoint) if checkpoint else None
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # of the run before
         try:
-            if state is None or state.global_step < state.max_steps:
+            if state is None or state.global_step < num_steps(trainer):
                 trainer.train(checkpoint)
             else:  # transformers would take one more step
                 load_trained(trainer, checkpoint)
@@ -327,6 +380,12 @@ class Job:
         if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
             folder = Path(self.args.output_dir, "merged")
             print(f"Pushed to {push_merged_to_hub(folder, self.args.hub_model_id, token=self.args.hub_token)}")
+
+
+def num_steps(trainer: Trainer) -> int:
+    """Return the number of optimizer steps of a whole training."""
+    args = trainer.args
+    return trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
 
 
 def load_state(folder: str | Path) -> TrainerState:

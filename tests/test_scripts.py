@@ -135,6 +135,23 @@ def test_sft_never_saves_tokens(quickstart):
     assert len(contents) > 40 and not any(TOKEN.encode() in content for content in [text.encode(), *contents])
 
 
+def test_finished_run_is_made_longer(copy):
+    words = [copy / "recipe.yaml", "--output_dir", copy, *FEW_MEASUREMENTS, "--compare_with", "null", "--max_steps", 8]
+    with pytest.raises(UserError, match="`max_steps` changed from 6 to 8.*resume_from_checkpoint true"):
+        run(*words)
+    text = run(*words, "--resume_from_checkpoint", "true")
+    assert f"continues   {copy / 'checkpoint-6'}" in text and "memory      about" in text
+    assert {row["step"] for row in read_results(copy) if row["task"] == "training"} == {6, 8}
+    assert is_finished(copy) and "max_steps: 8" in (copy / "recipe.yaml").read_text()
+
+
+def test_training_starts_from_an_adapter(quickstart, tmp_path):
+    words = ["--adapter_name_or_path", quickstart[0], "--learning_rate", 0, "--rule", "lora", "--compare_with", "null"]
+    run(quickstart[0] / "recipe.yaml", "--output_dir", tmp_path, *FEW_MEASUREMENTS, *words, "--max_steps", 1)
+    assert adapter(tmp_path) == adapter(quickstart[0])
+    assert "| Trained from the adapter | run |" in (tmp_path / "README.md").read_text()
+
+
 def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
     folder, _ = quickstart
     run(folder / "recipe.yaml", "--output_dir", tmp_path, "--compare_with", "unscaled", *FEW_MEASUREMENTS)

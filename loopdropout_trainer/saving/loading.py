@@ -125,7 +125,7 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
     check_peft_config(config)
     looped = attach_looped_model(model)
     metadata = read_adapter_metadata(folder)
-    looped.trained_with = metadata
+    looped.trained_with = {**metadata, "initial_adapter": str(adapter)} if is_trainable else metadata
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     base, trained_on = model.config.name_or_path, config.base_model_name_or_path
     if base and trained_on and base != trained_on:

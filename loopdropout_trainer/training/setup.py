@@ -131,6 +131,7 @@ class AdapterTrainingMixin:
             "gate_seed": self.gate_seed,
             "num_loops": self.num_loops,
             "depths": list(depths),
+            **{name: value for name, value in self.looped.trained_with.items() if name == "initial_adapter"},
         }
 
     def _needs_one_depth(self) -> str | None:
