@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     with suppress(EOFError):
         for prompt in prompts:
             print("" if args.prompt or sys.stdin.isatty() else prompt)
-            text = FIELD.sub(lambda field: prompt, template)
+            text = FIELD.sub(lambda field, prompt=prompt: prompt, template)
             ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
             for num_loops in args.eval_num_loops or [looped.num_loops]:
                 for gates in expand_gates(args.gates, num_loops):
