@@ -31,9 +31,7 @@ from loopdropout_trainer.looped import example_starts
 PAGE = (ROOT / "docs/architecture.md").read_text().partition("## Ties to other libraries")[2]
 TIES = dict(re.findall(r"^\| `(\S.*?)` \| (.*) \|$", PAGE, re.MULTILINE))
 PACKAGE = Path(loopdropout_trainer.__file__).parent
-NOT_TIES = set(
-    "_asdict _replace _exit _actions _action_groups _group_actions _abc_impl _backward_cls _settings".split()  # noqa: SIM905
-)
+NOT_TIES = {"_asdict", "_replace", "_exit", "_abc_impl", "_backward_cls", "_settings"}
 """Names of Python's own library and of metaclasses, and a name that is set on other objects than `self`."""
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "lm_eval")
 
