@@ -121,6 +121,33 @@ class GatedBatch:
         """Whether adapted modules have gates of their own."""
         return self.gates is not None and self.gates.dim() == 3
 
+    def find_token_examples(self, shape: Sequence[int], num_examples: int | None = None) -> Tensor | None:
+        """Return the [B, S] index of each token's example in a batch of shape (B, S). None: row b is example b.
+
+        Args:
+            shape: Shape of the batch.
+            num_examples: Number of examples with a value each, or 1 for all. Default: the number of columns of the gates.
+
+        Raises:
+            UserError: If the examples are not those of the batch.
+        """
+        if num_examples is None:
+            num_examples = 1 if self.gates is None else self.gates.shape[1]
+        index = self.token_examples
+        if index is not None and (index.shape == shape or num_examples > 1):
+            if index.shape != shape:
+                raise UserError(
+                    f"The gates in force belong to a packed batch of shape {list(index.shape)}, but the model runs a batch of "
+                    f"shape {list(shape)}. Run other batches inside `use_gates`."
+                )
+            return index
+        if num_examples not in (1, shape[0]):
+            raise UserError(
+                f"`gates` must have one column for each of the {shape[0]} examples or one column for all, got "
+                f"{num_examples} columns."
+            )
+        return None
+
     def check_loop(self, index: int) -> None:
         """Raise UserError if the gates have no row for a loop."""
         if self.gates is not None and index >= len(self.gates):
@@ -167,10 +194,12 @@ class GateState:
         dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
         is_read: Whether gated layers read the gates. False once they are removed.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
+        ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
     """
 
     must_draw = False
     is_read = True
+    ignores_padding = False
     dropout: Any = None
 
     def __init__(self) -> None:
@@ -250,15 +279,11 @@ class GateState:
     def _token_index(self, num_examples: int, hidden_states: Tensor) -> Tensor | None:
         """Return the [B, S] index of each token's example, or None if row b is example b or there is one for all."""
         packed = self.running.token_examples
-        index = self.pass_gates.token_examples if packed is None else packed.unsqueeze(0)
-        if index is not None and num_examples > 1:
-            return index.to(hidden_states.device)
-        if num_examples not in (1, len(hidden_states)):
-            raise UserError(
-                f"`gates` must have one column for each of the {len(hidden_states)} examples or one column for all, got "
-                f"{num_examples} columns."
-            )
-        return None
+        if packed is None:
+            index = self.pass_gates.find_token_examples(hidden_states.shape[:2], num_examples)
+        else:
+            index = packed.unsqueeze(0)
+        return None if index is None or num_examples == 1 else index.to(hidden_states.device)
 
     def is_unused(self, module: int) -> bool:
         """Return whether the update of an adapted module is zero for all running tokens and need not be computed."""

@@ -52,6 +52,7 @@ def loss_and_gradients(peft_model, gates, inputs, token_examples, options):
     state = add_gates(peft_model, in_activation_dtype=True)
     peft_model.zero_grad()
     state.set(GatedBatch(gates, token_examples, options=options))
+    state.ignores_padding = True
     loss = peft_model(**inputs).loss
     loss.backward()
     state.reset()
@@ -104,6 +105,7 @@ def test_packed_pass_runs_the_model_s_loops():
     model, (inputs, _) = adapted(tiny_ouro()), make_batch("left")
     options, losses = BatchOptions(True, trained_lora_parameters(model)), {}
     state = add_gates(model, in_activation_dtype=True)
+    state.ignores_padding = True
     for num_loops, is_packed in itertools.product([2, 4], [True, False]):
         model.config.num_loops = num_loops
         state.set(GatedBatch(MIXED, options=options if is_packed else BatchOptions()))

@@ -146,8 +146,9 @@ class LoopedBackbone(LoopedPreTrainedModel):
         records = ("output_hidden_states", "output_attentions")
         is_recorded = any(inputs.attention_kwargs.get(name, getattr(self.config, name, False)) for name in records)
         marks_padding = torch.is_tensor(attention_mask) and attention_mask.shape == inputs.state.shape[:2]
+        is_complete = attention_mask is None or marks_padding and self.gate_state.ignores_padding
         may_pack = self.can_pack and self.gate_state.batch.options.remove_padding and inputs.cache is None
-        if may_pack and not is_recorded and (attention_mask is None or marks_padding):
+        if may_pack and not is_recorded and is_complete:
             return PackedPass(self)
         return BatchPass(self)
 

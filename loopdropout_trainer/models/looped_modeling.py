@@ -90,6 +90,7 @@ def known_keywords(module: nn.Module, known: Container[str], keywords: dict[str,
     if other_name in keywords and keywords.get(own_name) is None:
         keywords = {**keywords, own_name: keywords[other_name]}
         del keywords[other_name]
+    keywords = {name: value for name, value in keywords.items() if name != "example_ids"}  # for the gates only
     for name in keywords:
         if name not in known and name not in _PASSED_ON:
             raise TypeError(f"{type(module).__name__}.forward() got an unexpected keyword argument {name!r}")

@@ -184,7 +184,8 @@ class PackedPass(BatchPass):
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         shape = inputs.state.shape[:2]
         batch = self.backbone.gate_state.batch
-        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, batch.token_examples)
+        token_examples = batch.find_token_examples(shape)
+        self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, token_examples)
         self.pack, self.unpack = packing.pack, packing.unpack
         # Random initial states read the examples.
         self.backbone.gate_state.set_loop(RunningLoop(token_examples=packing.token_examples, batch=batch))

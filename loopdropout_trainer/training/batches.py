@@ -1,4 +1,4 @@
-"""Training batches without padding, and the ids of the examples in them."""
+"""Ids of the examples in a training batch, and the tokens of it that a loss reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
 from transformers import DataCollator
+
+from loopdropout_trainer.training.distributed import IGNORED
 
 
 def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -29,23 +32,12 @@ def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any
     return batch
 
 
-def remove_padding(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a padded batch [B, S] as one row [1, T] of its T tokens, as TRL's `padding_free` does.
-
-    Batches with other inputs stay unchanged.
-    """
-    if inputs.keys() != {"input_ids", "attention_mask", "labels"}:
-        return inputs
-    kept = inputs["attention_mask"].bool()
-    positions = kept.cumsum(dim=1) - 1
-    labels = inputs["labels"].masked_fill(positions == 0, -100)  # the token before it belongs to another example
-    rows = torch.arange(len(kept))
-    return {
-        "input_ids": inputs["input_ids"][kept].unsqueeze(0),
-        "labels": labels[kept].unsqueeze(0),
-        "position_ids": positions[kept].unsqueeze(0),
-        "example_ids": torch.stack([rows, torch.zeros_like(rows)], dim=1),
-    }
+def reads_padding(inputs: dict[str, Any]) -> bool:
+    """Return whether a loss over the `labels` of a batch, if it has some, reads outputs of padding."""
+    labels, mask = inputs.get("labels"), inputs.get("attention_mask")
+    if labels is None or mask is None:
+        return False
+    return labels.shape != mask.shape or bool(((labels[:, 1:] != IGNORED) & (mask[:, :-1] == 0)).any())
 
 
 @contextmanager
@@ -54,20 +46,19 @@ def score_targets_only(backbone: nn.Module, inputs: dict[str, Any]) -> Iterator[
 
     Args:
         backbone: Model without its head.
-        inputs: One row of inputs with `labels` [1, T]. They get `shift_labels` [1, n].
+        inputs: Inputs with `labels` [B, S]. They get `shift_labels` [1, n] of the n targets.
     """
-    targets = inputs["labels"][:, 1:]
-    scored = (targets[0] != -100).nonzero().squeeze(1)  # [n] positions that predict a target
+    targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+    scored = (targets != IGNORED).nonzero().squeeze(1)  # [n] among the B * S tokens
     if len(scored) == 0:
         yield
         return
 
     def select(module: nn.Module, args: tuple, output: Any) -> Any:
-        hidden_states: Tensor = output.last_hidden_state
-        output.last_hidden_state = hidden_states.index_select(1, scored)
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, scored).unsqueeze(0)
         return output
 
-    inputs["shift_labels"] = targets[:, scored]
+    inputs["shift_labels"] = targets[scored].unsqueeze(0)
     hook = backbone.register_forward_hook(select)
     try:
         yield

@@ -89,6 +89,8 @@ class GateLoggingCallback(GatedStepCallback):
 
     def on_micro_batch_end(self) -> None:
         trainer = self.trainer
+        if trainer.drawn is None:  # the user's own loss with the rule `lora`
+            return
         gates = trainer.drawn.sampled.detach()  # [K, N] or [K, N, M]
         active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
         means = torch.stack([gates.mean(), *active]).to(trainer.accelerator.device)

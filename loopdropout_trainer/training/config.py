@@ -39,8 +39,9 @@ class GateConfig:
         gate_seed (`int`, *optional*):
             Seed of the gate draws, which never touch the global random state. Defaults to `seed`.
         remove_padding (`bool`, *optional*, defaults to `True`):
-            Whether to run the examples of a training micro-batch packed in one row, without padding. With `lora_dropout`, the
-            dropout masks then differ from TRL's, which draws them for padded rows. Their distribution is the same.
+            Whether to run the examples of a training micro-batch packed in one row, without padding. Your own code
+            always gets the padded batch and its outputs. With `lora_dropout`, the dropout masks then differ from TRL's, which
+            draws them for padded rows. Their distribution is the same.
         skip_frozen_loops (`bool`, *optional*, defaults to `True`):
             Whether to run the loops before an example's first active gate without gradient and adapter. It needs
             `remove_padding`, one process or DDP, and an adapter without input dropout as the only trained weights.

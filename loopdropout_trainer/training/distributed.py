@@ -127,7 +127,8 @@ class EveryExampleOnceMixin:
         self._evaluated = np.zeros(2)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
-        if name in output.metrics:
+        is_own = type(self).prediction_step is not EveryExampleOnceMixin.prediction_step  # its losses are the user's
+        if name in output.metrics and not is_own:
             total, num_tokens = np.sum(gather_object([self._evaluated]), axis=0).tolist()
             if num_tokens:
                 output.metrics[name] = total / num_tokens

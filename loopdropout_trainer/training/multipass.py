@@ -53,4 +53,6 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss / self.rule.passes if model.training else loss
+        if not model.training:
+            return loss
+        return (loss[0] / self.rule.passes, loss[1]) if return_outputs else loss / self.rule.passes

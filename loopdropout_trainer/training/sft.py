@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
 from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer.files import lock_folder, model_path
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, find_examples
-from loopdropout_trainer.training.batches import collate_with_example_ids, remove_padding, score_targets_only
+from loopdropout_trainer.training.batches import collate_with_example_ids, reads_padding, score_targets_only
 from loopdropout_trainer.training.callbacks import LiveDiagnosticsCallback
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
@@ -54,7 +55,22 @@ class GateSamplingMixin(AdapterTrainingMixin):
         elif self.gate_state.batch is self.drawn:  # by a call of this method outside of `train()`
             self.gate_state.reset()
         inputs.pop("example_ids", None)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        with self.skip_unread_tokens(inputs) if self._hides_outputs(model, return_outputs) else nullcontext():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
+    def _hides_outputs(self, model: nn.Module, return_outputs: bool) -> bool:
+        """Return whether only TRL's own loss reads the outputs of a training micro-batch, and may do without padding."""
+        is_own_loss = self.compute_loss_func is None and type(self.label_smoother) in (type(None), LabelSmoother)
+        return model.training and self.batch_options.remove_padding and is_own_loss and not return_outputs
+
+    @contextmanager
+    def skip_unread_tokens(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Leave out the padding of a micro-batch inside the model, unless the loss reads it."""
+        self.gate_state.ignores_padding = not reads_padding(inputs)
+        try:
+            yield
+        finally:
+            self.gate_state.ignores_padding = False
 
     def draw_gates(self, inputs: dict[str, Any]) -> None:
         """Draw the gates of a micro-batch and set them. They are in force until its backward pass is done.
@@ -112,7 +128,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             resume_from_checkpoint = find_checkpoint(self.args, resume_from_checkpoint)
         num_loops = self.num_loops
         self.batch_options = self.find_batch_options()  # the trained weights may have changed since `__init__`
-        self.gate_state.must_draw = True
+        self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
         folder = self.args.output_dir
         try:
             with explain_write_errors(folder), lock_folder(folder) if self.args.should_save else nullcontext():
@@ -211,16 +227,15 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
             # TRL divides a micro-batch's sum by this number, which makes the loss its share of the step's loss.
             num_items_in_batch = self.count_targets(inputs) * self._num_micro_batches
-        if not (model.training and self.batch_options.remove_padding):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = remove_padding(inputs)
-        with score_targets_only(self.looped.base_model, inputs) if self._scores_targets(inputs) else nullcontext():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _scores_targets(self, inputs: dict[str, Any]) -> bool:
-        """Return whether TRL's fused head computes the loss of one row, on a device where it scores all tokens."""
-        is_fused = self.compute_loss_func is None and self.label_smoother is None
-        return is_fused and len(inputs["labels"]) == 1 and not inputs["labels"].is_cuda
+    @contextmanager
+    def skip_unread_tokens(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Also score only the targets in TRL's fused head, which scores all tokens on other devices than GPUs."""
+        is_fused = self.label_smoother is None and not inputs["labels"].is_cuda
+        targets_only = score_targets_only(self.looped.base_model, inputs) if is_fused else nullcontext()
+        with super().skip_unread_tokens(inputs), targets_only:
+            yield
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """Also count the micro-batches of the step that have a target, over all processes."""
