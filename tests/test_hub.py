@@ -316,7 +316,7 @@ def test_card_names_programs_that_run_the_model(tmp_path, tokenizer, make, has_c
 
 
 def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):
-    folder = merge_and_save(adapted(), tmp_path / "merged")
+    folder = merge_and_save(adapted(), tmp_path / "merged", repo_id="someone/model")
     create = Mock(return_value=SimpleNamespace(repo_id="someone/model"))
     upload = Mock(return_value=SimpleNamespace(repo_url="hub/someone/model"))
     monkeypatch.setattr(HfApi, "create_repo", create)

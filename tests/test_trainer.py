@@ -22,6 +22,7 @@ from loopdropout_trainer import (
 )
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.training import setup
 
 
 PLAIN = {"remove_padding": False}
@@ -195,13 +196,16 @@ def test_lora_plus_scales_the_learning_rate_of_b(train):
         assert rates[parameter] == 1e-2 * (4 if "lora_B" in name else 1), name
 
 
-def test_saved_adapter_has_its_settings_and_card(train, tmp_path):
+def test_saved_adapter_has_its_settings_and_card(train, tmp_path, monkeypatch):
+    cards = Mock(wraps=setup.write_model_card)
+    monkeypatch.setattr(setup, "write_model_card", cards)
     trainer = train(p=[0.1, 0.2, 0.3, 0.4], save_strategy="steps", save_steps=4)
     trainer.save_model(str(tmp_path / "saved"))
     for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-4"):
         (metadata,) = (json.loads(path.read_text()) for path in folder.glob("*.json") if "loop" in path.name)
         assert (metadata["rule"], metadata["p"], metadata["depths"]) == ("loop_dropout", [0.1, 0.2, 0.3, 0.4], [4, 4])
-    assert "Loop Dropout" in (tmp_path / "saved" / "README.md").read_text()
+        assert "Loop Dropout" in (folder / "README.md").read_text()
+    assert cards.call_count == 2  # one for each save
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def merge_and_save(
         output_dir: Folder for the merged model.
         processing_class: Tokenizer to save with the model.
         card: Keyword arguments `dataset`, `recipe` and `results` of `write_model_card`. The recipe is saved, too.
-        repo_id: Name on the Hub for the model card.
+        repo_id: Name on the Hub (`user/name`). The title and the code of the model card name it.
         scale: Factor of the update.
         standalone: Whether to write the code of this package's model class, so that transformers loads the model without this
             package, with `trust_remote_code=True`.
@@ -190,10 +190,10 @@ def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> d
 def push_merged_to_hub(
     folder: str | Path, repo_id: str, *, token: str | None = None, private: bool | None = None
 ) -> str:
-    """Upload a merged model to the Hub.
+    """Upload a merged model to the Hub, with the card that `merge_and_save` wrote.
 
     Args:
-        folder: Folder that `merge_and_save` wrote. It is kept if the push fails.
+        folder: Folder that `merge_and_save` wrote, with the same `repo_id`. It is kept if the push fails.
         repo_id: `user/name` of the repository, which is created if it does not exist.
         token: Hub token. Default: the token of the logged-in user.
         private: Whether a new repository is private. Default: the Hub's setting.
@@ -207,13 +207,12 @@ def push_merged_to_hub(
     folder = Path(folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
+    card = folder / CARD_FILE
+    if card.is_file() and repo_id not in card.read_text(encoding="utf-8"):
+        logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
     with explain_push_errors(repo_id, f"The merged model is saved in {folder}", token):
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        card = folder / CARD_FILE
-        if card.is_file():
-            text = card.read_text(encoding="utf-8").replace('("."', f'("{repo_id}"')
-            card.write_text(re.sub(r"^# .*", f"# {repo_id}", text, count=1, flags=re.MULTILINE), encoding="utf-8")
         commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload merged model")
     return str(commit.repo_url)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections import defaultdict
+from pathlib import Path
 
 from peft import PeftConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
@@ -24,7 +26,7 @@ from loopdropout_trainer.lora import (
 )
 from loopdropout_trainer.models.foreign import foreign_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint
-from loopdropout_trainer.saving.cards import write_model_card
+from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
@@ -203,7 +205,11 @@ class AdapterTrainingMixin:
         if self.args.should_save:
             folder = output_dir or self.args.output_dir
             save_adapter_metadata(self.model, folder, **self.looped.trained_with)
-            write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
+            card = Path(self.args.output_dir, CARD_FILE)
+            if not _internal_call:
+                write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
+            elif output_dir and card.is_file():  # TRL has called `create_model_card` for this checkpoint
+                shutil.copy2(card, output_dir)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
