@@ -49,7 +49,7 @@ def run(argv: list[str]) -> None:
             print_usage()
         case ["--version"]:
             print(__version__)
-        case ["recipes"]:
+        case ["recipes", *_]:
             print_recipes()
         case [name, *arguments] if name in scripts():
             script = scripts()[name]

@@ -33,7 +33,7 @@ def test_unknown_command_suggests_the_nearest():
 
 
 def test_recipes_are_listed_with_a_description(capsys):
-    cli.run(["recipes"])
+    cli.run(["recipes", "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
     assert any(re.match("quickstart.yaml +Loop Dropout against LoRA", line) for line in lines)

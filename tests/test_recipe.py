@@ -120,7 +120,8 @@ def test_override_drops_what_describes_the_replaced(recipe, changes, expected):
     assert override(recipe, changes) == expected
 
 
-def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path):
+def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "null")  # a value of YAML and JSON
     settings = {"name": "x: y", "rate": 1e-4, "items": [1], "mapping": {"a": "no", "b": None}, "hub_token": "secret"}
     settings["allow_unsafe_code"] = True  # also then it is readable
     dump_recipe({**settings, "run_name": "hf_averysecrettoken"}, tmp_path / "saved.yaml")

@@ -9,7 +9,17 @@ from conftest import read_lines
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.progress import finish_run, log_table
-from loopdropout_trainer.results import compare_recipes, is_finished, read_results, read_run, write_results, write_run
+from loopdropout_trainer.results import (
+    MEASURED,
+    UNCOMPARED,
+    compare_recipes,
+    is_finished,
+    read_recipe,
+    read_results,
+    read_run,
+    write_results,
+    write_run,
+)
 
 
 ROW = {
@@ -76,6 +86,17 @@ def test_compare_recipes_names_the_first_difference():
     saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
     assert compare_recipes(saved, new) == "`seed` changed from 1 to 2"
     assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
+
+
+def test_fields_declare_when_they_matter():
+    assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= UNCOMPARED
+    assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= MEASURED
+    assert not UNCOMPARED & MEASURED and not {"seed", "num_loops", "lora_r"} & (UNCOMPARED | MEASURED)
+
+
+def test_recipe_of_a_finished_run_keeps_its_former_names(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")
+    assert read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}
 
 
 # Trackers

@@ -140,6 +140,13 @@ def test_sweep_prepares_runs_of_each_method(lab):
     )
 
 
+def test_sweep_of_dpo_breaks_ties_by_its_own_held_out_loss(lab):
+    runs = [sweep.Run("lora", 0.01, 101, selects) for selects in (True, False)]
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "single_loop_batches": None}))
+    first, final = map(lab.sweep(script="dpo").run_settings, runs)
+    assert first["eval_strategy"] == final["eval_strategy"] == "epoch" and "single_loop_batches" not in first
+
+
 def test_sweep_continues_finished_runs(lab):
     lab.set_world(diverging=[0.02])
     for _ in range(2):
@@ -227,6 +234,7 @@ ERRORS = [
     ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
     ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
     ({"measure": {"lora_r": 4}}, "`measure` has no 'lora_r'"),
+    ({"methods": ["lorra"]}, "got 'lorra'. Did you mean 'lora'?"),
 ]
 
 
