@@ -1,6 +1,7 @@
 """Test rules in training: gradients against full matrices, resuming, saving, loading and merging."""
 
 import math
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from conftest import assert_same_weights, example_nll, logged, randomise, tiny_ouro, trained_parameters, with_adapter
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.conversion import convert_to_lora
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
@@ -224,6 +226,23 @@ def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
     loaded = load_adapter(tiny_ouro(), tmp_path, is_trainable=True)
     with pytest.raises(ValueError, match="'loop_dropout' trains a shared adapter"):
         add_gates(loaded, rule=make_rule("loop_dropout"))
+
+
+@pytest.mark.parametrize("case", ["loop_dropout", "learned", "independent"])
+def test_only_shared_updates_convert_to_lora(case):
+    model = with_adapter(scale=0.3)
+    add_gates(model, rule=make_rule(case))
+    assert model.supports_lora_conversion() == (case == "loop_dropout")
+    with nullcontext() if case == "loop_dropout" else pytest.raises(TypeError, match="do not support LoRA conversion"):
+        convert_to_lora(model, 4)
+
+
+def test_trainers_of_one_model_keep_their_rules(make_trainer, make_sft):
+    alone, shared = (make_trainer("lora_dropout", max_steps=2) for _ in range(2))
+    alone.train()
+    make_sft(shared.model, seed=101)  # which also seeds the order of examples
+    shared.train()
+    assert_same_weights(alone, shared)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, logged, tiny_ouro, trained_parameters
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
 from transformers import TrainerCallback, set_seed
 from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -20,8 +20,10 @@ from loopdropout_trainer import (
     default_peft_config,
     use_gates,
 )
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.lora import adapted_layers
 from loopdropout_trainer.training import setup
 
 
@@ -221,3 +223,37 @@ def test_saved_adapter_has_its_settings_and_card(train, tmp_path, monkeypatch):
 def test_settings_that_do_not_fit_raise(make_sft, fields, message):
     with pytest.raises(ValueError, match=message):
         make_sft(**fields)
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "value"),
+    [
+        ({}, "rule", "lora"),
+        ({}, "depth_sampling", "uniform"),
+        ({}, "live_diagnostics_steps", 1),
+        ({"cls": LoRADropoutSFTTrainer, "rule": "lora_dropout"}, "p", 0.1),
+        ({"rule": "lora_dropout", "rule_args": {"num_masks": 1}}, "rule_args", {"num_masks": 2}),
+    ],
+)
+def test_fixed_args_raise_after_a_change(make_sft, before, name, value):
+    trainer = make_sft(**before)
+    setattr(trainer.args, name, value)
+    with pytest.raises(UserError, match=f"`{name}` must keep its value .* got"):
+        trainer.train()
+
+
+def test_changed_p_and_adapter_take_effect(make_sft):
+    trainer = make_sft(max_steps=1, p=[0.9])
+    trainer.args.p = 0.0
+    trainer.model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    trainer.model.set_adapter("second")
+    trainer.train()
+    assert (trainer.drawn.sampled == 1).all() and trainer.looped.trained_with["p"] == 0
+    trainer.args.p = 0.9
+    trainer.train()
+    assert (trainer.drawn.sampled != 1).any() and trainer.looped.trained_with["p"] == 0.9
+    variants = [layer.lora_variant["second"] for layer in adapted_layers(trainer.model) if "second" in layer.lora_A]
+    assert len(variants) == 2 and {id(each.rule) for each in variants} == {id(trainer.rule)}
+    assert repr(trainer.gate_state) == "GateState(unit gates, loop=0)"
+    with use_gates(trainer.model, [0, 2, 0, 2]):
+        assert repr(trainer.gate_state) == "GateState(gates=[[0.0], [2.0], [0.0], [2.0]], loop=0)"

@@ -8,6 +8,7 @@ from loopdropout_trainer.lora.gated import (
     add_gates,
     gate_new_layers,
     gated_layers,
+    is_gated_by,
     kind_of,
     merged_update,
     physical_layers,

@@ -17,10 +17,14 @@ from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -134,6 +138,11 @@ class GatedLora(LoraVariant):
 
     def unmerge(self, module: LoraLayer, active_adapter: str, orig_weight: Tensor) -> Tensor:
         return orig_weight - self.merged_update(module, active_adapter).to(orig_weight.dtype)
+
+    def supports_lora_conversion(self) -> bool:
+        if self.one_depth:
+            logger.warning_once("An adapter with %s cannot be converted to plain LoRA.", self.description)
+        return not self.one_depth
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         """Return the update [out, in] at unit gates, or raise UserError if it differs between loops."""
@@ -318,6 +327,17 @@ def remove_gates(model: PeftModel) -> None:
         layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
         layer.cast_input_dtype_enabled = True
     find_looped_model(model).gate_state.is_read = False
+
+
+def is_gated_by(model: PeftModel, rule: Any) -> bool:
+    """Return whether a rule gates the active adapters in all of their layers."""
+    variants = [
+        layer.lora_variant.get(adapter)
+        for layer in adapted_layers(model)
+        for adapter in layer.active_adapters
+        if adapter in layer.lora_A
+    ]
+    return bool(variants) and all(isinstance(variant, GatedLora) and variant.rule is rule for variant in variants)
 
 
 def gated_layers(model: nn.Module) -> list[LoraLayer]:

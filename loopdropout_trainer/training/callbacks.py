@@ -63,9 +63,11 @@ class GatedStepCallback(TrainerCallback):
 
     Attributes:
         trainer: Trainer with a `GateSamplingMixin`, set once it is built.
+        rule: Rule of the trainer, set with it.
     """
 
     trainer: Trainer
+    rule: GateRule
 
     def on_micro_batch_end(self) -> None:
         """Read the gates."""

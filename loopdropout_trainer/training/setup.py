@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import shutil
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from peft import PeftConfig, PeftModel
 from peft.optimizers import create_loraplus_optimizer
@@ -21,6 +23,7 @@ from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
     add_gates,
     default_peft_config,
+    is_gated_by,
     physical_layers,
     trained_lora_parameters,
 )
@@ -33,6 +36,14 @@ from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.training.stopping import StopCallback, TrainingDataCallback, check_finite
+
+
+_READ_ONCE = ("rule", "p", "rule_args", "depth_sampling", "depth_sampling_args", "live_diagnostics_steps")
+"""Fields that a trainer reads when it is made."""
+
+
+def _copy_fields(args: GateConfig) -> dict[str, Any]:
+    return {name: copy.deepcopy(getattr(args, name, None)) for name in _READ_ONCE}
 
 
 class AdapterTrainingMixin:
@@ -77,6 +88,7 @@ class AdapterTrainingMixin:
             skeleton = foreign_skeleton(model, revision)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.rule = args.make_rule()
+        self._made_with = _copy_fields(args)
         if self.rule.passes > 1 and not self.runs_passes:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.unit_gates = UnitGatesCallback()
@@ -113,18 +125,23 @@ class AdapterTrainingMixin:
                 # TRL asks for it under ZeRO-3. A layer that runs K times would report its gradients K times.
                 getattr(self.args, name)["use_reentrant"] = False
         float32_adapter(self.model, self._given_weights)
+        self.prepare_gates()
+
+    def prepare_gates(self) -> None:
+        """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
+        self._read_rule()
         depths = self.args.depth_limits(self.num_loops)
         for depth in depths:
             self.rule.check(depth)
         if depths != (self.num_loops, self.num_loops) and self._needs_one_depth():
             raise UserError(f"`depth_sampling` must be 'fixed' for {self._needs_one_depth()}.")
-        self.gate_state = self.unit_gates.gate_state = add_gates(
-            self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed
-        )
+        if not is_gated_by(self.model, self.rule):  # another adapter, trainer or handle may have replaced the gates
+            add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
+        self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
         self.physical_layers = physical_layers(self.model)  # [M]
         self.batch_options = self.find_batch_options()
         for callback in (*self.step_callbacks, self.data_callback):
-            callback.trainer = self
+            callback.trainer, callback.rule = self, self.rule
         args = self.args
         self.looped.trained_with = {
             "rule": args.rule,
@@ -135,6 +152,21 @@ class AdapterTrainingMixin:
             "depths": list(depths),
             **{name: value for name, value in self.looped.trained_with.items() if name == "initial_adapter"},
         }
+
+    def _read_rule(self) -> None:
+        """Make a new rule if `p` or `rule_args` have changed, and raise UserError if another field of the rule has."""
+        fields, before = _copy_fields(self.args), self._made_with
+        if fields == before:
+            return
+        changed = [name for name in fields if fields[name] != before[name]]
+        rule = self.args.make_rule() if {*changed} <= {"p", "rule_args"} else None
+        if rule is None or rule.alpha_factor != self.rule.alpha_factor or rule.passes > 1 and not self.runs_passes:
+            name = next((name for name in changed if name not in ("p", "rule_args")), changed[0])
+            raise UserError(
+                f"`{name}` must keep its value {before[name]!r} after the trainer was made, got {fields[name]!r}. Make a new "
+                "trainer."
+            )
+        self.rule, self._made_with = rule, fields
 
     def _needs_one_depth(self) -> str | None:
         if self.looped.trains_at_one_depth:

@@ -127,7 +127,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         if resume_from_checkpoint:
             resume_from_checkpoint = find_checkpoint(self.args, resume_from_checkpoint)
         num_loops = self.num_loops
-        self.batch_options = self.find_batch_options()  # the trained weights may have changed since `__init__`
+        self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
         folder = self.args.output_dir
         try:
