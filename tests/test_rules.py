@@ -229,12 +229,15 @@ def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["loop_dropout", "learned", "independent"])
-def test_only_shared_updates_convert_to_lora(case):
+def test_only_shared_updates_convert_and_combine(case):
     model = with_adapter(scale=0.3)
     add_gates(model, rule=make_rule(case))
     assert model.supports_lora_conversion() == (case == "loop_dropout")
-    with nullcontext() if case == "loop_dropout" else pytest.raises(TypeError, match="do not support LoRA conversion"):
+    refused = lambda *error: nullcontext() if case == "loop_dropout" else pytest.raises(error[0], match=error[1])
+    with refused(TypeError, "do not support LoRA conversion"):
         convert_to_lora(model, 4)
+    with refused(ValueError, "'default' has"):
+        model.add_weighted_adapter(["default"], [1.0], "other")
 
 
 def test_trainers_of_one_model_keep_their_rules(make_trainer, make_sft):

@@ -6,6 +6,7 @@ bit for bit. Only this folder uses PEFT's private interface `LoraVariant`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -273,6 +274,8 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
             layer.lora_variant[adapter] = kinds[adapter](
                 states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], replaced
             )
+    if any(kind.one_depth for kind in kinds.values()):
+        model.base_model.add_weighted_adapter = functools.partial(_combine_adapters, model)
     if not getattr(model.base_model, "refuses_unread", False):
         model.base_model.register_load_state_dict_pre_hook(_refuse_unread)
         model.base_model.refuses_unread = True
@@ -289,6 +292,16 @@ def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str,
                 f"The adapter has {kind.description} (`{name}`), which PEFT's `load_adapter` does not read. Load it on "
                 "a new model with `loopdropout_trainer.load_adapter`."
             )
+
+
+def _combine_adapters(model: PeftModel, adapters: Sequence[str], *args: Any, **kwargs: Any) -> None:
+    """Add a weighted adapter as PEFT does, which reads A and B only."""
+    for adapter in adapters:
+        if (kind := kind_of(model, adapter)).one_depth:
+            raise UserError(
+                f"`adapters` must have no parameters for each loop, but {adapter!r} has {kind.description}."
+            )
+    type(model.base_model).add_weighted_adapter(model.base_model, adapters, *args, **kwargs)
 
 
 def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
