@@ -73,4 +73,4 @@ def test_gates_pass_through_few_functions(train, fields):
             sys.setprofile(None)
 
     train(callbacks=[Watch()], max_steps=1, p=0.3, **fields)
-    assert names[0] == "MaskedRule.sample" and len(set(names)) <= 6, names
+    assert names[0] == "MaskedRule.sample" and len(set(names)) <= 7, names  # one of them checks the sample
