@@ -24,7 +24,13 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from loopdropout_trainer.data import label_example, remove_calculations
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import LoopedModelMixin, attach_looped_model, find_looped_model, set_depth
+from loopdropout_trainer.looped import (
+    LoopedModelMixin,
+    attach_looped_model,
+    check_num_loops,
+    find_looped_model,
+    set_depth,
+)
 from loopdropout_trainer.lora import kind_of, use_gates
 
 
@@ -139,7 +145,7 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
     """
     num_loops = find_looped_model(model).num_loops
-    depths = depths or range(1, 2 * num_loops + 1)
+    depths = [check_num_loops(depth, "depths") for depth in depths or range(1, 2 * num_loops + 1)]
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
         depths = [num_loops]
     with set_depth(model, max(depths)):

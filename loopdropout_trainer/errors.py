@@ -41,6 +41,12 @@ def closest_match(name: str, choices: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
+def check_name(name: str, hint: str = "") -> None:
+    """Raise UserError, with a hint at its end, if a name is neither a folder nor of the form of a Hub name."""
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name)):
+        raise UserError(f"The folder {name} does not exist.{hint}")
+
+
 def hide_secrets(text: str) -> str:
     """Replace Hub tokens in a text by `***`."""
     token = os.environ.get("HF_TOKEN", "")

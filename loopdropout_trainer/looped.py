@@ -542,6 +542,24 @@ def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
     return num_loops
 
 
+def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    """Take the place of transformers' `init_continuous_batching`, whose cache has no layers for each loop."""
+    raise UserError(
+        "Continuous batching of transformers does not support looped models. Use `generate`, or "
+        "`loopdropout_trainer.generation.generate_greedy`."
+    )
+
+
+def check_num_layers(config: Any, num_layers: int | None) -> None:
+    """Restore the number of layers of a built model and raise UserError if `assistant_early_exit` has changed it."""
+    if num_layers != (found := getattr(config, "num_hidden_layers", None)):
+        config.num_hidden_layers = num_layers
+        raise UserError(
+            f"`num_hidden_layers` must stay {num_layers}, got {found}. `assistant_early_exit` does not "
+            "support looped models. Use `prompt_lookup_num_tokens` or a smaller `assistant_model`."
+        )
+
+
 @contextmanager
 def set_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
     """Run a model at another recurrence depth inside the block.

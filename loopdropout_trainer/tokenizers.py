@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, check_name, closest_match, short_repr
 from loopdropout_trainer.files import model_path
 
 
@@ -80,6 +80,7 @@ def load_tokenizer(
         UserError: if the tokenizer or the template cannot be loaded, or if no token ends answers.
     """
     name_or_path = model_path(name_or_path)
+    check_name(str(name_or_path))
     try:
         cached_file(name_or_path, "tokenizer.json", revision=revision or "main")  # its error names the Hub
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")

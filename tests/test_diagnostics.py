@@ -135,6 +135,8 @@ def test_depth_matrix_keeps_depth_of_loop_parameters(rule, tokenizer):
     model, batches = adapted(tiny_ouro()), label_batches(EXAMPLES, tokenizer)
     add_gates(model, rule=make_rule(rule))
     assert [row["num_loops"] for row in depth_matrix(model, batches, [1, 2, 8])] == [4, 4]
+    with pytest.raises(UserError, match="`depths` must be an integer from 1"):
+        depth_matrix(model, batches, [0, 2])
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,8 @@ def test_settings_never_share_a_cache(tokenizer, tmp_path):
         evaluate(**options)
     with model.disable_adapter():
         evaluate()
+    with pytest.raises(UserError, match="`num_loops` must be an integer from 1"):
+        evaluate(num_loops=0)
     model.generation_config.eos_token_id = [0, 40]
     evaluate()
     next(p for name, p in model.named_parameters() if "lora_B" in name).data += 1

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_hrm, tiny_ouro, varied, with_adapter
+from conftest import needs, tiny_dory, tiny_hrm, tiny_ouro, varied, with_adapter
 
 from loopdropout_trainer import generation, use_gates
 from loopdropout_trainer.errors import UserError
@@ -55,8 +55,9 @@ def test_completions_equal_plain_loop(make_tiny, tokenizer, gates):
     assert is_ungated == ({*gates} == {1})
 
 
-def test_generation_changes_neither_model_nor_tokenizer(tokenizer):
-    model, tokenizer = adapted(tiny_ouro()), copy.deepcopy(tokenizer)
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm, pytest.param(tiny_dory, marks=needs("dory"))])
+def test_generation_changes_neither_model_nor_tokenizer(make, tokenizer):
+    model, tokenizer = adapted(make()), copy.deepcopy(tokenizer)
     want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
     tokenizer.pad_token, tokenizer.padding_side = None, "right"
     config = model.base_model.model.generation_config

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from conftest import Recording, assert_same_weights, logged, tiny_ouro, trained_parameters, with_adapter
+from conftest import Recording, assert_same_weights, logged, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
+from peft import get_peft_model
 from transformers import set_seed
 from trl import GRPOTrainer
 
-from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer import (
+    LoopDropoutGRPOConfig,
+    LoopDropoutGRPOTrainer,
+    default_peft_config,
+    use_gates,
+)
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
 
@@ -53,23 +59,27 @@ def log_probabilities(model, batch):
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     length = batch["completion_ids"].shape[1]
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -length - 1 : -1] / TEMPERATURE
+    prompts = torch.cat([batch["prompt_mask"], torch.zeros_like(batch["completion_mask"])], dim=1)
+    marks = {"token_type_ids": prompts} if "hrm" in model.config.model_type else {}
+    logits = (
+        model(input_ids=ids, attention_mask=mask, use_cache=False, **marks).logits[:, -length - 1 : -1] / TEMPERATURE
+    )
     return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
-@pytest.mark.parametrize("pretrained", [False, True], ids=["base model", "frozen adapter"])
-def test_gated_policy_and_ungated_reference(make, pretrained):
+@pytest.mark.parametrize(("base", "pretrained"), [(tiny_ouro, False), (tiny_ouro, True), (tiny_hrm, False)])
+def test_gated_policy_and_ungated_reference(make, base, pretrained):
     fields = {"beta": BETA, "loss_type": "grpo", "use_bias_correction_kl": True}
-    trainer = make(with_adapter() if pretrained else None, **fields)
+    trainer = make(with_adapter(base()) if pretrained else base(), **fields)
     if not pretrained:
-        trainer.model.load_state_dict(with_adapter().state_dict())
+        trainer.model.load_state_dict(with_adapter(base()).state_dict())
     trainer.train()
     (seen,) = trainer.seen
     assert trainer.gates_of_generation == [None]
-    draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(6)], num_loops=4)
+    draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(6)], num_loops=trainer.num_loops)
     assert torch.equal(seen.gates, LoopDropout(0.5).sample(draw))
 
-    oracle, frozen = with_adapter(), with_adapter() if pretrained else tiny_ouro()
+    oracle, frozen = with_adapter(base()), with_adapter() if pretrained else base()
     batch, mask = seen.batch, seen.batch["completion_mask"]
     with torch.no_grad():
         reference = log_probabilities(frozen.eval(), batch)
@@ -100,6 +110,15 @@ def test_steps_under_gates_do_not_clip(make):
     trainer = make(max_steps=2, gradient_accumulation_steps=2)
     trainer.train()
     assert logged(trainer, "clip_ratio/region_mean") == [0, 0]
+
+
+def test_adapters_that_have_no_frozen_copy_raise(make):
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name="math")
+    with pytest.raises(
+        ValueError, match="adapter must .*, because TRL copies it to the reference. Set `beta` to 0, or"
+    ):
+        make(model, beta=0.1)
+    make(model).train()
 
 
 @pytest.mark.parametrize("fields", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)

@@ -24,7 +24,14 @@ from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from loopdropout_trainer import load_adapter, load_model, merge_and_save, push_merged_to_hub, use_gates
+from loopdropout_trainer import (
+    LoopDropoutSFTTrainer,
+    load_adapter,
+    load_model,
+    merge_and_save,
+    push_merged_to_hub,
+    use_gates,
+)
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import name_folders
@@ -94,6 +101,9 @@ def test_load_model_loads_base_adapter_and_merged(base, trained, tmp_path):
     assert_close(merged(IDS).logits, adapter(IDS).logits)
     assert torch.equal(load_model(base, adapter=trained)(IDS).logits, adapter(IDS).logits)
     assert load_model("tiny-ouro", num_loops=2, dtype="bfloat16").dtype == torch.bfloat16
+    for name in (trained, base):
+        with pytest.raises(UserError, match="^`num_loops` must be an integer from 1"):
+            load_model(name, num_loops=0)
 
 
 def test_load_model_uses_depth_of_training(base, tmp_path, log):
@@ -107,9 +117,17 @@ def test_load_model_uses_depth_of_training(base, tmp_path, log):
 
 def test_load_model_explains_missing_files(base, tmp_path):
     adapted(base=str(tmp_path / "moved")).save_pretrained(tmp_path / "adapter")
-    for name in (tmp_path / "nowhere", "some/model", tmp_path / "adapter"):
-        with pytest.raises(UserError, match="The model .* cannot be loaded: "):
-            load_model(name)
+    missing = {
+        tmp_path / "nowhere": "The folder .*nowhere does not exist",
+        "some/model": "The model some/model cannot be",
+    }
+    missing[tmp_path / "adapter"] = (
+        "moved does not exist. It is `base_model_name_or_path` in .*/adapter/adapter_config.json"
+    )
+    for name, message in missing.items():
+        for load in (load_model, LoopDropoutSFTTrainer) if name != tmp_path / "adapter" else (load_model,):
+            with pytest.raises(UserError, match=message):
+                load(str(name))
     with pytest.raises(UserError, match="`adapter` must be a folder or a Hub name, got nowhere"):
         load_model(base, adapter="nowhere")
 

@@ -8,6 +8,7 @@ from conftest import (
     FAMILIES,
     LAYOUTS,
     TINY,
+    byte_tokenizer,
     example_nll,
     golden_adapted,
     golden_inputs,
@@ -24,7 +25,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, WatermarkingConfig
 
 from loopdropout_trainer import (
     LoopDropoutSFTTrainer,
@@ -210,6 +211,68 @@ def test_cached_steps_equal_one_pass(make, name):
         assert {layer.get_seq_length() for layer in cache.layers} == {9}
 
 
+def greedy_token(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+    return torch.cat([input_ids, model(input_ids).logits[:, -1:].argmax(-1)], dim=1)
+
+
+EMBEDS = lambda model: {"inputs": None, "inputs_embeds": model.get_input_embeddings()(IDS)}
+DRAFTS = lambda model: {"inputs": IDS[:1], "assistant_model": model, "num_assistant_tokens": 2}
+GENERATE = {
+    "sampling": {
+        "do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "eta_cutoff": 1e-3, "temperature": 0.7,
+        "num_return_sequences": 2, "watermarking_config": WatermarkingConfig(), "stop_strings": ["@"],
+    },
+    "beams": {
+        "num_beams": 3, "length_penalty": -1.0, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[5]],
+        "min_new_tokens": 2, "prefix_allowed_tokens_fn": lambda row, ids: [5, 6, 7], "forced_eos_token_id": 0,
+    },
+    "healing": {"token_healing": True},
+    "embeddings": EMBEDS,
+    "draft": DRAFTS,
+    "prompt lookup": {"inputs": IDS[:1], "prompt_lookup_num_tokens": 2, "stop_strings": ["@"]},
+    "guidance": {"guidance_scale": 1.5, "negative_prompt_ids": IDS, "cache_implementation": "static"},
+    "own loop": {"custom_generate": greedy_token},
+    "outputs": {"return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True},
+}  # fmt: skip
+UNSUPPORTED_ARGUMENTS = {
+    "early exit": {"inputs": IDS[:1], "assistant_early_exit": 1},
+    "paged": {"cache_implementation": "paged"},
+}
+
+
+@pytest.mark.parametrize("name", [*GENERATE, *UNSUPPORTED_ARGUMENTS])
+@ALL_FAMILIES
+def test_generate_takes_documented_arguments(make, name):
+    model, tokenizer = make().eval(), byte_tokenizer(["<eos>", "<pad>"], pad_token="<pad>", bos_token="<eos>")
+    attach_looped_model(model)
+    options = {**GENERATE, **UNSUPPORTED_ARGUMENTS}[name]
+    options = options(model) if callable(options) else options
+    generate = lambda **more: model.generate(
+        **{"inputs": IDS, "max_new_tokens": 3, "pad_token_id": 1, **options, **more}
+    )
+    if name in UNSUPPORTED_ARGUMENTS:
+        with pytest.raises(UserError, match="support looped models. Use `"):
+            generate()
+        options = {}
+    out = generate(tokenizer=tokenizer)
+    assert (out if torch.is_tensor(out) else out.sequences).shape[1] > 1
+
+
+def test_generate_takes_initial_states(make_tiny):
+    model, ids = with_adapter(make_tiny()).eval(), IDS
+    states = torch.randn(2, 7, 32)  # the second and third token of the answer start from the family's own state
+    for _ in range(3):
+        logits = model(input_ids=ids, initial_state=states[:, : ids.shape[1]], use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        tokens = model.generate(
+            IDS, initial_state=states, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=1, **options
+        )
+        assert torch.equal(tokens, ids)
+    with pytest.raises(UserError, match="`initial_state` must have shape .2, 6, 32., or less columns, got .2, 6, 33."):
+        model(input_ids=IDS, initial_state=torch.zeros(2, 6, 33))
+
+
 def test_decoding_equals_decoding_without_cache(make_tiny):
     model = make_tiny().eval()
     greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -317,6 +380,10 @@ UNSUPPORTED_MODELS = [
     ({"model_type": "new", "architectures": ["IQuestLoopCoderForCausalLM"]}, "IQuest-Coder-Loop is not supported"),
     ({"model_type": "new", "_name": "SenseNova-Loop-9B"}, "SenseNova-Loop is not supported: it has linear attention"),
     ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
+    (
+        {"model_type": "new", "auto_map": {"AutoConfig": "new.New"}},
+        "supported `model_type`, got 'new'. Code in a",
+    ),
 ]
 if DORY.marks[0].args[0]:
     UNSUPPORTED_MODELS.append(

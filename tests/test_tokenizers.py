@@ -172,7 +172,7 @@ def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name_or_path": "./none"}, "The tokenizer of .*none cannot be loaded"),
+        ({"name_or_path": "./none"}, "The folder .*none does not exist"),
         ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
         ({"chat_template": "ouro"}, r"`bos_token` must be a token of the tokenizer .*, got <\|im_start"),
         ({"eos_token": "<end>"}, "`eos_token` must be a token of the tokenizer .*, got <end>"),

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.looped import attach_looped_model, parse_gates, set_depth
+from loopdropout_trainer.looped import attach_looped_model, check_num_loops, parse_gates, set_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.saving.loading import load_model
 from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
@@ -98,7 +98,7 @@ class LoopedLM(HFLM):
         options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **options)
         self.looped = attach_looped_model(pretrained)
-        self.num_loops = num_loops or self.looped.num_loops
+        self.num_loops = self.looped.num_loops if num_loops is None else check_num_loops(num_loops)
         self.gates = parse_gates(gates, self.num_loops)
         self.readout = readout
         self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import GateState
+from loopdropout_trainer.looped import GateState, check_num_layers
 from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm
 from loopdropout_trainer.models.looped_modeling import CACHE, LoopedModelOutput, LoopedPreTrainedModel, check_keywords
 from loopdropout_trainer.models.passes import BatchPass, LoopInputs, PackedPass
@@ -37,14 +37,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         super().__init__(config)
         self.gate_state = GateState()
         self.gradient_checkpointing = False
+        self.num_layers = config.num_hidden_layers
 
     def rotate(self, embeddings: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the positions, in the form that the family's attention takes."""
         return self.rotary_emb(embeddings, position_ids)
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs) -> LoopInputs:
         """Return the first loop's inputs. The state of the given inputs is the embeddings [B, S, H]."""
-        return inputs if initial_state is None else replace(inputs, state=initial_state.to(inputs.state))
+        return inputs
 
     def recurrent_step(self, inputs: LoopInputs) -> Tensor:
         """Return the state [B, S, H] after a loop."""
@@ -80,10 +81,14 @@ class LoopedBackbone(LoopedPreTrainedModel):
             inputs_embeds: [B, S, H] embeddings.
             use_cache: Whether to return a cache. Default: `config.use_cache`, and False in training or with
                 `output_readouts`.
-            initial_state: [B, S, H] state before the first loop. Default: the family's own.
+            initial_state: [B, S' <= S, H] state of the first S' tokens before the first loop. Further tokens start from the
+                family's own state, which is the default.
             output_readouts: Whether to return the K readouts and the K states.
         """
         embeddings = self._embed(input_ids, inputs_embeds)
+        check_num_layers(self.config, self.num_layers)
+        if initial_state is not None:
+            _check_initial_state(initial_state, embeddings)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(cache, use_cache, output_readouts)
@@ -94,7 +99,10 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
         forward_pass = self._new_pass(inputs, attention_mask)
         inputs = forward_pass.prepare(inputs, attention_mask)
-        inputs = self.run_prelude(inputs, None if initial_state is None else forward_pass.pack(initial_state))
+        inputs = self.run_prelude(inputs)
+        if initial_state is not None:
+            own = forward_pass.unpack(inputs.state)[:, initial_state.shape[1] :]
+            inputs = replace(inputs, state=forward_pass.pack(torch.cat([initial_state.to(own), own], dim=1)))
         results = forward_pass.run_loops(inputs)
         readouts = [forward_pass.unpack(self.readout(x)) for x in (results if output_readouts else results[-1:])]
         self.gate_state.set_loop(self.gate_state.batch.loop(0))  # so that no tensor of this pass is kept
@@ -151,6 +159,12 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if may_pack and not is_recorded and is_complete:
             return PackedPass(self)
         return BatchPass(self)
+
+
+def _check_initial_state(initial_state: Tensor, embeddings: Tensor) -> None:
+    given, shape = initial_state.shape, embeddings.shape
+    if len(given) != 3 or given[0] != shape[0] or given[2] != shape[2] or given[1] > shape[1]:
+        raise UserError(f"`initial_state` must have shape {list(shape)}, or less columns, got {list(given)}.")
 
 
 def _positions(embeddings: Tensor, attention_mask: Any, cached: int) -> Tensor:

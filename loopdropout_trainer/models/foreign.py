@@ -24,7 +24,9 @@ from loopdropout_trainer.looped import (
     LoopedModelMixin,
     NotLoopedError,
     attach_looped_model,
+    check_num_layers,
     check_num_loops,
+    refuse_continuous_batching,
     set_depth,
 )
 
@@ -40,7 +42,7 @@ PASS_GATES = "loop_gates"
 class LoopDescription(LoopedModelMixin):
     """The loops of the models of one class. Subclass it, and register the subclass with `register_looped`.
 
-    All other attributes are read from the model.
+    All other attributes are the model's.
 
     Class attributes:
         depth_field: Field of the configuration with the recurrence depth K.
@@ -57,6 +59,7 @@ class LoopDescription(LoopedModelMixin):
         self.model = model
         self.gate_state = GateState()
         self.hooks: list[Any] = []
+        self.num_layers = getattr(model.config, "num_hidden_layers", None)
 
     def attach(self) -> None:
         """Put the description and its hooks on the model, unless they are there."""
@@ -66,7 +69,8 @@ class LoopDescription(LoopedModelMixin):
 
     def add_hooks(self) -> None:
         """Add hooks to the model, and keep them in `hooks`."""
-        self.hooks = [self.base_model.register_forward_pre_hook(_AddGates(self.gate_state), with_kwargs=True)]
+        self.hooks = [self.base_model.register_forward_pre_hook(_AddGates(self), with_kwargs=True)]
+        self.model.init_continuous_batching = refuse_continuous_batching
         recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
         for module in self.base_model.modules():
             if module in recurrent:
@@ -79,11 +83,17 @@ class LoopDescription(LoopedModelMixin):
             raise AttributeError(name)
         return getattr(self.model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = "model" not in vars(self) or name in vars(self) or hasattr(type(self), name)
+        setattr(self.model, name, value) if not is_own and hasattr(self.model, name) else super().__setattr__(
+            name, value
+        )
+
     def detach(self) -> None:
         """Remove the description and its hooks from the model."""
         for hook in self.hooks:
             hook.remove()
-        del self.model.loop_description
+        del self.model.loop_description, self.model.init_continuous_batching
 
     # A subclass defines the first two methods, and the third one if the depth takes several fields.
 
@@ -111,6 +121,7 @@ class LoopDescription(LoopedModelMixin):
     def num_loops(self, num_loops: int) -> None:
         for name, value in self.depth_fields(self.model.config, check_num_loops(num_loops)).items():
             setattr(self.model.config, name, value)
+        self.num_layers = getattr(self.model.config, "num_hidden_layers", None)
 
     def loop_readouts(self, **inputs: Any) -> tuple[Tensor, ...]:
         """Return the outputs of runs with 1 to K loops."""
@@ -125,10 +136,11 @@ class LoopDescription(LoopedModelMixin):
 class _AddGates:
     """Pre-hook of a backbone that passes the gates in force on to its layers."""
 
-    gate_state: GateState
+    description: LoopDescription
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        batch = self.gate_state.batch
+        check_num_layers(self.description.config, self.description.num_layers)
+        batch = self.description.gate_state.batch
         return args, {**kwargs, PASS_GATES: batch} if batch.is_set else kwargs
 
 
@@ -186,7 +198,7 @@ def _find_foreign(name_or_path: str, revision: str | None) -> tuple[type[PreTrai
     """Return the class and the configuration of a foreign model, or None for a model of another class."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name_or_path, revision=revision)
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
     return next(((cls, config) for cls in DESCRIPTIONS if isinstance(config, cls.config_class)), None)
 
 

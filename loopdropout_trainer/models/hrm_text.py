@@ -58,6 +58,8 @@ class HrmTextLoops(LoopDescription):
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Mark the tokens before the first token with a loss as the prompt."""
         trained = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
+        if "completion_ids" in batch:  # of GRPO, which joins them to `prompt_ids` later
+            return batch
         if not self.config.prefix_lm or trained is None or "token_type_ids" in batch:
             return batch
         if "position_ids" in batch:

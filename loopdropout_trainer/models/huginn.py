@@ -383,11 +383,10 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
         angles = rotary_angles(self.config, position_ids)
         return angles.cos(), angles.sin()
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None) -> LoopInputs:
+    def run_prelude(self, inputs: LoopInputs) -> LoopInputs:
         inputs = replace(inputs, state=inputs.state * self.config.init_values["embed_scale"])
         injected = inputs.run(self.prelude)
-        state = self.initial_state(inputs) if initial_state is None else initial_state
-        return replace(inputs, injected=injected, state=state.to(injected))
+        return replace(inputs, injected=injected, state=self.initial_state(inputs).to(injected))
 
     def recurrent_step(self, inputs: LoopInputs) -> Tensor:
         mixed = self.adapter(torch.cat([inputs.state, inputs.injected], dim=-1))

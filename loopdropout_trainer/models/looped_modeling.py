@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,8 +21,15 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
-from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.looped import GateState, LoopedModelMixin, check_num_loops, check_supported
+from loopdropout_trainer.errors import UserError, check_name, first_line, short_repr
+from loopdropout_trainer.looped import (
+    GateState,
+    LoopedModelMixin,
+    NotLoopedError,
+    check_num_loops,
+    check_supported,
+    refuse_continuous_batching,
+)
 from loopdropout_trainer.models.layers import Attention, RecurrentLayer
 
 
@@ -59,6 +67,8 @@ CACHE = next(name for name in _CACHE_NAMES if name in BaseModelOutputWithPast.__
 
 # TRL 1.9 adds `_prediction_loss_only` itself.
 _PASSED_ON = {"return_dict", "_prediction_loss_only", *TransformersKwargs.__optional_keys__}
+# `generate` passes tokenizers to every model, and ids are for the gates only.
+_IGNORED = {"tokenizer", "assistant_tokenizer", "example_ids"}
 
 
 def check_keywords(*more: str) -> Callable[[Callable], Callable]:
@@ -90,7 +100,7 @@ def known_keywords(module: nn.Module, known: Container[str], keywords: dict[str,
     if other_name in keywords and keywords.get(own_name) is None:
         keywords = {**keywords, own_name: keywords[other_name]}
         del keywords[other_name]
-    keywords = {name: value for name, value in keywords.items() if name != "example_ids"}  # for the gates only
+    keywords = {name: value for name, value in keywords.items() if name not in _IGNORED}
     for name in keywords:
         if name not in known and name not in _PASSED_ON:
             raise TypeError(f"{type(module).__name__}.forward() got an unexpected keyword argument {name!r}")
@@ -191,14 +201,31 @@ def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return model_class
 
 
+@contextmanager
+def explain_loading(name: str) -> Iterator[None]:
+    """Turn the libraries' errors about a model that cannot be loaded inside the block into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"The model {name} cannot be loaded: {first_line(error)}") from error
+
+
 def check_checkpoint(name: str, revision: str | None = None) -> None:
     """Raise UserError for the checkpoint of a looped model that is not supported, by its config.json."""
+    check_name(name)
     fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     model_type = fields.get("model_type")
     # The name tells if the model has code of its own.
     check_supported(
         model_type, *fields.get("architectures") or (), None if model_type in CONFIG_MAPPING else Path(name).name
     )
+    if model_type not in CONFIG_MAPPING and fields.get("auto_map"):
+        raise NotLoopedError(
+            f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. The supported "
+            "looped models are in docs/models.md."
+        )
     if model_type == "dory" and "mlp" not in (fields.get("layer_types") or ()):
         raise UserError(
             f'`layer_types` of {name} must list "mlp" after each attention block, as in the published checkpoint, got '
@@ -283,13 +310,18 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def gate_state(self) -> GateState:
         return self.base_model.gate_state
 
-    def init_continuous_batching(self, *args, **kwargs):
-        raise UserError(
-            "Continuous batching of transformers does not support looped models. Use `generate`, or "
-            "`loopdropout_trainer.generation.generate_greedy`."
-        )
+    init_continuous_batching = refuse_continuous_batching
 
-    @check_keywords("use_cache", "initial_state", "output_readouts")
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if (states := inputs.get("initial_state")) is not None:  # of the first tokens of the text
+            running = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+            first = 0 if inputs.get(CACHE) is None else int(inputs[CACHE].get_seq_length())
+            inputs["initial_state"] = states[:, first : first + running.shape[1]]
+        return inputs
+
+    @check_keywords("use_cache", "output_readouts")
     @can_return_tuple
     def forward(
         self,
@@ -300,6 +332,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        initial_state: Tensor | None = None,
         **kwargs,
     ) -> LoopedCausalLMOutput:
         """Run all loops, and apply the head to the final readout. Other arguments go to the backbone's `forward`.
@@ -307,7 +340,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         Args:
             labels: [B, S] token ids, -100 for tokens without a loss. The model shifts them.
             logits_to_keep: Number of last positions (0: all), or indices of positions, whose logits [B, S', V] are returned.
+            initial_state: State before the first loop, as in the backbone's `forward`.
         """
+        kwargs["initial_state"] = initial_state
         outputs = self.base_model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])

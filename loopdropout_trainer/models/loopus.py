@@ -197,8 +197,8 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
     def recurrent_layers(self) -> nn.ModuleList:
         return self.reasoning.layers
 
-    def run_prelude(self, inputs: LoopInputs, initial_state: Tensor | None) -> LoopInputs:
-        return super().run_prelude(replace(inputs, state=inputs.run(self.encoder.layers)), initial_state)
+    def run_prelude(self, inputs: LoopInputs) -> LoopInputs:
+        return replace(inputs, state=inputs.run(self.encoder.layers))
 
     def recurrent_step(self, inputs: LoopInputs) -> Tensor:
         return self.reasoning.gate(inputs.run(self.reasoning.layers), inputs.state)

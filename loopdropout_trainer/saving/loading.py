@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file, logging
 
-from loopdropout_trainer.errors import UserError, first_line
+from loopdropout_trainer.errors import UserError, check_name, first_line
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config
 from loopdropout_trainer.models.foreign import loading_fields
-from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights
+from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
 from loopdropout_trainer.saving.authors_format import (
     CONFIG_FILE,
@@ -74,16 +74,22 @@ def load_model(
     Raises:
         UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
     """
-    name = str(model_path(name_or_path))
-    try:
+    check_name(name := str(model_path(name_or_path)))
+    with explain_loading(str(name_or_path)):
         if find_adapter_config_file(name):
             name, adapter = None, adapter or name
         if adapter is not None:
             adapter = adapter_folder(adapter)
-            num_loops = num_loops or read_adapter_metadata(adapter).get("num_loops")
+            num_loops = read_adapter_metadata(adapter).get("num_loops") if num_loops is None else num_loops
             if name is None:
                 config = read_adapter_config(adapter)
-                name, revision = config.base_model_name_or_path, revision or config.revision
+                name, revision = model_path(config.base_model_name_or_path), revision or config.revision
+                file = adapter / CONFIG_FILE
+                check_name(
+                    name,
+                    f" It is `base_model_name_or_path` in {file}, the base model of the adapter. Change it there, or give the "
+                    "base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
+                )
         check_checkpoint(name, revision or "main")
         if num_loops is not None:
             kwargs = loading_fields(name, {**kwargs, "num_loops": num_loops, "revision": revision or "main"})
@@ -99,8 +105,6 @@ def load_model(
         check_weights(model, name, info)
         with suppress(NotLoopedError):
             attach_looped_model(model)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The model {name or adapter} cannot be loaded: {first_line(error)}") from error
     if adapter is not None:
         model = load_adapter(model, adapter)
         add_gates(model, in_activation_dtype=True)  # the same arithmetic as in training
@@ -147,6 +151,7 @@ def adapter_folder(adapter: str | Path) -> Path:
     """Return the folder of an adapter, and download an adapter on the Hub first."""
     if Path(adapter).is_dir():
         return Path(adapter)
+    check_name(str(adapter))
     try:
         return Path(snapshot_download(str(adapter), allow_patterns=_ADAPTER_FILES))
     except (OSError, ValueError) as error:

@@ -35,6 +35,8 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
     [`~trl.DPOTrainer`] in the same order, and `peft_config` defaults to the paper's adapter.
     """
 
+    without_reference = "Set `ref_model`"
+
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel,
@@ -61,6 +63,8 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
             raise UserError(
                 "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
             )
+        if ref_model is None:
+            self.check_reference(model)
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
             model=model,

@@ -26,6 +26,7 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     gates and the importance ratio would clip many tokens.
     """
 
+    without_reference = "Set `beta` to 0"
     samples_start_states = False  # as for the completions and the reference
 
     def __init__(
@@ -52,6 +53,8 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     ) -> None:
         args = LoopDropoutGRPOConfig.from_trl(args, model)
         model = model_path(model)
+        if args.beta != 0:
+            self.check_reference(model)
         peft_config = self.before_init(model, args, peft_config)
         super().__init__(
             model=model,
@@ -70,6 +73,16 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
             environment_factory=environment_factory,
         )
         self.after_init()
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        """Compute log-probabilities with the further inputs that the model needs, as in generation."""
+        completion_mask = attention_mask.clone()
+        completion_mask[:, :-logits_to_keep] = 0
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "completion_mask": completion_mask}
+        kwargs |= {name: x for name, x in self.looped.complete_batch(batch).items() if name not in batch}
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:
         """Return the ids of the completions of a micro-batch."""

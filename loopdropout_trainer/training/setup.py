@@ -22,13 +22,15 @@ from loopdropout_trainer.looped import BatchOptions, GatedBatch, GateState, Loop
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
     add_gates,
+    check_adapter,
     default_peft_config,
     is_gated_by,
+    kind_of,
     physical_layers,
     trained_lora_parameters,
 )
 from loopdropout_trainer.models.foreign import foreign_skeleton, loading_fields
-from loopdropout_trainer.models.looped_modeling import check_checkpoint
+from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_loading
 from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
@@ -82,10 +84,11 @@ class AdapterTrainingMixin:
         skeleton = model
         if isinstance(model, str):
             revision = (args.model_init_kwargs or {}).get("revision")
-            check_checkpoint(model, revision)
-            if args.model_init_kwargs:
-                args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
-            skeleton = foreign_skeleton(model, revision)
+            with explain_loading(model):
+                check_checkpoint(model, revision)
+                if args.model_init_kwargs:
+                    args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
+                skeleton = foreign_skeleton(model, revision)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.rule = args.make_rule()
         self._made_with = _copy_fields(args)
@@ -101,6 +104,22 @@ class AdapterTrainingMixin:
             return default_peft_config(skeleton, peft_config)
         self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         return None
+
+    def check_reference(self, model: str | PreTrainedModel | PeftModel) -> None:
+        """Raise UserError if TRL cannot copy the adapter that will be trained to the frozen reference "ref"."""
+        if not isinstance(model, PeftModel):
+            return
+        adapter = check_adapter(model)
+        if adapter != "default" or (kind := kind_of(model, adapter)).one_depth:
+            reason = (
+                f"be named 'default', got {adapter!r}"
+                if adapter != "default"
+                else f"be shared, got {kind.description}"
+            )
+            raise UserError(
+                f"The trained adapter must {reason}, because TRL copies it to the reference. "
+                f"{self.without_reference}, or start from another adapter (`load_adapter` names it 'default')."
+            )
 
     def load_tokenizer(
         self, model: str | PreTrainedModel, args: GateConfig, tokenizer: PreTrainedTokenizerBase | None
