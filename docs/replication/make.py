@@ -373,15 +373,7 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
     words = ("ahead", "level", "behind")
     _, inside, grids = rates_table(studies)
     can_solve = cells[cells["difficulty"] == "1 to 3"]  # as the base model
-    accuracies = {
-        f"{prefix}{method}_{depth}": f"{study.mean(method, depth=depth)}%"
-        for prefix, study, methods, depths in (
-            ("", small, METHODS, (4, 8)),
-            ("two_", two, ("coto", "module_wise"), (8,)),
-        )
-        for method in methods
-        for depth in depths
-    }
+    accuracies = {f"two_{method}_8": f"{two.mean(method, depth=8)}%" for method in ("coto", "module_wise")}
     return {
         **accuracies,
         "comparisons": str(len(claims)),
