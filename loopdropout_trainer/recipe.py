@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
@@ -230,7 +231,8 @@ def _fit(value: Any, hint: Any) -> Any:
 
 def _check_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value if it has the type of its field and is one of its choices."""
-    choices = field.metadata.get("choices")
+    named = [kind for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    choices = field.metadata.get("choices") or [item.value for kind in named for item in kind]
     for item in _words(value) if choices else ():
         if item is not None and item not in choices:
             matches = closest_match(item, choices)

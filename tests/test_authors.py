@@ -42,7 +42,7 @@ def read_golden(name):
 def read_settings(*words):
     """The recipe's settings of the data and of the training."""
     sft = load_script("recipes/sft.py")
-    unread = (sft.ScriptArguments, sft.AdapterArguments, ModelArguments)
+    unread = (sft.SFTArguments, sft.AdapterArguments, ModelArguments)
     return parse((DataArguments, LoopDropoutConfig), [str(RECIPE), *map(str, words)], unread_types=unread)
 
 

@@ -271,6 +271,7 @@ MISTAKES = [
     ("sft", "--resume_from_checkpoint checkpoint-1", "`resume_from_checkpoint` must be true or the folder of a"),
     ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),
     ("sft", f"--hub_tokn {TOKEN}", "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
+    ("sft", "--optim adam", "`optim` must be one of adamw_torch, "),
     ("sft", "--depths 2", "`depths` is not a field of this script. Did you mean 'eval_num_loops'?"),
     ("sft", "--eval_num_loops 0 4", "`eval_num_loops` must be at least 1, got 0."),
     ("dpo", "--preview 0", "`preview` is not a field of this script."),
