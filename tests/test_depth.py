@@ -9,6 +9,7 @@ from scipy.stats import ks_2samp
 from loopdropout_trainer.gates.depth import (
     FixedDepth,
     LogNormalPoissonDepth,
+    PoissonDepth,
     UniformDepth,
     make_depth_sampler,
     sample_depth,
@@ -28,6 +29,8 @@ def lognormal_poisson(rate, sigma, most):
         (UniformDepth(low=3, high=7), [3, 4, 5, 6, 7] * 400),
         (LogNormalPoissonDepth(), lognormal_poisson(4, 0.5, 1024)),
         (LogNormalPoissonDepth(rate=16, sigma=0.8, most=40), lognormal_poisson(16, 0.8, 40)),
+        (PoissonDepth(), np.random.default_rng(0).poisson(4, 400_000).clip(1)),
+        (PoissonDepth(rate=8, most=10), np.random.default_rng(0).poisson(8, 400_000).clip(1, 10)),
     ],
 )
 def test_depths_follow_distribution(sampler, reference):

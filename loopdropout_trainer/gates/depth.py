@@ -73,7 +73,28 @@ class LogNormalPoissonDepth(FixedDepth):
         return min(int(scipy.stats.poisson.ppf(u[1], math.exp(tau))) + 1, self.most)
 
 
-DEPTH_SAMPLERS = {"fixed": FixedDepth, "uniform": UniformDepth, "lognormal_poisson": LogNormalPoissonDepth}
+@dataclass(frozen=True)
+class PoissonDepth(FixedDepth):
+    """The distribution of Parcae's pretraining: r ~ max(1, Poisson(rate)), at most `most` (default of `rate`: K)."""
+
+    rate: float | None = None
+    most: int = 1024
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        return 1, self.most
+
+    def sample(self, u: tuple[float, float], num_loops: int) -> int:
+        import scipy.stats  # takes half a second
+
+        return min(max(int(scipy.stats.poisson.ppf(u[0], self.rate or num_loops)), 1), self.most)
+
+
+DEPTH_SAMPLERS = {
+    "fixed": FixedDepth,
+    "uniform": UniformDepth,
+    "lognormal_poisson": LogNormalPoissonDepth,
+    "poisson": PoissonDepth,
+}
 
 
 def make_depth_sampler(name: str, fields: Mapping[str, Any] | None = None) -> FixedDepth:

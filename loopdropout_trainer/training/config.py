@@ -169,7 +169,7 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
             Loss of a step: the mean over its `"tokens"`, or the mean of the means of its `"micro_batches"`.
         depth_sampling (`str`, *optional*, defaults to `"fixed"`):
             Number of loops of a training step: the model's own K (`"fixed"`, as in the paper), or drawn for each
-            optimizer step (`"uniform"` or `"lognormal_poisson"`).
+            optimizer step (`"uniform"`, `"lognormal_poisson"` or `"poisson"`).
         depth_sampling_args (`dict[str, Any]`, *optional*):
             Fields of the depth sampling: `low` and `high`, or `rate`, `sigma` and `most`.
         live_diagnostics_steps (`int`, *optional*, defaults to `0`):
@@ -192,7 +192,7 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     )
     depth_sampling: str = field(
         default="fixed",
-        metadata={"help": "Number of loops of a training step: `fixed`, `uniform` or `lognormal_poisson`."},
+        metadata={"help": "Number of loops of a training step: `fixed`, `uniform`, `lognormal_poisson` or `poisson`."},
     )
     depth_sampling_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
