@@ -412,12 +412,14 @@ class LoopedModelMixin:
         gate_state: Gates in force, and the running loop.
         can_pack: Whether the model uses `BatchOptions`.
         trains_at_one_depth: Whether the model trains only at the depth that it was built for.
+        optional_linears: Ends of the names of projections that an adapter has only if you name them.
         trained_with: Training settings of the adapter on the model, for its card.
     """
 
     gate_state: GateState
     can_pack = False
     trains_at_one_depth = False
+    optional_linears: tuple[str, ...] = ()
     trained_with: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -434,7 +436,7 @@ class LoopedModelMixin:
         raise NotImplementedError
 
     def recurrent_linears(self) -> list[str]:
-        """Return the full names of the linear projections of the recurrent block, the default targets of adapters."""
+        """Return the full names of the linear projections of the recurrent block, which adapters may have."""
         layers = set(map(id, self.recurrent_layers()))
         inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
         names = [
@@ -444,14 +446,18 @@ class LoopedModelMixin:
         ]
         return list(dict.fromkeys(names))
 
+    def default_targets(self) -> list[str]:
+        """Return the full names of the projections that an adapter has by default."""
+        return [name for name in self.recurrent_linears() if not name.endswith(self.optional_linears)]
+
     def register_projections(self) -> None:
-        """Set PEFT's default targets for models of this type to `recurrent_linears`."""
+        """Set PEFT's default targets for models of this type to `default_targets`."""
         try:
             from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # takes seconds
         except ImportError:  # in a merged model that is loaded without this package
             return
 
-        names = [name.removeprefix(f"{self.base_model_prefix}.") for name in self.recurrent_linears()]
+        names = [name.removeprefix(f"{self.base_model_prefix}.") for name in self.default_targets()]
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", r"\\d+", re.escape(name)) for name in names)  # of any layer
         pattern = rf"(.*\.)?({'|'.join(patterns)})"
         TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(self.config.model_type, pattern)
@@ -499,8 +505,10 @@ UNSUPPORTED = {
     "iquestloop": ("IQuest-Coder-Loop", "its second loop also attends to the keys of the first loop"),
     "iquestplt": ("LoopCoder-V2", "its second loop also attends to the keys of the first loop"),
     "loopie": ("Loopie", "its looped layers are mixtures of experts"),
+    "loopedlm-p": ("IFM's LoopedLM", "its checkpoints have the format of xLLM, which transformers cannot read"),
+    "looplm": ("LoopLM-135M", "only the code in its repository knows its architecture, and no remote code runs here"),
 }
-"""Names and reasons of looped models that are not supported, by a part of their model type or class in lower case."""
+"""Names and reasons of looped models that are not supported, by a part of their model type, class or name in lower case."""
 
 
 def check_supported(*names: str | None) -> None:

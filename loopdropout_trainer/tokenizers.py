@@ -33,6 +33,9 @@ CHAT_TOKENS = {
 }
 """Special tokens of a chat, by chat template. The published tokenizers name the special tokens of plain text."""
 
+TOKENIZERS = {"SandyResearch/parcae-": "SandyResearch/parcae-tokenizer"}
+"""Tokenizers that are not with their models, by the beginning of the models' names."""
+
 CHAT_TEMPLATES = {path.stem: path for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))}
 
 _SAMPLES = ("  7", "In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tcode ")
@@ -81,6 +84,9 @@ def load_tokenizer(
     """
     name_or_path = model_path(name_or_path)
     check_name(str(name_or_path))
+    for beginning, tokenizer_name in TOKENIZERS.items():
+        if str(name_or_path).startswith(beginning):
+            name_or_path, revision = tokenizer_name, None
     try:
         cached_file(name_or_path, "tokenizer.json", revision=revision or "main")  # its error names the Hub
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")

@@ -26,7 +26,13 @@ from torch.nn import functional as F
 from transformers import HrmTextForCausalLM, PreTrainedTokenizerFast
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.models import HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, OuroForCausalLM
+from loopdropout_trainer.models import (
+    HuginnForCausalLM,
+    LoopusForCausalLM,
+    NanbeigeForCausalLM,
+    OuroForCausalLM,
+    ParcaeForCausalLM,
+)
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
@@ -96,6 +102,7 @@ def no_program_outlives_its_test():
 FAMILIES = {
     "ouro": OuroForCausalLM, "huginn": HuginnForCausalLM, "loopus": LoopusForCausalLM, "nanbeige": NanbeigeForCausalLM,
     "nanbeige_skip": NanbeigeForCausalLM, "raven_llama": HuginnForCausalLM, "raven_olmo": HuginnForCausalLM,
+    "parcae": ParcaeForCausalLM,
 }  # fmt: skip
 LAYOUTS = {"raven_llama": "llama", "raven_olmo": "olmo"}  # what no field of the hub's says
 
@@ -204,10 +211,11 @@ BYTES = {"vocab_size": 258, "pad_token_id": 1, "eos_token_id": 0, "intermediate_
 DECODER = {
     **BYTES, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512,
 }  # fmt: skip
-RAVEN = {
-    **BYTES, "n_embd": 32, "n_heads": 4, "mean_recurrence": 4, "block_size": 512,
+FRAME = {
+    **BYTES, "n_embd": 32, "mean_recurrence": 4, "block_size": 512,
     "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 1, "n_layers_in_coda": 1,
 }  # fmt: skip
+RAVEN = {**FRAME, "n_heads": 4}
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 INIT = {"std": 0.1, "embed_scale": 1.0}
 CONVERTED = {**RAVEN, "tie_embeddings": False, "qk_bias": False, "rope_theta": 500_000.0, "init_values": INIT}
@@ -219,6 +227,7 @@ tiny_loopus = tiny(LoopusForCausalLM, **{**DECODER, "num_hidden_layers": 4}, num
 tiny_nanbeige = tiny(NanbeigeForCausalLM, **DECODER, num_key_value_heads=2, head_dim=12, num_loops=4)
 tiny_llama_conversion = tiny(HuginnForCausalLM, **CONVERTED, **LLAMA)
 tiny_olmo_conversion = tiny(HuginnForCausalLM, **CONVERTED, **OLMO)
+tiny_parcae = tiny(ParcaeForCausalLM, **{**FRAME, "n_layers_in_recurrent_block": 2}, num_attention_heads=4)
 tiny_hrm = tiny(HrmTextForCausalLM, **{**DECODER, "num_hidden_layers": 1}, head_dim=8, L_cycles=2, H_cycles=3)
 DORY = {
     **DECODER, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5,
@@ -239,7 +248,7 @@ def tiny_dory(**config):
 
 TINY = {
     "ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus, "nanbeige": tiny_nanbeige,
-    "raven_llama": tiny_llama_conversion, "raven_olmo": tiny_olmo_conversion,
+    "raven_llama": tiny_llama_conversion, "raven_olmo": tiny_olmo_conversion, "parcae": tiny_parcae,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Parts of single families: Ouro, Huginn and converted models, LoopUS, Nanbeige, HRM-Text."""
+"""Parts of single families: Ouro, Huginn and converted models, Parcae, LoopUS, Nanbeige, HRM-Text."""
 
 import json
 import math
@@ -20,6 +20,7 @@ from conftest import (
     tiny_loopus,
     tiny_nanbeige,
     tiny_olmo_conversion,
+    tiny_parcae,
 )
 from safetensors.torch import load_file, save_file
 from scipy import stats
@@ -27,10 +28,10 @@ from test_dpo import PAIRS
 from test_models import assert_close, assert_gradients_match, change_weights, save_published
 from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, use_gates
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, load_model, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
-from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig
+from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
 from loopdropout_trainer.models.huginn import philox, truncated_normals
 
 
@@ -75,10 +76,13 @@ def test_huginn_states_have_published_distribution():
     numbers = truncated_normals(torch.tensor([7]), torch.arange(64), 512).flatten()
     assert stats.kstest(numbers, published.cdf).pvalue > 0.01
     converted = tiny_llama_conversion(init_values={"std": 0.0087, "embed_scale": 1.0})
-    for model, scale in ((tiny_huginn(n_embd=512, n_heads=8), 0.4**0.5), (converted, 0.0087)):
+    models = [(tiny_huginn(n_embd=512, n_heads=8), published.std() * 0.4**0.5), (converted, published.std() * 0.0087)]
+    parcae = {"like-init": published.std() * (0.4 / 512) ** 0.5, "embed": 512**-0.5, "normal": 1, "unit": 1}
+    models += [(tiny_parcae(n_embd=512, state_init=name), std) for name, std in parcae.items()]
+    for model, std in models:
         states = record_states(model)
         model(torch.arange(2, 40)[None])
-        assert states[0].std().item() == pytest.approx(scale * published.std(), rel=0.1)
+        assert states[0].std().item() == pytest.approx(std, rel=0.02 if len(states[0].flatten()) > 2e4 else 0.1)
 
 
 def test_huginn_state_depends_on_seed_and_position():
@@ -164,6 +168,41 @@ def test_converted_models_drop_special_tokens_of_huginn(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     for config in (model.config, model.generation_config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+
+
+# Parcae.
+
+
+@torch.no_grad()
+def test_parcae_loads_published_files(golden, make_sft, tmp_path):
+    parcae = golden("parcae")  # `model_type` is not in its config.json
+    (tmp_path / "config.json").write_text(json.dumps(parcae.meta["config"]))
+    head = parcae.weights["transformer.wte.weight"]
+    torch.save({**parcae.weights, "lm_head.weight": head}, tmp_path / "pytorch_model.bin")
+    inputs = golden_inputs(parcae, "unpadded")
+    for load in (load_model, AutoModelForCausalLM.from_pretrained, ParcaeForCausalLM.from_pretrained):
+        assert_close(load(tmp_path)(**inputs).loss, parcae.tensors["unpadded/loss"], atol=2e-5)
+    assert type(make_sft(str(tmp_path)).looped) is ParcaeForCausalLM
+    readout = AutoModel.from_pretrained(tmp_path, use_safetensors=True)(
+        inputs["input_ids"], initial_state=inputs["initial_state"]
+    )
+    assert_close(readout.last_hidden_state, parcae.tensors["unpadded/loop_hidden"][-1])
+    torch.save({"lm_head.weight": head, "code": SimpleNamespace()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin must hold tensors only"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("core", [1, 2, 3])
+@torch.no_grad()
+def test_parcae_loads_value_gates_by_name(core, tmp_path):
+    model = tiny_parcae(n_layers_in_recurrent_block=core, n_layers_in_prelude=2, mean_backprop_depth=3).eval()
+    gates = {name for name in model.state_dict() if "ve_gate" in name}
+    for num_loops in (4, 3):  # the published rule reads the depth if `core` is odd
+        model.config.num_loops = num_loops
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert {name for name in loaded.state_dict() if "ve_gate" in name} == gates
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
 # LoopUS.

@@ -227,7 +227,7 @@ def test_base_preserving_inits_train(init, model, train):
 def test_default_targets_are_the_recurrent_block(make_tiny):
     looped = find_looped_model(get_peft_model(make_tiny(), LoraConfig(r=2)))
     names = [name for name, module in looped.named_modules() if isinstance(module, lora_layer.LoraLayer)]
-    assert names == looped.recurrent_linears()
+    assert names == looped.default_targets()
 
 
 @pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm], ids=["ouro", "hrm_text"])

@@ -17,6 +17,7 @@ from conftest import (
     tiny_loopus,
     tiny_nanbeige,
     tiny_ouro,
+    tiny_parcae,
     with_adapter,
 )
 from huggingface_hub import HfApi
@@ -244,7 +245,7 @@ def test_merged_models_load_without_this_package(tmp_path):
     (tmp_path / "base").mkdir()
     with_code = adapted(base=str(tmp_path / "base"))  # a base model with its own code
     with_code.get_base_model().config.auto_map = write_code(with_code.get_base_model(), tmp_path / "base")
-    families = (tiny_ouro, tiny_huginn, tiny_loopus, tiny_nanbeige)
+    families = (tiny_ouro, tiny_huginn, tiny_loopus, tiny_nanbeige, tiny_parcae)
     models = {tmp_path / str(i): model for i, model in enumerate([with_code, *(adapted(make()) for make in families)])}
     for folder, model in models.items():
         merge_and_save(model, folder, standalone=model is not with_code)

@@ -38,7 +38,7 @@ from loopdropout_trainer import (
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates
-from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig
+from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig, ParcaeConfig
 from loopdropout_trainer.models.looped_modeling import CACHE
 
 
@@ -170,16 +170,18 @@ def test_losses_by_loop_match_oracle(family):
 
 @with_dory
 def test_default_adapter_has_modules_of_oracle(family):
-    model = golden_model(family)
-    lora = family.meta["lora"]
-    assert find_looped_model(model).recurrent_linears() == [submodule_name(family, name) for name in lora["modules"]]
-    adapted = get_peft_model(model, default_peft_config(model, r=lora["r"]))
+    model, lora = golden_model(family), family.meta["lora"]
+    looped = find_looped_model(model)
+    names = looped.recurrent_linears()
+    assert names == [submodule_name(family, name) for name in lora["modules"]]
+    targets = names if looped.optional_linears else None  # the oracle adapts optional projections, too
+    adapted = get_peft_model(model, default_peft_config(model, r=lora["r"], target_modules=targets))
     assert sum(p.numel() for p in trained_parameters(adapted).values()) == lora["num_params"]
 
 
 @ALL_FAMILIES
 def test_adapters_stay_in_the_recurrent_block(make):
-    names = find_looped_model(make()).recurrent_linears()
+    names = find_looped_model(make()).default_targets()
     for targets in (None, "all-linear", {name.rpartition(".")[2] for name in names}):
         config = default_peft_config(make(), LoraConfig(target_modules=targets))
         adapted = get_peft_model(make(), config).get_base_model()
@@ -254,6 +256,10 @@ def test_generate_takes_documented_arguments(make, name):
         with pytest.raises(UserError, match="support looped models. Use `"):
             generate()
         options = {}
+    if name == "embeddings" and make is TINY["parcae"]:
+        with pytest.raises(UserError, match="`input_ids` must be set instead of `inputs_embeds`"):
+            generate()
+        return
     out = generate(tokenizer=tokenizer)
     assert (out if torch.is_tensor(out) else out.sequences).shape[1] > 1
 
@@ -332,6 +338,8 @@ LLAMA_3_2 = {
 OLMO_2 = {
     **CONVERTED, "block_layout": "olmo", "vocab_size": 100352, "n_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
 }  # fmt: skip
+STACKS = ("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
+PARCAE_13B = {"n_embd": 1536, "num_attention_heads": 12, **dict.fromkeys(STACKS, 8)}
 PUBLISHED = {  # configuration, number of parameters, number of trained parameters of the default adapter
     "Ouro-1.4B": (OuroConfig, {"num_hidden_layers": 24}, 1_434_652_673, 15_138_816),
     "huginn-0125": (HuginnConfig, {}, 3_564_976_800, 6_397_440),
@@ -339,6 +347,8 @@ PUBLISHED = {  # configuration, number of parameters, number of trained paramete
     "Nanbeige4.2-3B": (NanbeigeConfig, NANBEIGE_3B, 4_169_800_704, 23_969_792),
     "recurrent_llama": (HuginnConfig, LLAMA_3_2, 1_385_228_288, 3_735_552),
     "recurrent_olmo": (HuginnConfig, OLMO_2, 1_359_071_232, 4_030_464),
+    "parcae-140m": (ParcaeConfig, {}, 144_323_136, 442_368),
+    "parcae-1.3b": (ParcaeConfig, PARCAE_13B, 1_338_591_744, 3_538_944),
 }
 
 
@@ -362,6 +372,9 @@ UNSUPPORTED = [
     ("huginn", {"injection_type": "add"}, "`injection_type` must be 'linear'"),
     ("raven_olmo", {"initial_state_mode": "embed-init"}, "`initial_state_mode` must be 'random'"),
     ("raven_olmo", {"block_layout": "qwen"}, "`block_layout` must be 'huginn' or 'llama' or 'olmo'"),
+    ("parcae", {"injection_type": "linear"}, "`injection_type` must be 'diagonal' for Parcae, got 'linear'"),
+    ("parcae", {"num_key_value_heads": 2}, "`num_key_value_heads` must be 4 for Parcae, got 2"),
+    ("parcae", {"rope_settings": {"use_rope": False}}, "`use_rope` must be True for Parcae, got False"),
     ("loopus", {"base_config_dict": {"model_type": "llama"}}, "must describe a 'qwen3' model, got 'llama'"),
     ("loopus", {"lma_window": 3}, "`lma_window` must be 0, got 3"),
     ("loopus", dict(zip(SPLIT, ([0], [2], [3]), strict=True)), "must share the 4 base layers"),
@@ -379,6 +392,11 @@ UNSUPPORTED_MODELS = [
     ({"model_type": "inkling2_loop"}, "Inkling-2 is not supported: its looped layers"),
     ({"model_type": "new", "architectures": ["IQuestLoopCoderForCausalLM"]}, "IQuest-Coder-Loop is not supported"),
     ({"model_type": "new", "_name": "SenseNova-Loop-9B"}, "SenseNova-Loop is not supported: it has linear attention"),
+    (
+        {"model": {"arch": "huginn"}, "_name": "LoopedLM-P1-dense-huginn-336b"},
+        "IFM's LoopedLM is not supported: its check",
+    ),
+    ({"model_type": "new", "architectures": ["LoopLMForCausalLM"]}, "LoopLM-135M is not supported: only the code"),
     ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
     (
         {"model_type": "new", "auto_map": {"AutoConfig": "new.New"}},
@@ -425,13 +443,15 @@ def test_checkpoints_keep_the_published_layout(family, tmp_path):
     model.save_pretrained(tmp_path / "again")
     name = family.meta["name"]
     published = {"architectures": ["LDSForCausalLM"], **json.loads((tmp_path / "config.json").read_text())}
+    if name == "parcae":
+        published.pop("architectures")  # the original class does not accept it
     if name == "huginn":
         published.pop("tie_word_embeddings")  # the original class reads `tie_embeddings`
     if name in LAYOUTS:
         published["block_layout"] = LAYOUTS[name]
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == published
-    # The published file of Huginn has the head twice.
-    tied = {"lm_head.weight": family.weights["transformer.wte.weight"]} if name == "huginn" else {}
+    # The published files of Huginn and Parcae have the head twice.
+    tied = {"lm_head.weight": family.weights["transformer.wte.weight"]} if name in ("huginn", "parcae") else {}
     saved = load_file(tmp_path / "again" / "model.safetensors")
     torch.testing.assert_close(saved, {**family.weights, **tied}, atol=2e-6, rtol=0)
     deep = AutoModelForCausalLM.from_pretrained(tmp_path, num_loops=family.meta["deep_loops"])
@@ -481,7 +501,7 @@ def test_incomplete_checkpoints_raise(make, tmp_path):
 def test_float16_base_trains_under_autocast(make_tiny, train, checkpointing):
     fields = {"bf16": True, "max_steps": 2, "gradient_checkpointing": checkpointing}
     losses = [entry["loss"] for entry in train(make_tiny().half(), **fields).state.log_history if "loss" in entry]
-    assert len(losses) == 2 and all(5 < loss < 6.5 for loss in losses)  # log 258 = 5.55
+    assert len(losses) == 2 and all(4.5 < loss < 6.5 for loss in losses)  # log 258 = 5.55
 
 
 # The loss of TRL's trainer, which multiplies by the head's weight and does not run the head.

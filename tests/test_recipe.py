@@ -200,7 +200,8 @@ def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
 
 SFT_TYPES = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
 PAPER = ("metamath_gsm", "gsm8k", "tulu2", "huginn", "loopus")
-OTHERS = ("nanbeige", "dory", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo")
+OTHERS = ("nanbeige", "dory", "recurrent_llama", "recurrent_tinyllama", "recurrent_olmo", "parcae")
+LOOPS = {"huginn": 32, "loopus": 8, "nanbeige": 2, "dory": 2, "parcae": 8}
 RATES = {
     **dict.fromkeys(["metamath_gsm", "metamath_gsm/lora_plus"], 5e-5),
     "metamath_gsm/rank_128_lora": 2.5e-5,
@@ -229,7 +230,7 @@ def test_recipe_has_the_settings_of_the_paper(name):
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation, "bf16": True, "dtype": "bfloat16",
         "num_train_examples": num_examples,
         "learning_rate": RATES.get(stem, 2e-4 if "metamath_gsm" in stem and config.rule == "independent" else 1e-4),
-        "num_loops": {"huginn": 32, "loopus": 8, "nanbeige": 2, "dory": 2}.get(family, 16 if family in OTHERS else None),
+        "num_loops": LOOPS.get(family, 16 if family in OTHERS else None),
         "attn_implementation": "sdpa", "seed": {"huginn": 301, "loopus": 501}.get(family, 101), "gate_seed": None,
         "eval_strategy": "no", "load_best_model_at_end": False, "lora_alpha": 2 * adapter.lora_r, "lora_target_modules": None,
         "assistant_only_loss": data.preparation == "tulu2", "merge": False,

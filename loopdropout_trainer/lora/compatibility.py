@@ -54,11 +54,12 @@ def default_peft_config(
     if model is None:
         peft_config.target_modules = None if targets == "all-linear" else targets
         return peft_config
-    names = find_looped_model(model).recurrent_linears()
+    looped = find_looped_model(model)
+    names = looped.recurrent_linears()
     if targets in (None, "all-linear"):
-        peft_config.target_modules = set(names)
+        peft_config.target_modules = set(looped.default_targets())
         if peft_config.layers_to_transform is not None:  # PEFT ignores it for full names
-            peft_config.target_modules = {name.rpartition(".")[2] for name in names}
+            peft_config.target_modules = {name.rpartition(".")[2] for name in looped.default_targets()}
         return peft_config
     modules = dict(model.named_modules())
     matches = {target: [name for name in modules if f".{name}".endswith(f".{target}")] for target in targets}

@@ -88,7 +88,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
         embeddings = self._embed(input_ids, inputs_embeds)
         check_num_layers(self.config, self.num_layers)
         if initial_state is not None:
-            _check_initial_state(initial_state, embeddings)
+            _check_initial_state(initial_state, (*embeddings.shape[:2], self.config.hidden_size))
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(cache, use_cache, output_readouts)
@@ -161,8 +161,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         return BatchPass(self)
 
 
-def _check_initial_state(initial_state: Tensor, embeddings: Tensor) -> None:
-    given, shape = initial_state.shape, embeddings.shape
+def _check_initial_state(initial_state: Tensor, shape: tuple[int, int, int]) -> None:
+    given = initial_state.shape
     if len(given) != 3 or given[0] != shape[0] or given[2] != shape[2] or given[1] > shape[1]:
         raise UserError(f"`initial_state` must have shape {list(shape)}, or less columns, got {list(given)}.")
 

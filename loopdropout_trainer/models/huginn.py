@@ -19,6 +19,8 @@ import copy
 import hashlib
 import json
 import math
+import pickle
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,9 @@ from huggingface_hub.dataclasses import strict
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, cached_file
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, first_line
 from loopdropout_trainer.models.backbone import LoopedBackbone
 from loopdropout_trainer.models.layers import (
     Attention,
@@ -226,13 +228,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return c0, c1, c2, c3
 
 
-def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return standard normal numbers [..., width], float32, truncated at 3 sigma.
+def truncated_normals(keys: Tensor, positions: Tensor, width: int, bound: float = 3) -> Tensor:
+    """Return standard normal numbers [..., width], float32, truncated at `bound` sigma.
 
     Args:
         keys: int64 keys of streams, in a shape that broadcasts with `positions`.
         positions: [...] int64.
         width: Number of channels.
+        bound: Largest size of a number.
     """
     blocks = torch.arange(math.ceil(width / 4), device=positions.device)
     positions = positions.unsqueeze(-1)
@@ -241,8 +244,25 @@ def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     words = philox((blocks, positions, zero, zero), (keys & _WORD, (keys >> 32) & _WORD))
     words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]
     uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24
-    inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
+    inside = math.erf(bound / math.sqrt(2))  # probability of |z| < bound
     return math.sqrt(2) * torch.erfinv(inside * (2 * uniforms - 1))
+
+
+def token_normals(backbone: LoopedBackbone, inputs: LoopInputs, bound: float = 3) -> Tensor:
+    """Return standard normal numbers for the tokens' initial states [B, S, E], truncated at `bound` sigma.
+
+    In training, a token's numbers depend on the step, the example's place in the global batch, `config.state_seed` and the
+    position. Otherwise they depend only on the last two.
+    """
+    config, gate_state = backbone.config, backbone.gate_state
+    draw = gate_state.batch.draw
+    examples = [()]
+    if draw is not None and backbone.training:
+        examples = [(draw.seed, draw.step, *example) for example in draw.example_ids]
+    keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
+    keys = torch.tensor(keys, device=inputs.state.device)
+    keys = gate_state.per_token(keys, inputs.state).squeeze(-1)  # [B or 1, S or 1]
+    return truncated_normals(keys, inputs.position_ids.expand(len(inputs.state), -1), config.n_embd, bound)
 
 
 class RavenAttention(Attention):
@@ -316,15 +336,19 @@ class RavenBlock(RecurrentLayer):
         return self.norm_4(hidden_states + self.mlp(self.norm_3(hidden_states)))
 
 
-def _converted_layout(name_or_path: str, **download: Any) -> str:
-    """Return "llama" or "olmo" from the names of the weights in a safetensors checkpoint, without loading them."""
-    try:
+def weight_names(name_or_path: str, **download: Any) -> tuple[list[str], bool]:
+    """Return the names of the weights in a checkpoint, without loading them, and whether it is in safetensors."""
+    with suppress(OSError):
         index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **download)
-        names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-    except OSError:  # one file without an index
-        with safe_open(cached_file(name_or_path, SAFE_WEIGHTS_NAME, **download), framework="pt") as weights:
-            names = weights.keys()
-    return "olmo" if any(name.endswith("q_norm.weight") for name in names) else "llama"
+        return list(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]), True
+    with suppress(OSError):
+        file = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **download)
+        return list(safe_open(file, framework="pt").keys()), True
+    file = cached_file(name_or_path, WEIGHTS_NAME, **download)
+    try:
+        return list(torch.load(file, map_location="meta", weights_only=True)), False
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise UserError(f"{file} must hold tensors only: {first_line(error)}") from error
 
 
 class HuginnPreTrainedModel(LoopedPreTrainedModel):
@@ -344,7 +368,8 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
             config, kwargs = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         config = copy.deepcopy(config)
         if config.block_layout is None:
-            config.set_layout(_converted_layout(name, **download))
+            names, _ = weight_names(name, **download)
+            config.set_layout("olmo" if any(name.endswith("q_norm.weight") for name in names) else "llama")
         loaded = super().from_pretrained(name, *args, config=config, **{**kwargs, **download})
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if config.block_layout != "huginn" and model.can_generate():
@@ -401,23 +426,12 @@ class HuginnModel(HuginnPreTrainedModel, LoopedBackbone):
     def initial_state(self, inputs: LoopInputs) -> Tensor:
         """Return the tokens' initial states [B, S, E]: N(0, std^2) truncated at 3 std, times `embed_scale`.
 
-        Both are in `config.init_values`; Huginn's are sqrt(2 / (5 E)) and sqrt(E). In training, a token's state depends on
-        the step, the example's place in the global batch, `config.state_seed` and the position. Otherwise it depends only on
-        the last two.
+        Both are in `config.init_values`; Huginn's are sqrt(2 / (5 E)) and sqrt(E).
         """
-        state, config = inputs.state, self.config
-        if config.state_init == "zero":
-            return torch.zeros_like(state)
-        draw = self.gate_state.batch.draw
-        examples = [()]
-        if draw is not None and self.training:
-            examples = [(draw.seed, draw.step, *example) for example in draw.example_ids]
-        keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
-        keys = self.gate_state.per_token(torch.tensor(keys, device=state.device), state).squeeze(
-            -1
-        )  # [B or 1, S or 1]
-        normals = truncated_normals(keys, inputs.position_ids.expand(len(state), -1), config.n_embd)
-        return config.init_values["std"] * config.init_values["embed_scale"] * normals
+        if self.config.state_init == "zero":
+            return torch.zeros_like(inputs.state)
+        scales = self.config.init_values
+        return scales["std"] * scales["embed_scale"] * token_normals(self, inputs)
 
 
 class HuginnForCausalLM(HuginnPreTrainedModel, LoopedForCausalLM):

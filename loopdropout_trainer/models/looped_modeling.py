@@ -350,7 +350,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return LoopedCausalLMOutput(loss=loss, logits=logits, **rest)
 

@@ -120,4 +120,4 @@ def write_authors_format(
 def _is_supported(base: str | None) -> bool:
     """Return whether a base model's name is `MODEL_ID`, or a folder with an Ouro model."""
     config = Path(base or MODEL_ID, "config.json")
-    return base == MODEL_ID or (config.is_file() and json.loads(config.read_text())["model_type"] == "ouro")
+    return base == MODEL_ID or (config.is_file() and json.loads(config.read_text()).get("model_type") == "ouro")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
@@ -129,7 +128,7 @@ def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
 
 def _loading_facts(folder: Path) -> dict[str, Any]:
     """Return how the files of a merged model can be loaded."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config, _ = PreTrainedConfig.get_config_dict(folder)
     config_class = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else None  # noqa: SIM401
     return {
         "model_type": config["model_type"],
