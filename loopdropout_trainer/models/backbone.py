@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
@@ -27,6 +28,9 @@ from loopdropout_trainer.models.passes import BatchPass, LoopInputs, PackedPass
 
 logger = logging.get_logger(__name__)
 
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Engines with an attention of their own, by the first word of its name in `config._attn_implementation`."""
+
 
 class LoopedBackbone(LoopedPreTrainedModel):
     """Embeddings, the layers before the loops, K loops, and the layers that make their readouts."""
@@ -35,6 +39,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def __init__(self, config) -> None:
         super().__init__(config)
+        _check_engine(config)
         self.gate_state = GateState()
         self.gradient_checkpointing = False
         self.num_layers = config.num_hidden_layers
@@ -165,6 +170,17 @@ def _check_initial_state(initial_state: Tensor, shape: tuple[int, int, int]) -> 
     given = initial_state.shape
     if len(given) != 3 or given[0] != shape[0] or given[2] != shape[2] or given[1] > shape[1]:
         raise UserError(f"`initial_state` must have shape {list(shape)}, or less columns, got {list(given)}.")
+
+
+def _check_engine(config: PreTrainedConfig) -> None:
+    """Raise UserError if an engine's attention has one cache for each layer, which the loops would overwrite."""
+    engine = str(config._attn_implementation).partition("_")[0]
+    if engine in ENGINES and config.num_loops > 1 and not getattr(config, "caches_by_loop", False):
+        raise UserError(
+            f"{ENGINES[engine]} keeps one cache of keys and values for each layer, but this model runs each layer in "
+            f"{config.num_loops} loops. Install loopdropout-trainer next to vLLM, whose plugin adds the other caches, and do "
+            "not set `model_impl`. Other engines cannot serve the model."
+        )
 
 
 def _positions(embeddings: Tensor, attention_mask: Any, cached: int) -> Tensor:

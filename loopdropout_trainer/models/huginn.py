@@ -356,7 +356,7 @@ class HuginnPreTrainedModel(LoopedPreTrainedModel):
     base_model_prefix = "transformer"
     _input_embed_layer = "wte"
     _no_split_modules = ["RavenBlock"]
-    _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"^lm_head\.", r"rotary_emb\.inv_freq$"]
+    _keys_to_ignore_on_load_unexpected = [r"^freqs_cis$", r"rotary_emb\.inv_freq$"]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):

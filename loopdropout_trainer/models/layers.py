@@ -80,9 +80,11 @@ class Attention(nn.Module):
             if torch.is_tensor(attention_mask) and attention_mask.is_floating_point():
                 attention_mask = attention_mask.to(query.dtype)
             kernel = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-            options = {"dropout": dropout, "scaling": self.scaling, **kwargs}
-            output, weights = kernel(self, query, key, value, attention_mask, **options)
-        return getattr(self, self.output)(output.flatten(-2)), weights
+            # vLLM reads the scale of this call from the source, and its output is [tokens, heads * d].
+            output, weights = kernel(
+                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        return getattr(self, self.output)(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 class SelfAttention(Attention):

@@ -235,8 +235,9 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
 
 def check_weights(model: PreTrainedModel, name: str, info: dict[str, Any]) -> None:
     """Raise UserError unless the checkpoint `name` held exactly the weights of `model`, by the `info` of its loading."""
+    ignored = () if model.get_output_embeddings() else ("lm_head.",)  # a backbone has no head
     for kind in ("missing", "unexpected"):
-        if names := sorted(info[f"{kind}_keys"]):
+        if names := sorted(name for name in info[f"{kind}_keys"] if not name.startswith(ignored)):
             raise UserError(
                 f"The weights of {name} must fit the {type(model).__name__} that its configuration describes, got "
                 f"{len(names)} {kind} weights, such as `{names[0]}`."
@@ -254,7 +255,6 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     base_model_prefix = "model"
     # Hidden states and attentions of each run of a layer.
     _can_record_outputs = {"hidden_states": _STATES, "attentions": OutputRecorder(Attention, index=1)}
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # of a backbone
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["cache", CACHE]
     _supports_flash_attn = True

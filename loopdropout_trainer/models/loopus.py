@@ -194,6 +194,10 @@ class LoopusModel(LoopusPreTrainedModel, LoopedBackbone):
         self.rotary_emb = ExactRotaryEmbedding(config)
         self.post_init()
 
+    def get_decoder(self) -> LoopusModel:
+        """Return the model that maps tokens to hidden states. Its `decoder` is only the last stack."""
+        return self
+
     def recurrent_layers(self) -> nn.ModuleList:
         return self.reasoning.layers
 
