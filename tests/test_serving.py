@@ -1,0 +1,161 @@
+"""Serving: the command `serve`, the plugin for vLLM against an emulated engine, and vLLM itself (`.ci/serving`)."""
+
+import copy
+import importlib
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, tiny_ouro, varied
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.models.layers import Attention
+
+
+class Cached(torch.nn.Module):
+    """The engine's attention of one layer, over one sequence."""
+
+    def __init__(self, layer_name, config):
+        super().__init__()
+        self.layer_name, self.config, self.states = layer_name, config, None
+
+    def forward(self, query, key, value):
+        """Attend from [tokens, heads * d] to all keys so far; the output is [tokens, heads * d], as vLLM's."""
+        new = [x.unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1) for x in (query, key, value)]
+        old = self.states or [x[:, :0] for x in new[1:]]
+        self.states = [torch.cat(pair, dim=1) for pair in zip(old, new[1:], strict=True)]
+        total, tokens = self.states[0].shape[1], len(query)
+        mask = torch.ones(total, total, dtype=torch.bool).tril()[-tokens:]
+        output = F.scaled_dot_product_attention(new[0][None], *(x[None] for x in self.states), mask, enable_gqa=True)
+        return output[0].transpose(0, 1).reshape(tokens, -1)
+
+
+def attend(module, query, key, value, attention_mask, **kwargs):
+    assert {"scaling", "dropout"} <= kwargs.keys()
+    return module.attn(*(x[0].transpose(0, 1).flatten(-2) for x in (query, key, value))), None
+
+
+class Engine(torch.nn.Module):
+    """vLLM's Transformers backend, as far as the plugin uses it, in float32 and for one sequence."""
+
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__()
+        self.config, self.compilation_config = vllm_config.model_config.hf_config, vllm_config.compilation_config
+        self.config._attn_implementation = "vllm"
+        self.model = AutoModel.from_config(self.config).eval()
+        modules = {f"model.{name}": module for name, module in self.model.named_modules()}
+        attentions = {name: module for name, module in modules.items() if isinstance(module, Attention)}
+        self.attention_fusers = {module.layer_idx: (name, None) for name, module in attentions.items()}
+        self.recursive_replace()
+        self._create_attention_instances(prefix)
+        shape = (self.model.get_input_embeddings().num_embeddings, self.config.hidden_size)
+        self.lm_head = torch.nn.Linear(*reversed(shape), bias=False)
+
+    def recursive_replace(self):
+        self.replaced = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
+
+    def _create_attention_instances(self, prefix=""):
+        for name, _ in self.attention_fusers.values():
+            attention = Cached(f"{prefix}.{name}.attn", self.config)
+            assert attention.layer_name not in self.compilation_config.static_forward_context
+            self.compilation_config.static_forward_context[attention.layer_name] = attention
+            self.get_submodule(name).attn = attention
+
+    def load(self, weights):
+        """Load a checkpoint under the names that vLLM gives its keys."""
+        ignored, children = self.model._keys_to_ignore_on_load_unexpected, dict(self.model.named_children())
+        named = {}
+        for name, tensor in weights.items():
+            if not any(re.search(pattern, name) for pattern in ignored):
+                name = re.sub(rf"^{self.model.base_model_prefix}\.", "model.", name)
+                name = f"model.{name}" if name.split(".")[0] in children else name
+                named[re.sub(r"^model\.(.+\.)*(lm_head.+)", r"\2", name)] = tensor
+        self.load_state_dict(named)
+
+    def generate(self, ids, new_tokens):
+        """Complete a prompt greedily, after a prefill in two chunks."""
+        done, row = 0, list(ids)
+        for end in (len(ids) // 2, *range(len(ids), len(ids) + new_tokens)):
+            inputs = {"input_ids": torch.tensor([row[done:end]]), "position_ids": torch.arange(done, end)[None]}
+            hidden = self.model(**inputs, use_cache=False, return_dict=False)[0][0, -1]
+            done = end
+            row += [int(self.lm_head(hidden).argmax())] if end == len(row) else []
+        return row[len(ids) :]
+
+
+def settings(config):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """The plugin's model class over the emulated engine."""
+    backend = "vllm.model_executor.models.transformers"
+    contents = {
+        "vllm": {}, "vllm.config": {"VllmConfig": None}, "vllm.model_executor": {}, "vllm.model_executor.models": {},
+        backend: {"VLLM_ATTN_ATTR": "attn", "TransformersForCausalLM": Engine},
+    }  # fmt: skip
+    for name, attributes in contents.items():
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        vars(module).update(attributes)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attend)
+    monkeypatch.delitem(sys.modules, "loopdropout_trainer.integrations.vllm", raising=False)
+    yield importlib.import_module("loopdropout_trainer.integrations.vllm").LoopedForCausalLM
+    sys.modules.pop("loopdropout_trainer.integrations.vllm")
+
+
+def make_engine(plugin, config, **changes):
+    config = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return plugin(vllm_config=settings(config))
+
+
+@pytest.mark.parametrize("family", TINY)
+@torch.no_grad()
+def test_plugin_generates_as_transformers(plugin, family, tmp_path):
+    model = varied(TINY[family](), 0.15)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    ids = torch.arange(5, 24)[None]
+    texts = set()
+    for num_loops in (1, 4, 6):
+        model.config.num_loops = num_loops
+        want = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 19:]
+        engine = make_engine(plugin, model.config)
+        assert len(engine.compilation_config.static_forward_context) == model.config.num_layer_runs
+        assert not any("lm_head" in name or ".gate." in name for name in engine.replaced)
+        engine.load(weights)
+        assert engine.generate(ids[0].tolist(), 12) == want.tolist()
+        texts.add(tuple(want.tolist()))
+    assert len(texts) == 3
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_engine_with_one_cache_per_layer_raises(monkeypatch, name):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, attend)
+    config = tiny_ouro(num_loops=2).config
+    config._attn_implementation = name
+    with pytest.raises(
+        UserError, match="one cache .* each layer in 2 loops. Install loopdropout-trainer next to vLLM"
+    ):
+        AutoModel.from_config(config)
+    config.num_loops = 1
+    assert AutoModel.from_config(config).config._attn_implementation == name
+
+
+def test_plugin_refuses_pipeline_parallelism(plugin):
+    vllm_config = settings(tiny_ouro().config)
+    vllm_config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(UserError, match="`pipeline_parallel_size` must be 1"):
+        plugin(vllm_config=vllm_config)
