@@ -203,7 +203,7 @@ def test_cached_steps_equal_one_pass(make, name):
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, :1] = 0
     for num_loops in (3, 5):
-        find_looped_model(model).num_loops = num_loops
+        attach_looped_model(model).num_loops = num_loops
         cache = DynamicCache(config=model.config)
         want = model(ids, mask, use_cache=False).logits
         first = model(ids[:, :5], mask[:, :5], **{name: cache})
