@@ -19,8 +19,11 @@ TINY_OURO_PATH = PACKAGE / "tiny_ouro"
 
 
 def model_path(name: Any) -> Any:
-    """Return the folder of the model `tiny-ouro`, and other names unchanged."""
-    return str(TINY_OURO_PATH) if name == "tiny-ouro" else name
+    """Return the folder of the model `tiny-ouro`, also for its folder in another installation, and other names unchanged."""
+    is_elsewhere = (
+        isinstance(name, str) and name.endswith("/loopdropout_trainer/tiny_ouro") and not Path(name).is_dir()
+    )
+    return str(TINY_OURO_PATH) if name == "tiny-ouro" or is_elsewhere else name
 
 
 def recipes_folder() -> Path:

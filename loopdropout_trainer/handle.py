@@ -18,7 +18,14 @@ from torch.utils import checkpoint
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
 from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, attach_looped_model, find_examples
-from loopdropout_trainer.lora import adapted_layers, add_gates, gate_new_layers, gated_layers, physical_layers
+from loopdropout_trainer.lora import (
+    adapted_layers,
+    add_gates,
+    check_trainable,
+    gate_new_layers,
+    gated_layers,
+    physical_layers,
+)
 
 
 def loop_dropout(
@@ -72,6 +79,7 @@ class LoopDropoutHandle:
         self.rule = rule
         self.seed = torch.initial_seed() if seed is None else seed
         is_described = any("loop_description" in vars(module) for module in model.modules())
+        check_trainable(model)
         self.looped = attach_looped_model(model)
         rule.check(self.looped.num_loops)
         layers = adapted_layers(model)

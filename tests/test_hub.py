@@ -22,11 +22,12 @@ from conftest import (
 )
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import (
     LoopDropoutSFTTrainer,
+    default_peft_config,
     load_adapter,
     load_model,
     merge_and_save,
@@ -151,6 +152,49 @@ def test_load_adapter_warns_about_another_base(base, tmp_path, log):
         load_adapter(tiny_ouro(hidden_size=48), tmp_path / "adapter")
     with pytest.raises(UserError, match="does not fit this model: .* not found in the base model"):
         load_adapter(tiny_huginn(), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("names", "size"), [(["math"], 258), (["default", "second"], 258), (["default"], 300)], ids=str
+)
+def test_trained_adapters_of_any_name_and_vocabulary_load(base, train, names, size):
+    model = load(base)
+    model.resize_token_embeddings(size)
+    model = get_peft_model(model, default_peft_config(model), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, model.peft_config[names[0]])
+        model.set_adapter(name)
+    trainer = train(model, max_steps=2)
+    trainer.save_model()
+    folder, want = trainer.args.output_dir, trainer.model.eval()(IDS).logits
+    loaded = load_model(folder)
+    assert torch.equal(loaded(IDS).logits, want) and want.shape[-1] == size
+    with loaded.disable_adapter():
+        assert not torch.allclose(loaded(IDS).logits, want, atol=1e-3)
+    assert_close(load_model(merge_and_save(loaded, f"{folder}/merged"))(IDS).logits, want)
+
+
+def test_folders_without_one_whole_adapter_raise(tmp_path):
+    for name in "ab":
+        with_adapter().save_pretrained(tmp_path / name)
+    with pytest.raises(UserError, match="must be the folder of one adapter, got .* with the adapters a, b"):
+        load_adapter(tiny_ouro(), tmp_path)
+    for file in ("loop_dropout.json", "adapter_config.json"):
+        (tmp_path / "a" / file).write_text("{")
+        with pytest.raises(UserError, match="cannot be loaded: "):
+            load_adapter(tiny_ouro(), tmp_path / "a")
+
+
+def test_adapters_of_tiny_ouro_load_in_another_installation(tmp_path):
+    model = with_adapter(load_model("tiny-ouro")).eval()
+    model.save_pretrained(tmp_path)
+    save_adapter_metadata(model, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    assert fields["base_model_name_or_path"] == "tiny-ouro"
+    for name in ("tiny-ouro", "/venv/loopdropout_trainer/tiny_ouro"):
+        file.write_text(json.dumps({**fields, "base_model_name_or_path": name}))
+        assert torch.equal(load_model(tmp_path)(IDS).logits, model(IDS).logits)
 
 
 def test_end_tokens_are_saved_and_loaded(tmp_path):

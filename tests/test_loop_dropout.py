@@ -124,6 +124,19 @@ def test_positions_among_further_keywords_are_found():
     assert dropout.drawn.sampled.shape == (3, 2)
 
 
+def test_frozen_adapters_raise(make_sft):
+    frozen = with_adapter().requires_grad_(False)
+    for make in (loop_dropout, make_sft, lambda model: make_sft(peft_config=LoraConfig(inference_mode=True))):
+        with pytest.raises(
+            ValueError, match="must not be frozen.* `is_trainable=True`.* or set `inference_mode=False`"
+        ):
+            make(frozen)
+    trainer = make_sft(with_adapter())
+    trainer.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="must not be frozen"):
+        trainer.train()
+
+
 def test_later_active_adapter_has_gates():
     peft_model = with_adapter(scale=0.1, init_lora_weights=False).train()
     peft_model.add_adapter("other", peft_model.peft_config["default"])

@@ -1,7 +1,12 @@
 """Gated LoRA layers, with one file for each kind that a rule selects by its `adapter`."""
 
 # ruff: noqa: F401  (re-exported)
-from loopdropout_trainer.lora.compatibility import check_adapter, check_peft_config, default_peft_config
+from loopdropout_trainer.lora.compatibility import (
+    check_adapter,
+    check_peft_config,
+    check_trainable,
+    default_peft_config,
+)
 from loopdropout_trainer.lora.gated import (
     ADAPTER_KINDS,
     adapted_layers,

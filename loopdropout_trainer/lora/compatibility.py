@@ -133,6 +133,18 @@ def check_layers(model: nn.Module) -> None:
             check_variant(variant)
 
 
+def check_trainable(model: PeftModel) -> None:
+    """Raise UserError if the active adapter has only frozen weights."""
+    adapter = check_adapter(model)
+    weights = [x for name, x in model.named_parameters() if "lora_" in name and adapter in name.split(".")]
+    if weights and not any(weight.requires_grad for weight in weights):
+        raise UserError(
+            f"The adapter {adapter!r} must not be frozen, because nothing would train. Load it with `is_trainable=True`, as "
+            "in `load_adapter(model, folder, is_trainable=True)`, or set `inference_mode=False` in the LoraConfig of a new "
+            "adapter."
+        )
+
+
 def check_adapter(model: nn.Module) -> str:
     """Return the name of the active adapter, or raise UserError if it cannot be gated."""
     if isinstance(model, PeftModel) and len(model.active_adapters) != 1:

@@ -59,9 +59,10 @@ def attach_adapter(
 def _check_complete(peft_model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Raise UserError if the tensors differ from the adapter's configuration."""
     expected = get_peft_model_state_dict(peft_model, save_embedding_layers=False).keys()
+    known = get_peft_model_state_dict(peft_model, save_embedding_layers=True).keys()  # PEFT saves resized embeddings
     for wrong, problem in (
         (expected - weights.keys(), "lacks"),
-        (weights.keys() - expected, "has an unknown tensor,"),
+        (weights.keys() - known, "has an unknown tensor,"),
     ):
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import find_adapter_config_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, first_line
-from loopdropout_trainer.files import model_path
+from loopdropout_trainer.files import TINY_OURO_PATH, model_path, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config
 from loopdropout_trainer.models.foreign import loading_fields
@@ -39,7 +41,7 @@ logger = logging.get_logger(__name__)
 ADAPTER_METADATA = "loop_dropout.json"
 """File next to an adapter with its training settings: `rule`, `p`, `num_loops`, ..., and the end tokens of its answers."""
 
-_ADAPTER_FILES = ["adapter_*", ADAPTER_METADATA, "*token*", "chat_template.jinja", RECIPE_FILE, RESULTS_FILE]
+_ADAPTER_FILES = ["*adapter_*", f"*{ADAPTER_METADATA}", "*token*", "chat_template.jinja", RECIPE_FILE, RESULTS_FILE]
 
 
 def load_model(
@@ -76,15 +78,15 @@ def load_model(
     """
     check_name(name := str(model_path(name_or_path)))
     with explain_loading(str(name_or_path)):
-        if find_adapter_config_file(name):
+        if is_adapter(name):
             name, adapter = None, adapter or name
         if adapter is not None:
             adapter = adapter_folder(adapter)
             num_loops = read_adapter_metadata(adapter).get("num_loops") if num_loops is None else num_loops
             if name is None:
                 config = read_adapter_config(adapter)
-                name, revision = model_path(config.base_model_name_or_path), revision or config.revision
-                file = adapter / CONFIG_FILE
+                name, revision = config.base_model_name_or_path, revision or config.revision
+                file = find_saved(adapter) / CONFIG_FILE
                 check_name(
                     name,
                     f" It is `base_model_name_or_path` in {file}, the base model of the adapter. Change it there, or give the "
@@ -125,10 +127,10 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
         UserError: If the folder does not hold an adapter in safetensors, or the adapter does not fit the model.
     """
     folder = adapter_folder(adapter)
-    config = read_adapter_config(folder)
+    with explain_loading(str(folder)):
+        config, metadata = read_adapter_config(folder), read_adapter_metadata(folder)
     check_peft_config(config)
     looped = attach_looped_model(model)
-    metadata = read_adapter_metadata(folder)
     looped.trained_with = {**metadata, "initial_adapter": str(adapter)} if is_trainable else metadata
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     base, trained_on = model.config.name_or_path, config.base_model_name_or_path
@@ -140,11 +142,24 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
         depths = f"depth {low}" if low == high else f"depths {low} to {high}"
         logger.warning(f"The adapter in {folder} was trained at {depths}, but the model runs {num_loops} loops.")
     try:
-        return attach_adapter(model, folder, is_trainable, config, read_weights(folder))
+        weights = read_weights(folder)
+        _fit_vocabulary(model, weights)
+        return attach_adapter(model, folder, is_trainable, config, weights)
     except UserError:
         raise
     except (RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"The adapter in {folder} does not fit this model: {first_line(error)}") from error
+
+
+def _fit_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Resize the embeddings to the saved ones, which PEFT saves with an adapter after `resize_token_embeddings`."""
+    embeddings = model.get_input_embeddings()
+    saved = weights.get(
+        next(f"base_model.model.{name}.weight" for name, x in model.named_modules() if x is embeddings)
+    )
+    if saved is not None and len(saved) != len(embeddings.weight):
+        with torch.random.fork_rng():  # new rows are random before they are loaded
+            model.resize_token_embeddings(len(saved), mean_resizing=False)
 
 
 def adapter_folder(adapter: str | Path) -> Path:
@@ -158,6 +173,12 @@ def adapter_folder(adapter: str | Path) -> Path:
         raise UserError(f"`adapter` must be a folder or a Hub name, got {adapter} ({first_line(error)}).") from error
 
 
+def is_adapter(name: str | Path) -> bool:
+    """Return whether a folder or a repository on the Hub has an adapter, and not a model."""
+    is_named = Path(name).is_dir() and not Path(name, "config.json").is_file() and find_saved(name) != Path(name)
+    return is_named or find_adapter_config_file(str(name)) is not None
+
+
 def load_saved_tokenizer(folder: Path, model: PreTrainedModel, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer in the folder of an adapter or model, or the tokenizer of the loaded model."""
     is_saved = (folder / "tokenizer.json").is_file()
@@ -166,35 +187,65 @@ def load_saved_tokenizer(folder: Path, model: PreTrainedModel, revision: str | N
 
 def read_adapter_config(folder: str | Path) -> LoraConfig:
     """Return the LoRA configuration of a saved adapter."""
-    folder = Path(folder)
+    folder = find_saved(folder)
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             raise UserError(f"{folder} must hold an adapter in safetensors, but it has no {file}.")
     fields = read_authors_config(folder)
-    return PeftConfig.from_pretrained(str(folder)) if fields is None else to_peft_config(fields)
+    config = PeftConfig.from_pretrained(str(folder)) if fields is None else to_peft_config(fields)
+    config.base_model_name_or_path = model_path(config.base_model_name_or_path)
+    return config
+
+
+def find_saved(folder: str | Path) -> Path:
+    """Return the folder of the adapter in the folder of a run.
+
+    PEFT saves the adapter `default` in the folder, and another adapter in a subfolder with its name. Of several adapters it is
+    the trained one, which has `ADAPTER_METADATA`.
+
+    Raises:
+        UserError: If there are several adapters in subfolders.
+    """
+    folder = Path(folder)
+    named = sorted(path.parent for path in folder.glob(f"*/{CONFIG_FILE}"))
+    named = [path for path in named if not path.name.startswith(PREFIX_CHECKPOINT_DIR)]
+    found = [path for path in (folder, *named) if (path / CONFIG_FILE).is_file()]
+    found = [path for path in found if (path / ADAPTER_METADATA).is_file()] or found
+    if len(found) > 1 and folder not in found:
+        names = ", ".join(path.name for path in found)
+        raise UserError(f"`adapter` must be the folder of one adapter, got {folder} with the adapters {names}.")
+    return folder if folder in found or not found else found[0]
 
 
 def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
     """Return the training settings that were saved with an adapter; an empty dict if there are none."""
-    path = Path(folder, ADAPTER_METADATA)
+    folder = find_saved(folder)
+    path = folder / ADAPTER_METADATA
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
-    fields = read_authors_config(Path(folder)) if Path(folder, CONFIG_FILE).is_file() else None
+    fields = read_authors_config(folder) if (folder / CONFIG_FILE).is_file() else None
     return {} if fields is None else to_metadata(fields)
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any) -> None:
-    """Save training settings next to an adapter.
+    """Save training settings next to the active adapter, and the name of `tiny-ouro` instead of its folder here.
 
     Args:
         model: Trained model, whose end tokens are saved as well.
-        folder: Folder of the adapter.
+        folder: Folder in which PEFT has saved the adapters.
         **settings: `num_loops`, `rule`, `p`, ...
     """
     settings["eos_token_id"] = end_tokens(model.get_base_model())
-    Path(folder, ADAPTER_METADATA).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    for adapter in model.peft_config:
+        own = Path(folder) if adapter == "default" else Path(folder, adapter)
+        if adapter == model.active_adapters[0]:
+            write_file(own / ADAPTER_METADATA, json.dumps(settings, indent=1) + "\n")
+        config = own / CONFIG_FILE
+        if config.is_file() and str(TINY_OURO_PATH) in (text := config.read_text(encoding="utf-8")):
+            write_file(config, text.replace(json.dumps(str(TINY_OURO_PATH)), '"tiny-ouro"'))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return a saved adapter's tensors under PEFT's names."""
+    folder = find_saved(folder)
     return load_file(folder / WEIGHTS_FILE) if read_authors_config(folder) is None else to_peft_weights(folder)

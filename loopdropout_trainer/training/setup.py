@@ -23,6 +23,7 @@ from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
     add_gates,
     check_adapter,
+    check_trainable,
     default_peft_config,
     is_gated_by,
     kind_of,
@@ -149,6 +150,7 @@ class AdapterTrainingMixin:
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
         self._read_rule()
+        check_trainable(self.model)
         depths = self.args.depth_limits(self.num_loops)
         for depth in depths:
             self.rule.check(depth)
