@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loopdropout_trainer.gates import RULES, Draw, make_rule
+from loopdropout_trainer.gates import RULES, Draw, GateRule, make_rule, register_rule
 from loopdropout_trainer.gates.__main__ import main
 from loopdropout_trainer.gates.streams import Streams
 
@@ -162,3 +162,8 @@ def test_stream_values_are_pinned():
 def test_make_rule_names_valid_fields(name, fields, message):
     with pytest.raises(ValueError, match=message):
         make_rule(name, **fields).check(K)
+
+
+def test_rule_without_dataclass_raises():
+    with pytest.raises(ValueError, match="The rule Plain must be a dataclass"):
+        register_rule(type("Plain", (GateRule,), {"name": "plain"}))

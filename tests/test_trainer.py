@@ -217,12 +217,20 @@ def test_saved_adapter_has_its_settings_and_card(train, tmp_path, monkeypatch):
         ({"rule": "lora_dropout"}, "must be trained with `LoRADropoutSFTTrainer`"),
         ({"rule": "learned", "depth_sampling": "uniform"}, "`depth_sampling` must be 'fixed'"),
         ({"packing": True, "packing_strategy": "wrapped"}, "`packing_strategy` must be 'bfd'"),
+        *(
+            ({"depth_sampling": name, "depth_sampling_args": {"rate": -1}}, "`rate` must be .* got -1")
+            for name in ("poisson", "lognormal_poisson")
+        ),
+        (
+            {"warmup_from_first_step": True, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+            "`warmup_from_first_step` must be false",
+        ),
     ],
     ids=str,
 )
 def test_settings_that_do_not_fit_raise(make_sft, fields, message):
     with pytest.raises(ValueError, match=message):
-        make_sft(**fields)
+        make_sft(**fields).train()
 
 
 @pytest.mark.parametrize(

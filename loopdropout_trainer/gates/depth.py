@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopdropout_trainer.errors import UserError, closest_match
-from loopdropout_trainer.gates.rule import make_from_fields
+from loopdropout_trainer.gates.rule import check_number, make_from_fields
 from loopdropout_trainer.gates.streams import Streams
 
 
@@ -47,6 +47,12 @@ class UniformDepth(FixedDepth):
         return low + int(u[0] * (high - low + 1))
 
 
+def check_poisson(rate: float | None, most: int) -> None:
+    """Raise UserError for a rate or a largest depth that is not positive."""
+    check_number("rate", 1 if rate is None else rate, 1e-3, 1e4)
+    check_number("most", most, 1, 1024, int)
+
+
 @dataclass(frozen=True)
 class LogNormalPoissonDepth(FixedDepth):
     """The distribution of Huginn's pretraining: few deep steps, many shallow ones (Geiping et al. 2025, Section 3.3).
@@ -59,6 +65,10 @@ class LogNormalPoissonDepth(FixedDepth):
     rate: float | None = None
     sigma: float = 0.5
     most: int = 1024
+
+    def __post_init__(self) -> None:
+        check_poisson(self.rate, self.most)
+        check_number("sigma", self.sigma, 0, 10)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         return 1, self.most
@@ -79,6 +89,9 @@ class PoissonDepth(FixedDepth):
 
     rate: float | None = None
     most: int = 1024
+
+    def __post_init__(self) -> None:
+        check_poisson(self.rate, self.most)
 
     def limits(self, num_loops: int) -> tuple[int, int]:
         return 1, self.most

@@ -245,6 +245,11 @@ class AdapterTrainingMixin:
         is_given = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if self.args.warmup_from_first_step and not is_given:
+            if not isinstance(scheduler, LambdaLR):
+                raise UserError(
+                    f"`warmup_from_first_step` must be false for `lr_scheduler_type` {self.args.lr_scheduler_type}, which has "
+                    "a warmup of its own."
+                )
             num_warmup = self.args.get_warmup_steps(num_training_steps)
             warm_up = lambda step, after: (step + 1) / num_warmup if step < num_warmup else after(step)
             lambdas = [functools.partial(warm_up, after=after) for after in scheduler.lr_lambdas]
