@@ -175,14 +175,14 @@ class Job:
         from transformers import PreTrainedConfig
 
         args, model = self.args, self.model_args
-        if not args.max_length:
+        if not (max_length := getattr(args, "max_length", None)):  # GRPO has none
             return ""
         try:
             name = model_path(model.model_name_or_path)
             config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
             sizes = estimate_memory(
                 config,
-                args.per_device_train_batch_size * args.max_length,
+                args.per_device_train_batch_size * max_length,
                 num_loops=model.num_loops,
                 rank=self.adapter_args.lora_r,
                 checkpointing=args.gradient_checkpointing,
