@@ -28,7 +28,7 @@ from test_dpo import PAIRS
 from test_models import assert_close, assert_gradients_match, change_weights, save_published
 from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, load_model, use_gates
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, check_loops, load_model, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
@@ -197,6 +197,7 @@ def test_parcae_loads_published_files(golden, make_sft, tmp_path):
 def test_parcae_loads_value_gates_by_name(core, tmp_path):
     model = tiny_parcae(n_layers_in_recurrent_block=core, n_layers_in_prelude=2, mean_backprop_depth=3).eval()
     gates = {name for name in model.state_dict() if "ve_gate" in name}
+    check_loops(model, input_ids=IDS)  # an adapter on a gate without a table would have no effect
     for num_loops in (4, 3):  # the published rule reads the depth if `core` is odd
         model.config.num_loops = num_loops
         model.save_pretrained(tmp_path)

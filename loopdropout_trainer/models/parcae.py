@@ -283,6 +283,12 @@ class ParcaePreTrainedModel(LoopedPreTrainedModel):
         config.value_gates = [n for n, gate in enumerate(gates) if any(name.endswith(gate) for name in names)]
         return super().from_pretrained(name, *args, config=config, **kwargs)
 
+    def recurrent_linears(self) -> list[str]:
+        unused = {
+            module.ve_gate for module in self.modules() if isinstance(module, ParcaeAttention) and module.table is None
+        }
+        return [name for name in super().recurrent_linears() if self.get_submodule(name) not in unused]
+
 
 class ParcaeModel(ParcaePreTrainedModel, LoopedBackbone):
     """Backbone of Parcae. Prelude and coda run once. The coda makes a loop's readout of its state."""
