@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     add_end_tokens(looped, end_token_ids(tokenizer))
 
     # Format of the prompts
-    (data_args,) = build([DataArguments], read_recipe(folder))
-    template = args.prompt_template or (data_args.template and data_args.template + data_args.prompt_end)
+    template = args.prompt_template or read_prompt_template(folder)
     is_chat = not template and tokenizer.chat_template
     if is_chat:
         turns = [{"role": "user", "content": "{prompt}"}]
@@ -104,6 +103,12 @@ def main(argv: list[str] | None = None) -> None:
                                     on_text=partial(answers.__setitem__, name),
                                 )
                     print()
+
+
+def read_prompt_template(folder: Path) -> str | None:
+    """Return the format of the prompts of a training, a text with a {field}, from the recipe in its folder."""
+    (data_args,) = build([DataArguments], read_recipe(folder))
+    return data_args.template and data_args.template + data_args.prompt_end
 
 
 def make_table(title: str, answers: dict[str, str]) -> Table:

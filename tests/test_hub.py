@@ -357,12 +357,12 @@ def test_code_of_cards_runs(trained, tmp_path, tokenizer, monkeypatch):
     assert config_of(trained / "merged") == config_of(merged)  # the code of the adapter merges
 
 
-VLLM, MLX = "vllm serve . --trust-remote-code", "mlx_lm.generate --model . "
+VLLM, MLX = "vllm serve .", "mlx_lm.generate --model . "
 SERVED = [  # family, with the base's code, with a tokenizer, the beginnings of the card's commands
     (tiny_ouro, True, True, [VLLM]),
     (tiny_ouro, True, False, []),
-    (tiny_nanbeige, False, True, [MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile"]),
-    (tiny_huginn, True, True, []),
+    (tiny_nanbeige, False, True, [VLLM, MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile"]),
+    (tiny_huginn, True, True, [VLLM]),
 ]
 
 

@@ -2,20 +2,29 @@
 
 import copy
 import importlib
+import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
+import openai
 import pytest
 import torch
-from conftest import TINY, tiny_ouro, varied
+from conftest import ENVIRONMENT, TINY, tiny_ouro, varied, with_adapter
+from processes import Program, free_port, python, wait_for
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import model_path
+from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.models.layers import Attention
+from loopdropout_trainer.tokenizers import load_tokenizer
 
 
 class Cached(torch.nn.Module):
@@ -159,3 +168,107 @@ def test_plugin_refuses_pipeline_parallelism(plugin):
     vllm_config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(UserError, match="`pipeline_parallel_size` must be 1"):
         plugin(vllm_config=vllm_config)
+
+
+@pytest.fixture
+def adapter(tokenizer, tmp_path):
+    """The folder of a run of `tiny-ouro`, and the loaded model with its tokenizer."""
+    model = with_adapter(load_model("tiny-ouro"), scale=0.02)
+    tokenizer = load_tokenizer("tiny-ouro")
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "run")
+    (tmp_path / "run" / "recipe.yaml").write_text("preparation: arithmetic\n")
+    return tmp_path / "run", model, tokenizer
+
+
+PENS = "Tom has {} boxes with {} pens each. How many pens does Tom have?"
+
+
+@pytest.mark.skipif(find_spec("fastapi") is None, reason="the extra `serve` is not installed")
+def test_server_answers_as_generate(adapter):
+    folder, model, tokenizer = adapter
+    model.base_model.model.config.num_loops, port = 2, free_port()
+    program = Program("-m", "loopdropout_trainer", "serve", folder, "--num_loops", 2, "--gates", "1-0", "--port", port)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")  # retries a closed connection
+    wait_for(lambda: "Uvicorn running" in program.stderr, program)
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in program.stdout
+    settings = {"model": str(folder), "max_tokens": 16, "temperature": 0}
+    ask = lambda prompt, **options: client.completions.create(prompt=prompt, **settings, **options)
+    prompts = [PENS.format(a, 9 - a) + "\n" for a in (3, 4, 5)]
+    with use_gates(model, [1, 0]):
+        want = generate_greedy(model, tokenizer, prompts, 16, progress=False)
+        chat = generate_greedy(model, tokenizer, [f"Question: {PENS.format(3, 4)}\nAnswer:"], 16, progress=False)
+    with ThreadPoolExecutor(3) as clients:
+        answers = list(clients.map(ask, prompts))
+    assert [answer.choices[0].text for answer in answers] == want
+    assert answers[0].usage.prompt_tokens == len(tokenizer(prompts[0]).input_ids)
+    assert "".join(chunk.choices[0].text for chunk in ask(prompts[1], stream=True)) == want[1]
+    start, stop, rest = want[2].partition(":")
+    assert rest
+    assert ask(prompts[2], stop=[stop]).choices[0].text == start + stop
+    turns = [{"role": "user", "content": PENS.format(3, 4)}]
+    assert client.chat.completions.create(messages=turns, **settings).choices[0].message.content == chat[0]
+    for bad in ({"prompt": ["a", "b"]}, {"prompt": "a", "model": "other"}, {"prompt": "a", "extra_body": {"x": 1}}):
+        with pytest.raises(openai.APIStatusError, match="40|422"):
+            client.completions.create(**{**settings, **bad})
+    with pytest.raises(openai.InternalServerError):
+        ask("a", extra_body={"max_tokens": "many"})
+    assert ask(prompts[0]).choices[0].text == want[0]
+
+
+# vLLM itself, by `.ci/serving`.
+
+RUN_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+folder, adapter, prompts, options = json.loads(sys.argv[1])
+llm = LLM(folder, enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=64, **options)
+settings = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+lora = {"lora_request": LoRARequest("adapter", 1, adapter)} if adapter else {}
+for _ in range(2):
+    outputs = llm.generate(prompts, settings, **lora)
+    print("RESULT", json.dumps([(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]))
+"""
+
+
+def check_vllm(folder, model, tokenizer, adapter=None, **options):
+    """Compare the tokens of 15 prompts in two passes, the second with cached prefixes."""
+    prompts = [PENS.format(a, b) + "\n" for a in (3, 5, 7) for b in (4, 6, 9)] + ["Tom has 3 boxes.", "How many", "7"]
+    prompts += [PENS.format(5, 9) * 12, PENS.format(7, 6) * 2, "Anna has 8 apples and buys 5 more.\n"]
+    want = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        row = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        want.append(row[0, ids.shape[1] :].tolist())
+    env = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    argument = json.dumps([str(folder), adapter and str(adapter), prompts, options])
+    output = python("-c", RUN_VLLM, argument, env=env, fresh=True)
+    passes = [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT")]
+    assert [[tokens for tokens, _ in each] for each in passes] == [want, want]
+    assert max(cached for _, cached in passes[1]) >= 128
+
+
+needs_vllm = [pytest.mark.peer, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs_vllm) for name in TINY])
+def test_vllm_generates_as_transformers(family, tokenizer, tmp_path):
+    make, standalone = TINY[family], family in ("ouro", "huginn")
+    width = "n_embd" if "raven" in family or family == "huginn" else "hidden_size"
+    size = {width: 128, "head_dim": 32, "max_position_embeddings": 1024}
+    model = with_adapter(varied(make(**size), 0.12), scale=0.02).eval()
+    merge_and_save(model, tmp_path, tokenizer, standalone=standalone)
+    model = load_model(tmp_path, num_loops=3)
+    check_vllm(tmp_path, model, tokenizer, dtype="float32", hf_overrides={"num_loops": 3})
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, marks=needs_vllm) for form in ("bfloat16", "adapter")])
+def test_vllm_serves_tiny_ouro(adapter, form, tmp_path):
+    folder, model, tokenizer = adapter
+    if form == "adapter":
+        check_vllm(model_path("tiny-ouro"), model.eval(), tokenizer, folder, dtype="float32", enable_lora=True)
+    else:
+        merge_and_save(model, tmp_path / "merged", tokenizer)
+        merged = load_model(tmp_path / "merged", dtype="bfloat16")
+        check_vllm(tmp_path / "merged", merged, tokenizer, dtype="bfloat16")
