@@ -229,7 +229,7 @@ class DataArguments:
 
     preparation: str | None = option(
         None,
-        "Named preparation of the rows. Default: rows in TRL's formats, or `prompt_template` over their columns.",
+        "Named preparation of the examples. Default: TRL's formats, or `prompt_template` over the columns.",
         choices=[*PREPARATIONS][1:],
     )
     dataset_name: str | None = option(None, "Name or folder of a dataset.")

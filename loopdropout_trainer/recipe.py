@@ -1,6 +1,6 @@
 """Recipes: flat YAML files that set the fields of a script's dataclasses, and command lines that override them.
 
-    python recipes/sft.py recipes/gsm8k.yaml --learning_rate 3e-4 --merge true
+    loopdropout sft gsm8k.yaml --learning_rate 3e-4 --merge true
 
 `extends: other.yaml` names the recipe that a recipe builds on: a file relative to its own folder, or a recipe of the package.
 `field: null` resets an inherited field.
@@ -62,6 +62,23 @@ TRAINING_FIELDS = {
     "resume_from_checkpoint", "hub_model_id", "beta", "num_generations", "max_completion_length",
 }  # fmt: skip
 """Fields of TRL and transformers that `--help` shows."""
+
+TRAINING_HELP = {
+    "output_dir": "Folder of the run. Default: trainer_output, as in TRL.",
+    "max_steps": "Number of optimizer steps, instead of `num_train_epochs`. -1: by epochs.",
+    "max_length": "Longest example in tokens, and the length of packed rows. Longer examples are left out, not cut.",
+    "packing": "Whether to put several examples into one row of `max_length` tokens.",
+    "bf16": "Whether to compute in bfloat16. Default: True, unless `fp16` is set.",
+    "gradient_checkpointing": (
+        "Whether to compute the layers again in the backward pass, which takes more time and less memory."
+    ),
+    "eval_strategy": "When to measure the loss of the held-out examples: `no`, `steps` or `epoch`.",
+    "resume_from_checkpoint": (
+        "`true` continues the run from the newest complete checkpoint in `output_dir`, or starts it. A folder names the "
+        "checkpoint to continue from."
+    ),
+}
+"""Texts of `--help` for fields of which the library's text does not fit the recipes."""
 
 _EPILOG = """Trainings take all fields of TRL's configuration, too. `--field null` resets an
 inherited field. `--import FILE ...` first runs Python files, which can register
@@ -379,7 +396,8 @@ def _print_help(dataclass_types: Sequence[type], description: str | None, first_
             choices = field.metadata.get("choices") or (get_args(hint) if get_origin(hint) is Literal else ())
             is_made = field.default_factory is not dataclasses.MISSING
             default = field.default_factory() if is_made else field.default
-            text = str(field.metadata.get("help", "")).replace("%%", "%")
+            own_text = TRAINING_HELP.get(field.name) if field.name in from_trl else None
+            text = str(own_text or field.metadata.get("help", "")).replace("%%", "%")
             text += f" One of {', '.join(map(str, choices))}." if choices else ""
             text += f" (default: {default})" if default not in (None, [], "", dataclasses.MISSING) else ""
             group.add_argument(

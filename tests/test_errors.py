@@ -11,7 +11,7 @@ from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, r
 TOKEN = "hf_averysecrettokenofsomeone"
 Terminated = type("Terminated", (KeyboardInterrupt,), {"signal": signal.SIGTERM})
 ENDINGS = [
-    (UserError("`p` must be below 1,\ngot 2."), 2, "`p` must be below 1, got 2."),
+    (UserError("`p` must be in [0, 1),\ngot 2."), 2, "`p` must be in [0, 1), got 2."),
     (UserError(f"The token {TOKEN} is not valid."), 2, "The token *** is not valid."),
     (KeyboardInterrupt(), 130, "interrupted."),
     (Terminated("Stopped after step 3."), 143, "Stopped after step 3."),

@@ -138,7 +138,7 @@ def test_help_puts_model_data_and_method_first(capsys):
     assert "Fine-tune." in text and "Rank of the adapter. (default: 16)" in text
     titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
     assert titles == ["Model", "Data", "Method", "Adapter", "Training", "Evaluation and output"]
-    assert "--learning_rate" in text and "--adam_beta1" not in text
+    assert "--learning_rate" in text and "--adam_beta1" not in text and "truncation_mode" not in text
 
 
 # Files of --import

@@ -143,9 +143,8 @@ def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float,
     """Return p as a float or a tuple of floats. Every value must be in [0, 1)."""
     values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
-        check_number(name, value, 0, 1)
-        if value == 1:
-            raise UserError(f"`{name}` must be below 1, got {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise UserError(f"`{name}` must be a number in [0, 1), got {short_repr(value)}.")
     if not values:
         raise UserError(f"`{name}` must be one drop probability or one for each loop, got an empty list.")
     return float(values[0]) if len(values) == 1 else tuple(map(float, values))

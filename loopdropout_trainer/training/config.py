@@ -59,7 +59,8 @@ class GateConfig:
     p: Probabilities = field(
         default=None,
         metadata={
-            "help": "Drop probability, one number in [0, 1) or one for each loop. Default: the rule's own value."
+            "help": "Drop probability, one number in [0, 1) or one for each loop. Default: the rule's own value, 0.5 "
+            "for `loop_dropout`."
         },
     )
     rule_args: dict[str, Any] | None = field(
