@@ -36,6 +36,9 @@ CHAT_TOKENS = {
 TOKENIZERS = {"SandyResearch/parcae-": "SandyResearch/parcae-tokenizer"}
 """Tokenizers that are not with their models, by the beginning of the models' names."""
 
+PLAIN_TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+"""Special tokens of a tokenizer that is published without its configuration, as Parcae's."""
+
 CHAT_TEMPLATES = {path.stem: path for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))}
 
 _SAMPLES = ("  7", "In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tcode ")
@@ -92,6 +95,9 @@ def load_tokenizer(
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")
     except (OSError, ValueError) as error:
         raise UserError(f"The tokenizer of {name_or_path} cannot be loaded: {error}") from error
+    if tokenizer.eos_token is None and PLAIN_TOKENS["eos_token"] in tokenizer.get_vocab():
+        for name, token in PLAIN_TOKENS.items():
+            _set_token(tokenizer, name, token)
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     if eos_token is not None:

@@ -160,6 +160,16 @@ def test_template_brings_its_special_tokens(chat_tokenizer, tmp_path):
     assert loaded.apply_chat_template([USER], tokenize=False) == " 1+1? <unk>"
 
 
+def test_tokenizer_without_configuration_has_special_tokens(tmp_path):
+    byte_tokenizer(["<|bos|>", "<|eos|>", "<|pad|>"]).backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved")("1\n").input_ids == tokenizer("1\n").input_ids
+    with pytest.raises(UserError, match="The tokenizer of SandyResearch/parcae-tokenizer cannot be loaded"):
+        load_tokenizer("SandyResearch/parcae-140m")
+
+
 OWN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
