@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 
 import functools
+from collections.abc import Callable
 from importlib.metadata import version
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
@@ -32,7 +33,7 @@ for _model in (OuroForCausalLM, HuginnForCausalLM, LoopusForCausalLM, NanbeigeFo
     AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
 
 
-def _add_model_type(read):
+def _add_model_type(read: Callable) -> classmethod:
     @functools.wraps(read)
     def get_config_dict(cls, *args, **kwargs):
         fields, rest = read(cls, *args, **kwargs)
@@ -43,5 +44,4 @@ def _add_model_type(read):
     return classmethod(get_config_dict)
 
 
-if not hasattr(PreTrainedConfig.get_config_dict, "__wrapped__"):
-    PreTrainedConfig.get_config_dict = _add_model_type(PreTrainedConfig.get_config_dict.__func__)
+PreTrainedConfig.get_config_dict = _add_model_type(PreTrainedConfig.get_config_dict.__func__)
