@@ -154,7 +154,7 @@ def test_stream_values_are_pinned():
         ("exactly_m", {"m": 5}, "`m` must be an integer from 1 to 4, got 5"),
         ("parallel_noise", {"c": -1}, "`c` must be a number from 0 to 1000, got -1"),
         ("schedule", {"p_end": 2}, "`p_end`"),
-        ("loop_dropout", {"p": 1}, "`p` must be a number in [0, 1), got 1"),
+        ("loop_dropout", {"p": 1}, r"`p` must be a number in \[0, 1\), got 1"),
         ("loop_dropout", {"p": (0.5, 0.5)}, "2 values"),
         ("loop_dropot", {}, "Did you mean 'loop_dropout'"),
     ],
