@@ -89,18 +89,23 @@ def test_forward_matches_reference(family, batch, attention):
 @with_dory
 def test_generate_matches_reference(family, cache):
     options = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}[cache]
-    cases, fields = {"generated": family.meta["loops"], "deep/generated": family.meta["deep_loops"]}, {}
-    batch = "padded"
-    if "padded/initial_state" in family.tensors:  # random states of the reference
-        batch, cases, fields = "unpadded", {"zero_state/generated": family.meta["loops"]}, {"state_init": "zero"}
-    model = golden_model(family, **fields)
-    inputs = {name: family.tensors[f"{batch}/{name}"] for name in ("input_ids", "attention_mask")}
+    cases = {"generated": family.meta["loops"], "deep/generated": family.meta["deep_loops"]}
+    names = ("input_ids", "attention_mask", "initial_state")  # the states of the new tokens, too
+    inputs = {name: family.tensors[f"padded/{name}"] for name in names if f"padded/{name}" in family.tensors}
+    model = golden_model(family)
     looped = attach_looped_model(model)
     for name, looped.num_loops in cases.items():
         tokens = model.generate(
             **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, **options
         )
-        assert torch.equal(tokens[:, inputs["input_ids"].shape[1] :], family.tensors[f"{batch}/{name}"])
+        assert torch.equal(tokens[:, inputs["input_ids"].shape[1] :], family.tensors[f"padded/{name}"])
+
+
+@pytest.mark.parametrize("name", ["huginn", "raven_llama", "raven_olmo", "parcae"])
+def test_zero_states_match_reference(golden, name):
+    data = golden(name)
+    logits = golden_model(data, state_init="zero")(data.tensors["unpadded/input_ids"]).logits
+    assert_close(logits, data.tensors["unpadded/zero_state/logits"])
 
 
 # The oracle of Loop Dropout: one example at a time, with the gated weights of each loop.
