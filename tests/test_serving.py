@@ -101,7 +101,7 @@ class Engine(torch.nn.Module):
 def settings(config):
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=config),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
 
@@ -163,10 +163,11 @@ def test_engine_with_one_cache_per_layer_raises(monkeypatch, name):
     assert AutoModel.from_config(config).config._attn_implementation == name
 
 
-def test_plugin_refuses_pipeline_parallelism(plugin):
-    vllm_config = settings(tiny_ouro().config)
-    vllm_config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(UserError, match="`pipeline_parallel_size` must be 1"):
+@pytest.mark.parametrize(("family", "kind"), [("ouro", "pipeline"), ("huginn", "tensor"), ("loopus", "tensor")])
+def test_plugin_refuses_parallelism(plugin, family, kind):
+    vllm_config = settings(TINY[family]().config)
+    setattr(vllm_config.parallel_config, f"{kind}_parallel_size", 2)
+    with pytest.raises(UserError, match=f"`{kind}_parallel_size` must be 1"):
         plugin(vllm_config=vllm_config)
 
 

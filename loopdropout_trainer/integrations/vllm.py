@@ -46,6 +46,9 @@ class LoopedForCausalLM(TransformersForCausalLM):
         config = vllm_config.model_config.hf_config
         if (size := vllm_config.parallel_config.pipeline_parallel_size) > 1:
             raise UserError(f"`pipeline_parallel_size` must be 1, because every loop runs all layers, got {size}.")
+        size = vllm_config.parallel_config.tensor_parallel_size
+        if size > 1 and not config.base_model_tp_plan:
+            raise UserError(f"`tensor_parallel_size` must be 1 for `model_type: {config.model_type}`, got {size}.")
         config.caches_by_loop = True
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
