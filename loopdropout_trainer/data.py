@@ -230,7 +230,7 @@ class DataArguments:
     preparation: str | None = option(
         None,
         "Named preparation of the examples. Default: TRL's formats, or `prompt_template` over the columns.",
-        choices=[*PREPARATIONS][1:],
+        choices=PREPARATIONS,
     )
     dataset_name: str | None = option(None, "Name or folder of a dataset.")
     dataset_config: str | None = option(None, "Configuration of the dataset.")

@@ -249,13 +249,11 @@ def _fit(value: Any, hint: Any) -> Any:
 def _check_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value if it has the type of its field and is one of its choices."""
     named = [kind for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
-    choices = field.metadata.get("choices") or [item.value for kind in named for item in kind]
+    choices = [*filter(None, field.metadata.get("choices") or [item.value for kind in named for item in kind])]
     for item in _words(value) if choices else ():
         if item is not None and item not in choices:
             matches = closest_match(item, choices)
-            raise UserError(
-                f"`{field.name}` must be one of {', '.join(filter(None, choices))}, got {item!r}.{matches}"
-            )
+            raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {item!r}.{matches}")
     try:
         validate_typed_dict(TypedDict("Field", {field.name: hint}), {field.name: value})
     except StrictDataclassFieldValidationError:
@@ -398,7 +396,7 @@ def _print_help(dataclass_types: Sequence[type], description: str | None, first_
             default = field.default_factory() if is_made else field.default
             own_text = TRAINING_HELP.get(field.name) if field.name in from_trl else None
             text = str(own_text or field.metadata.get("help", "")).replace("%%", "%")
-            text += f" One of {', '.join(map(str, choices))}." if choices else ""
+            text += f" One of {', '.join(map(str, filter(None, choices)))}." if choices else ""
             text += f" (default: {default})" if default not in (None, [], "", dataclasses.MISSING) else ""
             group.add_argument(
                 f"--{field.name}",

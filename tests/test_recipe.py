@@ -5,12 +5,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from conftest import ROOT, load_script
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments
-from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.data import PREPARATIONS, DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names, recipes_folder
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse, recipe_dict
@@ -152,6 +153,16 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     assert (tmp_path / "count").read_text() == "x"
     with pytest.raises(UserError, match="`--import` must be given Python files or task files, got nowhere.py"):
         read("--name", "x", "--import", "nowhere.py")
+
+
+def test_import_adds_a_preparation(write, monkeypatch):
+    monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
+    path = write("from loopdropout_trainer.data import PREPARATIONS as P\n\nP['mine'] = P['gsm8k']\n", "mine.py")
+    with patch.dict(PREPARATIONS):
+        (args,) = parse((DataArguments,), ["--preparation", "mine", "--import", path])
+    assert args.preparation == "mine"
+    with pytest.raises(UserError, match="`preparation` must be one of arithmetic, .*, got 'mine'"):
+        parse((DataArguments,), ["--preparation", "mine"])
 
 
 @pytest.mark.parametrize(
