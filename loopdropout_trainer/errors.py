@@ -35,6 +35,10 @@ def short_repr(value: Any) -> str:
     return _repr.repr(value)
 
 
+OWN_FILE_HINT = " If it is your own, import its file first, with `--import FILE` on the command line."
+"""End of a message about an unknown name that a file of the user can register."""
+
+
 def closest_match(name: str, choices: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close."""
     matches = difflib.get_close_matches(str(name), list(choices), n=1)

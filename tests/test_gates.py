@@ -156,7 +156,7 @@ def test_stream_values_are_pinned():
         ("schedule", {"p_end": 2}, "`p_end`"),
         ("loop_dropout", {"p": 1}, r"`p` must be a number in \[0, 1\), got 1"),
         ("loop_dropout", {"p": (0.5, 0.5)}, "2 values"),
-        ("loop_dropot", {}, "Did you mean 'loop_dropout'"),
+        ("loop_dropot", {}, "Did you mean 'loop_dropout'.*`--import FILE`"),
     ],
 )
 def test_make_rule_names_valid_fields(name, fields, message):

@@ -23,7 +23,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
-from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match
 from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
@@ -81,8 +81,9 @@ def load_benchmarks(
     tasks = []
     for name in names:
         if fields := (own_benchmarks or {}).get(name):
-            if unknown := {*fields} - {*inspect.signature(own_benchmark).parameters}:
-                raise UserError(f"The benchmark `{name}` has no field `{min(unknown)}`.")
+            valid = inspect.signature(own_benchmark).parameters
+            if unknown := min({*fields} - {*valid}, default=None):
+                raise UserError(f"The benchmark `{name}` has no field `{unknown}`.{closest_match(unknown, valid)}")
             tasks.append(own_benchmark(name, **fields))
         elif name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
@@ -132,6 +133,7 @@ def own_benchmark(
     if scorer not in (None, *REWARDS):
         raise UserError(
             f"`scorer` must be one of {', '.join(REWARDS)}, got {scorer!r}.{closest_match(scorer, REWARDS)}"
+            f"{OWN_FILE_HINT}"
         )
     templates = {"doc_to_text": PROMPT_TEMPLATES.get(prompt, prompt), "doc_to_target": target}
     config = {field: functools.partial(fill, text) for field, text in templates.items() if text is not None}

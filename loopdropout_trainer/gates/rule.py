@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, short_repr
 from loopdropout_trainer.gates.streams import Streams
 
 
@@ -112,7 +112,7 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     """Return the rule `name` with its fields, or raise UserError with the valid choices."""
     if name not in RULES:
         choices = ", ".join(sorted(RULES))
-        raise UserError(f"`rule` must be one of {choices}, got {name!r}.{closest_match(name, RULES)}")
+        raise UserError(f"`rule` must be one of {choices}, got {name!r}.{closest_match(name, RULES)}{OWN_FILE_HINT}")
     return make_from_fields(RULES[name], fields, f"The rule {name!r}")
 
 

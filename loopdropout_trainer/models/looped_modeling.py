@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
-from loopdropout_trainer.errors import UserError, check_name, first_line, short_repr
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, check_name, first_line, short_repr
 from loopdropout_trainer.looped import (
     GateState,
     LoopedModelMixin,
@@ -221,10 +221,10 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
     check_supported(
         model_type, *fields.get("architectures") or (), None if model_type in CONFIG_MAPPING else Path(name).name
     )
-    if model_type not in CONFIG_MAPPING and fields.get("auto_map"):
+    if model_type not in CONFIG_MAPPING:
         raise NotLoopedError(
             f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. The supported "
-            "looped models are in docs/models.md."
+            f"looped models are in docs/models.md.{OWN_FILE_HINT}"
         )
     if model_type == "dory" and "mlp" not in (fields.get("layer_types") or ()):
         raise UserError(
