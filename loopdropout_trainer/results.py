@@ -25,7 +25,6 @@ from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
 
 
 if TYPE_CHECKING:
-    import pandas as pd
     from transformers import Trainer
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
@@ -194,20 +193,6 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
         for name, value in values.items()
         if not math.isnan(value)
     ]
-
-
-def print_table(title: str, rows: pd.DataFrame, columns: Any, number_format: str = "{:.1f}") -> None:
-    """Print results with one line for each method.
-
-    Args:
-        title: Text above the table.
-        rows: Results. Nothing is printed if there are none.
-        columns: Name or values of the column of the table that each result is in.
-        number_format: Format of a number.
-    """
-    if len(rows):
-        table = rows.pivot_table("value", "method", columns, sort=False).rename_axis(index=None, columns="method")
-        print(f"\n{title}\n{table.to_string(float_format=number_format.format, na_rep='', line_width=80)}")
 
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
@@ -17,7 +16,6 @@ from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.results import COLUMNS, read_recipe, read_results, read_samples
-from loopdropout_trainer.results import print_table as print_results_table
 from loopdropout_trainer.saving.cards import read_card_fields
 
 
@@ -152,7 +150,7 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
             line = {"task": task, "K": f"{depth:g}", "method": label, "accuracy": mean_sd(average(ours))}
             is_compared = lora is not None and method not in ("LoRA", "base model")
             lines.append({**line, "minus LoRA": difference(ours, lora) if is_compared else ""})
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines).set_index(["task", "K", "method"])
 
 
 # Figures (plots.py is imported in the functions, because sweeps do not need plotnine)
@@ -205,12 +203,45 @@ def draw_results(job: Job) -> None:
 # Printed tables
 
 
-def print_table(table: pd.DataFrame, title: str) -> None:
-    """Print a table of texts in 80 columns."""
-    grid = Table(*table, title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for row in table.itertuples(index=False):
-        grid.add_row(*row)
-    Console(width=80, markup=False, highlight=False).print(grid)
+def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> None:
+    """Print a table in 80 columns, also to a file or a pipe.
+
+    In a wider table, texts and heads are wrapped. If it still does not fit, it is printed in parts, one below the other.
+
+    Args:
+        title: Text above the table.
+        table: Texts or numbers. The index names the lines, and each part repeats it.
+        cell_format: Format of a text or number.
+    """
+    keys = table.index.nlevels
+    texts = table.map(cell_format.format, na_action="ignore").fillna("").reset_index().rename(columns=str)
+    for limit in (80, 18, 12, 18):  # the last one is for a table in parts
+        widths = {}
+        for head, column in texts.items():
+            longest_word = max(map(len, " ".join([head, *column]).split()))
+            widths[head] = min(max(map(len, [head, *column])), max(limit, min(longest_word, 30)))
+        if sum(widths.values()) + 2 * len(widths) <= 82:
+            break
+    parts = [[*texts][:keys]]
+    for head in [*texts][keys:]:
+        if len(parts[-1]) > keys and sum(widths[name] + 2 for name in [*parts[-1], head]) > 82:
+            parts.append([*texts][:keys])
+        parts[-1].append(head)
+    console = Console(width=80, markup=False, highlight=False, emoji=False)
+    console.print(f"\n{title}")
+    for part in parts:
+        grid = Table(box=None, pad_edge=False)
+        for place, head in enumerate(part):
+            grid.add_column(head, justify="left" if place < keys else "right", width=widths[head], overflow="fold")
+        for row in texts[part].itertuples(index=False):
+            grid.add_row(*row)
+        console.print(grid, *[""] * (part is not parts[-1]), sep="\n")
+
+
+def print_by_method(title: str, rows: pd.DataFrame, columns: Any, cell_format: str = "{:.1f}") -> None:
+    """Print results with one line for each method. `columns`: name or values of the column that each result is in."""
+    if len(rows):
+        print_table(title, rows.pivot_table("value", "method", columns, sort=False), cell_format)
 
 
 def print_results(folders: list[str]) -> None:
@@ -219,21 +250,21 @@ def print_results(folders: list[str]) -> None:
     rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
-    print_results_table(f"Training at K = {depth}", training, "metric", "{:.5g}")
+    print_by_method(f"Training at K = {depth}", training, "metric", "{:.5g}")
     scores = rows.query("metric in ['accuracy', 'last_number'] and gates in ['unit', 'none'] and num_loops == @depth")
     columns = scores["task"].where(scores["metric"] == "accuracy", scores["metric"])
-    print_results_table(f"Accuracy at the training depth K = {depth}, in %", scores, columns)
+    print_by_method(f"Accuracy at the training depth K = {depth}, in %", scores, columns)
     accuracy = rows.query("metric == 'accuracy'").sort_values("num_loops", kind="stable")
     print_differences(accuracy.query("gates == 'unit'"))
     for task, own in accuracy.groupby("task", sort=False):
         by_depth = own.query("gates == 'unit'")
         if by_depth["num_loops"].nunique() > 1:
             columns = "K=" + by_depth["num_loops"].astype(str)
-            print_results_table(f"Accuracy on {task} with K loops at inference, in %", by_depth, columns)
+            print_by_method(f"Accuracy on {task} with K loops at inference, in %", by_depth, columns)
         alone = own.query("gates not in ['unit', 'none']")
-        print_results_table(f"Accuracy on {task} with the adapter in one loop only, in %", alone, "gates")
+        print_by_method(f"Accuracy on {task} with the adapter in one loop only, in %", alone, "gates")
     reductions = rows.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
-    print_results_table("Loss reduction with the adapter in one loop only, in %", reductions, "gates")
+    print_by_method("Loss reduction with the adapter in one loop only, in %", reductions, "gates")
     print(f"\nEverything is in {', '.join(folders)}")
 
 
@@ -248,6 +279,6 @@ def print_differences(accuracy: pd.DataFrame) -> None:
                 difference = compare_answers(samples[method], samples[baseline])
                 lines.append([f"{method} - {baseline}", task, num_loops, difference.n, str(difference)])
     if lines:
-        table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"])
-        print(f"\nDifference in accuracy on the same n problems\n{table.to_string(index=False)}")
+        table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"]).set_index(["", "task"])
+        print_table("Difference in accuracy on the same n problems", table)
         print("The intervals are over problems. They do not include other training seeds.")

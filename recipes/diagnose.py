@@ -38,7 +38,7 @@ from loopdropout_trainer.diagnostics import (
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.recipe import name_folders, parse, recipe_dict
-from loopdropout_trainer.results import DEVELOPMENT, find_difference, print_table, write_results
+from loopdropout_trainer.results import DEVELOPMENT, find_difference, write_results
 from loopdropout_trainer.saving.cards import find_adapter
 from loopdropout_trainer.saving.loading import adapter_folder, load_model
 from loopdropout_trainer.tokenizers import load_tokenizer
@@ -125,13 +125,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def print_results(rows: list[dict]) -> None:
     """Print the loss reductions with advice for LoRA, or the other losses if they were not measured."""
+    from _tables import print_by_method
+
     results = pd.DataFrame(rows)
     reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
     if reductions.empty:
         for metric, column in {"readout_loss": "loop", "depth_loss": "num_loops"}.items():
             if len(losses := results.query("metric == @metric")):
-                print_table(f"{metric} (nats) by {column}", losses, losses[column].astype(int), "{:.4g}")
-    print_table("rho_t, loss reduction with the adapter in one loop only, in %", reductions, "gates")
+                print_by_method(f"{metric} (nats) by {column}", losses, losses[column].astype(int), "{:.4g}")
+    print_by_method("rho_t, loss reduction with the adapter in one loop only, in %", reductions, "gates")
     for method, own in reductions.query("gates != 'all loops'").groupby("method", sort=False):
         if method == "LoRA" or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
             print(f"\n{method}: {recommend_method(own.groupby('loop')['value'].mean())}")

@@ -151,8 +151,8 @@ def main(argv: list[str] | None = None) -> None:
         path = Path(args.output_dir, RECIPE_FILE)
         if not path.exists():
             dump_recipe(recipe_dict(*arguments), path)
-        print(f"\n{results_table(rows, args.averages or {})}\n")
-        print(f"The results are in {args.output_dir}")
+        print_results(rows, args.averages or {})
+        print(f"\nThe results are in {args.output_dir}")
 
 
 def find_model(name: str, path: str) -> tuple[Path | None, dict]:
@@ -164,8 +164,10 @@ def find_model(name: str, path: str) -> tuple[Path | None, dict]:
     return None, {"method": name, "model": path}
 
 
-def results_table(rows: list[dict], averages: dict[str, list[str]]) -> str:
-    """Return a table with a line for each task or average, and a column for each adapter, depth and gates."""
+def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
+    """Print a table with a line for each task or average, and a column for each adapter, depth and gates."""
+    from _tables import print_table
+
     results = pd.DataFrame(rows)
     lines = results["task"] + (", " + results["metric"]).replace(", accuracy", "")
     columns = results["name"] + ", K = " + results["num_loops"].astype(str)
@@ -173,7 +175,7 @@ def results_table(rows: list[dict], averages: dict[str, list[str]]) -> str:
     table = results.pivot_table("value", lines, columns, sort=False)
     for title, tasks in averages.items():
         table.loc[title] = table.reindex(tasks).mean(skipna=False)
-    return table.to_string(float_format="{:.2f}".format, na_rep="")
+    print_table("Results", table.rename_axis("task"), "{:.2f}")
 
 
 if __name__ == "__main__":

@@ -188,9 +188,10 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
 
 
 def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = ()) -> None:
-    """Print a table, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
-    print_table(table, title)
+    """Print a table, whose index names the lines, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
+    print_table(title, table)
     print(*notes, sep="\n")
+    table = table.reset_index()
     markdown = "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""])
     path.with_suffix(".md").write_text(markdown, encoding="utf-8")
     table.to_latex(path.with_suffix(".tex"), index=False, escape=True, caption=title, label=f"tab:{path.name}")
@@ -218,6 +219,7 @@ def main(argv: list[str] | None = None) -> None:
                 save_figure(build_figure(spec, results), path)
             else:
                 table, missing = build_table(spec, results)
+                table = table.set_index([*spec["heads"], "column"])
                 save_table(table, spec["title"], path, [*missing, *(spec["made_by"] if missing else [])])
         except Missing as reason:
             print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
@@ -225,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
     # Summary
     if not arguments.tables:
         costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
-        save_table(costs.round(2).map("{:.12g}".format).reset_index(), "Costs of the training", output_dir / "costs")
+        save_table(costs.round(2).map("{:.12g}".format), "Costs of the training", output_dir / "costs")
         if "accuracy" in {*results["metric"]}:
             note = "The 95% intervals are over seeds, or over problems if there is one seed."
             save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])

@@ -320,8 +320,8 @@ class Sweep:
             print(f"{method}: learning rate {choice.best}. {choice.remark}")
             choices[method] = choice._asdict()
         table = accuracy_table(load_results(self.output_dir))
-        print_table(table, ACCURACY_TITLE)
-        summary = {"choices": choices, "accuracy": table.to_dict("records")}
+        print_table(ACCURACY_TITLE, table)
+        summary = {"choices": choices, "accuracy": table.reset_index().to_dict("records")}
         path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 

@@ -263,6 +263,17 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
     assert [*table["minus LoRA"]] == ["", str(compare_answers(samples["Loop Dropout"], samples["LoRA"]))]
 
 
+def test_printed_table_has_80_columns(capsys):
+    heads = [f"adapter, K = {depth}" for depth in range(1, 10)]
+    table = pd.DataFrame([range(9)], ["arithmetic_easy_test, learning_rate = 0.001"], heads).rename_axis("task")
+    report.print_table("Results", table, "{:.1f}")
+    report.print_table("Some", table[heads[:4]].astype(str))
+    parts = capsys.readouterr().out.split("\n\n")
+    assert [part.count(" K =") for part in parts] == [3, 3, 3, 4]
+    assert all(len(line) <= 80 for part in parts for line in part.splitlines())
+    assert re.search("arithmetic_easy_test, +6.0 +7.0 +8.0 *\nlearning_rate = 0.001", parts[2])
+
+
 def test_overview_figure_has_three_panels(quickstart):
     folder = quickstart / "LoRA 0.001"
     again = {"gates": "loop 1", "loop": 1, "metric": "loss_reduction", "task": "development", "n": 50, "value": 77.0}
