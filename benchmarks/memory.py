@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DoryConfig
 
 import loopdropout_trainer.models  # noqa: F401  (registers the families)
 from loopdropout_trainer import default_peft_config
-from loopdropout_trainer.memory import kept_per_layer
+from loopdropout_trainer.memory import FAMILIES, estimate_memory
 
 
 NUM_TOKENS = 128
@@ -56,29 +56,34 @@ SHAPES = {
 """Published fields, and for LoopUS the split of the layers that its 260 layer runs suggest."""
 
 
-def small_model(fields: dict, num_layers: int) -> torch.nn.Module:
-    """Return a random model with the widths of `fields` and `num_layers` recurrent layers, with the paper's adapter."""
+def small_fields(fields: dict, num_layers: int) -> dict:
+    """Return the fields of a model with the widths of `fields`, `num_layers` recurrent layers and one loop."""
     small = {**fields, "vocab_size": 256, "num_hidden_layers": num_layers}
-    if fields["model_type"] == "huginn_raven":
+    kind = fields["model_type"]
+    if kind == "huginn_raven":
         small |= {"n_layers_in_prelude": 1, "n_layers_in_recurrent_block": num_layers, "n_layers_in_coda": 1}
         small |= {"padded_vocab_size": 256}
         del small["num_hidden_layers"]
-    if fields["model_type"] == "lds":
+    if kind == "lds":
         looped = [*range(1, num_layers + 1)]
         small |= {"encoder_layer_indices": [0], "reasoning_layer_indices": looped}
         small |= {"decoder_layer_indices": [num_layers + 1]}
         small["base_config_dict"] = {**QWEN, "vocab_size": 256, "num_hidden_layers": num_layers + 2}
         del small["num_hidden_layers"]
-    if fields["model_type"] == "dory":
-        parts = {"n_input_layers": 2, "n_recurrent_layers": 2 * num_layers, "n_output_layers": 2}
-        parts |= {"num_hidden_layers": 4 + 2 * num_layers, "n_recurrent_loops": 1}
-        config = DoryConfig.from_dict(
-            {**small, **parts, "layer_types": ["sliding_attention", "mlp"] * (num_layers + 2)}
-        )
-    else:
-        names = {"ouro": "total_ut_steps", "nanbeige": "num_loops", "huginn_raven": "mean_recurrence", "lds": "N"}
-        kind = small.pop("model_type")
-        config = AutoConfig.for_model(kind, **{**small, names[kind]: 1})
+    if kind == "dory":
+        small |= {"n_input_layers": 2, "n_recurrent_layers": 2 * num_layers, "n_output_layers": 2}
+        small |= {
+            "num_hidden_layers": 4 + 2 * num_layers,
+            "layer_types": ["sliding_attention", "mlp"] * (num_layers + 2),
+        }
+    return {**small, FAMILIES[kind][2]: 1}
+
+
+def small_model(fields: dict) -> torch.nn.Module:
+    """Return a random model with the fields of its config.json, with the paper's adapter."""
+    kind = fields["model_type"]
+    others = {name: value for name, value in fields.items() if name != "model_type"}
+    config = DoryConfig.from_dict(fields) if kind == "dory" else AutoConfig.for_model(kind, **others)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return get_peft_model(model, default_peft_config(model)).train()
 
@@ -107,12 +112,13 @@ def main() -> None:
     for name, fields in SHAPES.items():
         if name != "Ouro-2.6B":  # the same layer as Ouro-1.4B
             torch.manual_seed(0)
-            kept = []
+            kept, estimates = [], []
             for num_layers in (1, 2):
-                kept.append(kept_bytes(small_model(fields, num_layers)))
+                small = small_fields(fields, num_layers)
+                kept.append(kept_bytes(small_model(small)))
+                estimates.append(estimate_memory(small, 1, checkpointing=False)["activations"])
                 gc.collect()
-            counted = (kept[1] - kept[0]) / 1e3
-            estimate = kept_per_layer(fields) / 1e3
+            counted, estimate = (kept[1] - kept[0]) / 1e3, (estimates[1] - estimates[0]) * 1e6
             rows.append(f"| {name} | {counted:.1f} | {estimate:.1f} | {estimate / counted - 1:+.0%} |")
     page = [
         "# Kept tensors of a layer run",

@@ -6,52 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 
-_LLAMA = {"kept": 37, "hidden": "hidden_size", "layers": "num_hidden_layers", "outside": ()}
-FIELDS = {
-    "ouro": {**_LLAMA, "kept": 41, "loops": "total_ut_steps"},
-    "nanbeige": {**_LLAMA, "loops": "num_loops"},
-    "huginn_raven": {
-        "kept": 39,
-        "hidden": "n_embd",
-        "layers": "n_layers_in_recurrent_block",
-        "outside": ("n_layers_in_prelude", "n_layers_in_coda"),
-        "loops": "mean_recurrence",
-    },
-    "lds": {
-        "kept": 44,
-        "hidden": "hidden_size",
-        "layers": "reasoning_layer_indices",
-        "outside": ("encoder_layer_indices", "decoder_layer_indices"),
-        "loops": "N",
-    },
-    "dory": {
-        "kept": 79,
-        "hidden": "hidden_size",
-        "layers": "n_recurrent_layers",
-        "outside": ("n_input_layers", "n_output_layers"),
-        "loops": "n_recurrent_loops",
-    },
+HUGINN_LAYERS = ("n_layers_in_recurrent_block", "n_layers_in_prelude", "n_layers_in_coda")
+FAMILIES = {
+    "ouro": (41, "hidden_size", "total_ut_steps", "num_hidden_layers"),
+    "nanbeige": (37, "hidden_size", "num_loops", "num_hidden_layers"),
+    "huginn_raven": (39, "n_embd", "mean_recurrence", *HUGINN_LAYERS),
+    "lds": (44, "hidden_size", "N", "reasoning_layer_indices", "encoder_layer_indices", "decoder_layer_indices"),
+    "dory": (79, "hidden_size", "n_recurrent_loops", "n_recurrent_layers", "n_input_layers", "n_output_layers"),
 }
-"""Names of the fields of a family's config.json by `model_type`, and the `kept` numbers of `kept_per_layer`."""
-
-OVERHEAD_GB = 1.2
-"""GB of the CUDA context, the kernels' workspaces, and the loss, which is computed in chunks of tokens."""
-
-
-def kept_per_layer(config: Mapping[str, Any]) -> int:
-    """Return the bytes that one run of a recurrent layer keeps for a token, C H + 6 I for hidden size H and MLP width I.
-
-    C was counted at the models' real widths (`python benchmarks/memory.py`).
-    """
-    names = FIELDS[config["model_type"]]
-    base = {**config, **config.get("base_config_dict", {})}
-    return names["kept"] * base[names["hidden"]] + 6 * base["intermediate_size"]
+"""C, and the names of the fields of H, K, the looped layers and the other layers, by `model_type`."""
 
 
 def estimate_memory(
     config: Mapping[str, Any],
     num_tokens: int,
-    *,
     num_loops: int | None = None,
     rank: int = 16,
     checkpointing: bool = True,
@@ -59,9 +27,8 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Return the GB (10^9 bytes) of a LoRA training in bfloat16 by part, and in all (`total`).
 
-    The weights of the frozen model take 2 bytes each, or 0.56 in the linear layers of a 4-bit model. A number of the adapter
-    takes 16 bytes with its gradient and AdamW in float32. Each run of a layer keeps `kept_per_layer` bytes for a token,
-    or its input of 2 H bytes with gradient checkpointing.
+    For a token, a run of a layer keeps its input of 2 H bytes with gradient checkpointing, else C H + 6 I bytes, with hidden
+    size H and MLP width I. `python benchmarks/memory.py` counts C. The result is empty for a model that is not in `FAMILIES`.
 
     Args:
         config: Content of a config.json.
@@ -70,35 +37,28 @@ def estimate_memory(
         rank: Rank of the adapter on all linear projections of the recurrent block.
         checkpointing: Whether the backward pass computes the layers again.
         four_bit: Whether the linear layers of the frozen model have 4-bit weights.
-
-    Returns:
-        An empty dict for a model that is not in `FIELDS`.
     """
-    names = FIELDS.get(config.get("model_type", ""))
-    if names is None:
+    if (kind := config.get("model_type")) not in FAMILIES:
         return {}
-    config = {**config, **config.get("base_config_dict", {}), "model_type": config["model_type"]}
-    count = lambda name: len(config[name]) if isinstance(config[name], list) else config[name]
-    layers, outside = count(names["layers"]), sum(map(count, names["outside"]))
-    if config["model_type"] == "dory":  # its file counts the attention and the MLP of a layer apart
-        layers, outside = layers // 2, outside // 2
-    hidden, mlp, loops = config[names["hidden"]], config["intermediate_size"], num_loops or config[names["loops"]]
-    heads = config.get("num_attention_heads") or config["n_heads"]
+    config = {**config, **config.get("base_config_dict", {})}
+    factor, *names = FAMILIES[kind]
+    hidden, own_loops, layers, *outside = [config[name] for name in names]
+    counts = [len(part) if isinstance(part, list) else part for part in (layers, *outside)]
+    layers, *outside = [
+        count // 2 if kind == "dory" else count for count in counts
+    ]  # Dory counts attention and MLP apart
+    mlp, heads = config["intermediate_size"], config.get("num_attention_heads") or config["n_heads"]
     width = heads * (config.get("head_dim") or hidden // heads)
     kv_width = width * (config.get("num_key_value_heads") or heads) // heads
     sizes = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, hidden)]  # (in, out) of the projections
-    sizes += [(hidden, mlp), (hidden, mlp), (mlp, hidden), *[(hidden, width)] * (config["model_type"] == "dory")]
-    linear = (layers + outside) * sum(rows * columns for rows, columns in sizes)
-    is_tied = config.get("tie_word_embeddings", config.get("tie_embeddings", False)) and config["model_type"] != "lds"
-    embeddings = config["vocab_size"] * hidden * (1 if is_tied else 2)
-    adapter = layers * rank * sum(map(sum, sizes))
-    kept = kept_per_layer(config)
-    runs = loops * layers + outside
-    activations = num_tokens * (runs * 2 * hidden + kept if checkpointing else runs * kept)
+    sizes += [(hidden, mlp), (hidden, mlp), (mlp, hidden), *[(hidden, width)] * (kind == "dory")]
+    linear = (layers + sum(outside)) * sum(rows * columns for rows, columns in sizes)
+    is_tied = config.get("tie_word_embeddings", config.get("tie_embeddings", False)) and kind != "lds"
+    runs, kept = (num_loops or own_loops) * layers + sum(outside), factor * hidden + 6 * mlp
     parts = {
-        "frozen weights": (0.56 if four_bit else 2) * linear + 2 * embeddings,
-        "adapter and optimizer": 16 * adapter,
-        "activations": activations,
-        "overhead": OVERHEAD_GB * 1e9,
+        "frozen weights": (0.56 if four_bit else 2) * linear + 2 * config["vocab_size"] * hidden * (2 - bool(is_tied)),
+        "adapter and optimizer": 16 * layers * rank * sum(map(sum, sizes)),  # with gradient and AdamW in float32
+        "activations": num_tokens * (runs * 2 * hidden + kept if checkpointing else runs * kept),
+        "overhead": 1.2e9,  # CUDA, the kernels' workspaces, and the loss, which is computed in chunks of tokens
     }
     return {name: value / 1e9 for name, value in {**parts, "total": sum(parts.values())}.items()}
