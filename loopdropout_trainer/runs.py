@@ -120,7 +120,6 @@ class Job:
         self.script_args, self.model_args, self.adapter_args, _, self.args, *_ = arguments
         if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
-        checkpoint = find_checkpoint(self.args)
         try:
             for tracker in get_reporting_integration_callbacks(self.args.report_to):
                 tracker()
@@ -129,13 +128,15 @@ class Job:
         recipe = recipe_dict(*arguments)
         rules = [rule for rule in self.script_args.compare_with or () if rule != self.args.rule]
         self.runs = [Run(self.script_args, self.args, recipe), *(self._compared_run(rule, recipe) for rule in rules)]
+        is_continued = bool(self.args.resume_from_checkpoint)
         for run in self.runs:
             run.check()
             run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
+            run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
         self.tasks: list[Task | Group] = []
         self.progress: JobProgressCallback | None = None
         if self.args.process_index == 0:
-            self.print_plan(checkpoint)
+            self.print_plan(is_continued)
 
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
@@ -146,14 +147,15 @@ class Job:
         own_recipe = override(recipe, changes)
         return Run(*build([type(self.script_args), type(self.args)], own_recipe), own_recipe)
 
-    def print_plan(self, checkpoint: str | None = None) -> None:
-        """Print the model, the rules, the data, the training, and the checkpoint from which it continues."""
+    def print_plan(self, is_continued: bool) -> None:
+        """Print the model, the rules, the data, the training, and the checkpoint that it uses or could use."""
         from loopdropout_trainer.training.stopping import newest_checkpoint
 
         args, recipe, runs = self.args, self.runs[0].recipe, self.runs
         get = lambda *names: " ".join(str(recipe[name]) for name in names if recipe.get(name))
         length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
-        new = [run.args.output_dir for run in runs if not (run.is_trained or run.args.resume_from_checkpoint)]
+        trained = [run.args.output_dir for run in runs if run.is_trained]
+        new = [run.args.output_dir for run in runs if run.args.output_dir not in trained and not is_continued]
         unused = ", ".join(filter(None, map(newest_checkpoint, new)))
         plan = {
             "model": get("model_name_or_path", "model_revision"),
@@ -164,8 +166,8 @@ class Job:
             "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
             "output_dir": args.output_dir,
             "memory": self.describe_memory(),
-            "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
-            "continues": "" if runs[0].is_trained else checkpoint,
+            "trained": ", ".join(trained),
+            "continues": "" if args.output_dir in trained else args.resume_from_checkpoint,
             "not used": unused and f"{unused}. Add `--resume_from_checkpoint true` to continue from there.",
         }
         print("\n".join(f"{name:<12}{text}" for name, text in plan.items() if text), flush=True)
@@ -174,7 +176,9 @@ class Job:
         """Return the estimated GPU memory of the training, or an empty text for a model whose shapes are not known."""
         from transformers import PreTrainedConfig
 
-        args, model = self.args, self.model_args
+        from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config
+
+        args, model, adapter = self.args, self.model_args, self.adapter_args.adapter_name_or_path
         if not (max_length := getattr(args, "max_length", None)):  # GRPO has none
             return ""
         try:
@@ -184,11 +188,11 @@ class Job:
                 config,
                 args.per_device_train_batch_size * max_length,
                 num_loops=model.num_loops,
-                rank=self.adapter_args.lora_r,
+                rank=read_adapter_config(adapter_folder(adapter)).r if adapter else self.adapter_args.lora_r,
                 checkpointing=args.gradient_checkpointing,
                 four_bit="load_in_4bit" in str(args.model_init_kwargs),
             )
-        except (OSError, KeyError):  # without a network, or with other fields
+        except (OSError, KeyError, UserError):  # without a network, or with other fields
             return ""
         total = sizes.pop("total", None)
         parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
@@ -254,7 +258,7 @@ class Job:
         import torch
 
         from loopdropout_trainer.progress import JobProgressCallback
-        from loopdropout_trainer.training.stopping import NonFiniteGradientError, find_checkpoint
+        from loopdropout_trainer.training.stopping import NonFiniteGradientError
 
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
@@ -271,7 +275,7 @@ class Job:
         if is_trained:
             load_trained(trainer, folder)
             return
-        checkpoint = find_checkpoint(trainer.args)
+        checkpoint = trainer.args.resume_from_checkpoint
         state = load_state(checkpoint) if checkpoint else None
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # of the run before
@@ -293,6 +297,8 @@ class Job:
         """
         import torch
 
+        from loopdropout_trainer.training.stopping import describe_data
+
         if run.is_trained:
             return
         trainer.save_model()
@@ -302,7 +308,7 @@ class Job:
                 trainer.args.output_dir,
                 status="trained",
                 model_revision=getattr(trainer.model.config, "_commit_hash", None),
-                dataset_fingerprint=trainer.train_dataset._fingerprint,
+                training_data=describe_data(trainer.train_dataset),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 num_processes=trainer.args.world_size,
             )

@@ -6,6 +6,8 @@ from conftest import Recorder, assert_same_weights, logged
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.depth import sample_depth
+from loopdropout_trainer.progress import SampleCompletionsCallback
+from loopdropout_trainer.results import training_results
 
 
 EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}
@@ -52,6 +54,14 @@ def test_live_diagnostics_leave_training_unchanged(train):
     for log in logs:
         assert {f"live/{name}_loop_{t}" for name in ("rho", "readout") for t in range(1, 5)} <= log.keys()
     assert len(logged(live, "entropy")) == 4
+
+
+def test_samples_are_not_training_time(make_sft):
+    trainer = make_sft(eval_strategy="steps", eval_steps=1)
+    trainer.add_callback(samples := SampleCompletionsCallback(trainer))
+    trainer.train()
+    (seconds,) = (row["value"] for row in training_results(trainer) if row["metric"] == "train_seconds")
+    assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)
 
 
 def test_live_diagnostics_need_evaluation_examples(config, dataset, tokenizer, model):

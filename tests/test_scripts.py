@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import sys
@@ -211,6 +212,8 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     )
     for metric in ("train_loss", "num_tokens"):
         assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
+    state = json.loads((quickstart[0] / "checkpoint-6" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert read_run(copy)["training_data"] == state["TrainingDataCallback"]["attributes"]
 
 
 def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):

@@ -124,15 +124,14 @@ class GateSamplingMixin(AdapterTrainingMixin):
 
         `resume_from_checkpoint=True` continues from the newest complete checkpoint in `output_dir`, or starts without one.
         """
-        if resume_from_checkpoint:
-            resume_from_checkpoint = find_checkpoint(self.args, resume_from_checkpoint)
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
         folder = self.args.output_dir
         try:
             with explain_write_errors(folder), lock_folder(folder) if self.args.should_save else nullcontext():
-                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+                output = super().train(checkpoint, trial, ignore_keys_for_eval)
             self.stop_callback.raise_if_stopped(self.state)
             return output
         finally:

@@ -209,36 +209,37 @@ def find_fault(checkpoint: Path) -> str | None:
     return None
 
 
-def newest_checkpoint(output_dir: str | Path) -> str | None:
+class Checkpoint(str):
+    """Folder of a checkpoint that a training can continue from, which is therefore not examined again."""
+
+
+def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
     """Return the newest complete checkpoint in a folder, or None."""
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         if (fault := find_fault(folder)) is None:
-            return str(folder)
+            return Checkpoint(folder)
         logger.warning_once("The checkpoint %s is not used, because it %s.", folder, fault)
     return None
 
 
-def find_checkpoint(args: TrainingArguments, name: str | bool | None = None) -> str | None:
+def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoint | None:
     """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`.
-
-    Args:
-        args: Arguments of the training.
-        name: Value of `resume_from_checkpoint`. Default: the value in `args`.
 
     Raises:
         UserError: If a training cannot continue from the named checkpoint.
     """
-    name = name or args.resume_from_checkpoint
+    if not name or isinstance(name, Checkpoint):
+        return name or None
     if str(name).lower() == "true":
-        return newest_checkpoint(args.output_dir)
-    if name and (fault := find_fault(Path(name))):
+        return newest_checkpoint(output_dir)
+    if fault := find_fault(Path(name)):
         newest = newest_checkpoint(Path(name).parent)
         raise UserError(
             f"`resume_from_checkpoint` must be true or the folder of a complete checkpoint, but {name} {fault}."
             + (f" The newest complete checkpoint is {newest}." if newest else "")
         )
-    return name
+    return Checkpoint(name)
 
 
 @contextmanager
