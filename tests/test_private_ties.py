@@ -28,7 +28,13 @@ from loopdropout_trainer.looped import example_starts
 
 
 PAGE = (ROOT / "docs/architecture.md").read_text().partition("## Ties to other libraries")[2]
-TIES = dict(re.findall(r"^\| `(\S.*?)` \| (.*) \|$", PAGE, re.MULTILINE))
+TIES, library = {}, ""
+for bold, cell, use in re.findall(r"^\| (\**)(`.*?`)\** \| (.*?) ?\|$", PAGE, re.MULTILINE):
+    place, *members = re.findall("`(.*?)`", cell)
+    if bold:
+        library = f"{place}."
+    else:
+        TIES |= {f"{library}{place}{member}": use for member in members or [""]}
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 NOT_TIES = {"_asdict", "_replace", "_exit", "_abc_impl", "_backward_cls", "_settings"}
 """Names of Python's own library and of metaclasses, and a name that is set on other objects than `self`."""
@@ -114,7 +120,7 @@ def test_tie(name, make_sft):
             tied, expected = pkgutil.resolve_name(path), parameters.split(", ")
             is_operator = isinstance(tied, torch._ops.OpOverload)
             names = [a.name for a in tied._schema.arguments] if is_operator else inspect.signature(tied).parameters
-            holds = [*names][: len(expected)] == expected
+            holds = [name for name in names if name != "self"][: len(expected)] == expected
         else:
             holds = bool(BEHAVIORS[name](make_sft) if name in BEHAVIORS else pkgutil.resolve_name(path))
     except (AttributeError, ImportError, KeyError, TypeError) as error:
