@@ -6,10 +6,14 @@ from pathlib import Path
 
 
 def on_page_markdown(markdown: str, page, **kwargs) -> str:
-    """Show the README on the first page, and the paths of files outside of `docs/` instead of links."""
+    """Show the README on the first page, and the paths of files outside of `docs/` instead of links.
+
+    Comments are left out, because one at the start of a line ends a list.
+    """
     if page.is_homepage:
         readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
         markdown = re.sub(r"\]\((?!https?:|docs/)", "](../", readme).replace("](docs/", "](")
+    markdown = re.sub("<!--.*?-->", "", markdown)
     markdown = re.sub(r"\]\((?:\.\./)+README\.md(#[\w-]*)?\)", r"](README.md\1)", markdown)
     outside = rf"!?\[([^\]]*)\]\((?:\.\./){{{page.file.src_uri.count('/') + 1}}}([^)]*)\)"
     return re.sub(outside, lambda match: f"{match[1]} (`{match[2]}`)" * (match[1] != match[2]) or match[1], markdown)
