@@ -197,6 +197,11 @@ class SFTArguments(ScriptArguments):
     single_loop_batches: int = option(
         0, "Number of evaluation batches for the loss with the adapter in one loop only.", "measurement"
     )
+    diagnose_task: str | None = option(
+        None,
+        "Task of which 500 reference solutions are scored with the adapter in one loop only, and by each readout.",
+        "measurement",
+    )
     preview: int | None = option(
         None, "Index of a training example to print, with its trained tokens marked.", "never"
     )

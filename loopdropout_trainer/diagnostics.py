@@ -55,17 +55,17 @@ class Score(NamedTuple):
     n: int
 
 
-def reference_examples(task: Task, num_examples: int | None = None) -> list[dict[str, str]]:
+def reference_examples(task: Task, num_examples: int | None = 500) -> list[dict[str, str]]:
     """Return the prompts of a task with their reference solutions, as examples with `prompt` and `completion`.
 
     Args:
         task: Task of lm-eval whose problems have a text column `solution` or `answer`.
-        num_examples: Maximum number of examples. Default: all.
+        num_examples: Maximum number of examples. The default is the paper's. None: all.
     """
     problems = list(islice(getattr(task, "eval_docs", ()), num_examples))
     solutions = [problem.get("solution", problem.get("answer")) for problem in problems]
     if not problems or not isinstance(solutions[0], str):
-        raise UserError("`task` must be a task with a text column `solution` or `answer`.")
+        raise UserError("The diagnosed task must have a text column `solution` or `answer`.")
     pairs = zip(problems, solutions, strict=True)
     return [{"prompt": task.doc_to_text(doc), "completion": f" {remove_calculations(text)}"} for doc, text in pairs]
 

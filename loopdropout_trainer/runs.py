@@ -107,6 +107,7 @@ class Job:
     Attributes:
         runs: The runs. The first one is the rule of the recipe.
         tasks: Tasks to evaluate, from `load_tasks`.
+        references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
 
     Raises:
         UserError: If settings exclude each other, or the folder of a run holds another run.
@@ -134,6 +135,7 @@ class Job:
             run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
             run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
         self.tasks: list[Task | Group] = []
+        self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
         if self.args.process_index == 0:
             self.print_plan(is_continued)
@@ -212,22 +214,25 @@ class Job:
             )
 
     def load_tasks(self, held_out: Any) -> None:
-        """Load the tasks to evaluate.
+        """Load the tasks to evaluate and the reference solutions to score.
 
         Args:
             held_out: Held-out examples, which the task `development` asks, or None.
         """
+        from loopdropout_trainer.diagnostics import reference_examples
         from loopdropout_trainer.evaluation import load_benchmarks
 
         options = self.script_args
-        self.tasks = load_benchmarks(
-            options.benchmarks or (),
+        sources = (
             options.own_benchmarks,
             options.benchmark_revisions,
             options.benchmark_limit,
             self.runs[0].recipe.get("preparation"),
             held_out,
         )
+        self.tasks = load_benchmarks(options.benchmarks or (), *sources)
+        if name := getattr(options, "diagnose_task", None):
+            self.references = reference_examples(load_benchmarks([name], *sources)[0])
 
     # Trainings
 
@@ -320,7 +325,7 @@ class Job:
         import torch
         from torch.utils.data import DataLoader
 
-        from loopdropout_trainer.diagnostics import readouts, single_loop
+        from loopdropout_trainer.diagnostics import label_batches, readouts, single_loop
         from loopdropout_trainer.evaluation import DEVELOPMENT
 
         # All tasks, and the first one at other depths and in one loop only
@@ -332,13 +337,17 @@ class Job:
             for gates in torch.eye(trainer.num_loops).tolist():
                 self._evaluate(trainer, run, self.tasks[:1], gates=gates)
 
-        # The loss of held-out examples in one loop only, and of each loop's readout
+        # The loss of reference solutions and held-out examples in one loop only, and of each loop's readout
+        diagnosed, batch_size = {}, trainer.args.per_device_eval_batch_size
+        if self.references:
+            diagnosed[run.script_args.diagnose_task] = label_batches(
+                self.references, trainer.processing_class, batch_size
+            )
         if num_batches := getattr(run.script_args, "single_loop_batches", 0):
-            batch_size = trainer.args.per_device_eval_batch_size
             loader = DataLoader(trainer.eval_dataset, batch_size, collate_fn=trainer.data_collator)
-            batches = [*islice(loader, num_batches)]
-            rows = [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)]
-            record(trainer, run, rows, task=DEVELOPMENT)
+            diagnosed[DEVELOPMENT] = [*islice(loader, num_batches)]
+        for task, batches in diagnosed.items():
+            record(trainer, run, [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)], task=task)
 
     def _evaluate(self, trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:
         """Write the results of tasks. `place`: `num_loops` or `gates` [K] of the evaluation."""

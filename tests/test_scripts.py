@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load_script
+from expected import expected_results
 
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.results import is_finished, read_results, read_run, write_run
+from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
@@ -31,6 +31,8 @@ WORDS = [
     "--eval_num_loops",
     "2",
     "4",
+    "--diagnose_task",
+    "arithmetic_easy_test",
     "--lora_dropout",
     "0.1",
     "--hub_token",
@@ -88,20 +90,15 @@ def tables(text):
     return text[text.index("Training at") : text.index("Everything is in")]
 
 
-def test_sft_trains_and_measures_both_rules(quickstart):
-    folder, _ = quickstart
-    rows, places = read_results(folder), defaultdict(list)
-    for row in rows:
-        places[row["method"], row["metric"]].append((row["gates"], row["num_loops"]))
-    alone = [(f"loop {loop}", 4) for loop in (1, 2, 3, 4)]
-    for method in ("Loop Dropout", "Input dropout"):
-        assert places[method, "train_loss"] == [("unit", 4)]
-        assert places[method, "accuracy"] == [("unit", 4), ("unit", 2), *alone]
-        assert places[method, "loss_reduction"] == [*alone, ("unit", 4)]
-    assert places["base model", "accuracy"] == [("none", 4)]
-    trained = {("Loop Dropout", 0, 6), ("Input dropout", 0, 6)}
-    assert {(row["method"], row["seed"], row["step"]) for row in rows} == {*trained, ("base model", None, None)}
-    assert all(is_finished(path) for path in (folder, folder / "lora"))
+def test_sft_writes_the_expected_results(quickstart):
+    names = ("method", "seed", "num_loops", "gates", "task", "metric", "loop")
+    for folder in (quickstart[0], quickstart[0] / "lora"):
+        rows = [row for row in read_results(folder) if row["folder"] == str(folder)]
+        written, expected = [
+            {tuple(map(row.get, names)) for row in own} for own in (rows, expected_results(read_recipe(folder)))
+        ]
+        assert {row[-2] for row in written ^ expected} == {"peak_memory_gb"}
+        assert is_finished(folder) and {row["step"] for row in rows} == {6, None}
 
 
 def test_sft_saves_recipe_card_and_merged_model(quickstart):
