@@ -15,7 +15,7 @@ from scipy import stats
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.results import COLUMNS, read_recipe, read_results, read_samples
+from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, read_recipe, read_results, read_samples
 from loopdropout_trainer.saving.cards import read_card_fields
 
 
@@ -103,21 +103,28 @@ def mean_sd(values: pd.Series, decimals: int = 2) -> str:
     return f"{values.mean():.{decimals}f}{spread}"
 
 
+def paired_samples(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> list[list[dict]]:
+    """Return the samples of both settings with one seed."""
+    return [read_samples(side.drop_duplicates("seed").set_index("seed").loc[seed]) for side in (ours, other)]
+
+
+def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) -> pd.Series:
+    """Return the differences between two settings by seed, or a part of each by `answer_decomposition`."""
+    gains = (average(ours) - average(other)).dropna()
+    for seed in gains.index if part else ():
+        rows = answer_decomposition(*paired_samples(ours, other, seed))
+        gains[seed] = next(row["value"] for row in rows if row["metric"] == part)
+    return gains
+
+
 def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part: str | None = None) -> str:
     """Return the difference between two settings, paired by seed, with its 95% interval (Student's t).
 
-    The interval of a single seed is over problems. `part`: part of the difference by `answer_decomposition`, such as
-    `gain_both_answered`.
+    The interval of a single seed is over problems. `part`: as in `paired_gains`.
     """
-    gains = (average(ours) - average(other)).dropna()
-    samples = lambda seed: [
-        read_samples(side.drop_duplicates("seed").set_index("seed").loc[seed]) for side in (ours, other)
-    ]
-    if part:
-        parts = [pd.DataFrame(answer_decomposition(*samples(seed))).set_index("metric") for seed in gains.index]
-        gains[:] = [values["value"][part] for values in parts]
-    elif len(gains) == 1 and pd.concat([ours, other])["samples"].notna().all():
-        return str(compare_answers(*samples(gains.index[0])))
+    gains = paired_gains(ours, other, part)
+    if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
+        return str(compare_answers(*paired_samples(ours, other, gains.index[0])))
     if len(gains) < 2:
         return "".join(f"{gain:+.{decimals}f}" for gain in gains) or "–"
     test = stats.ttest_1samp(gains, 0)
@@ -264,7 +271,9 @@ def print_results(folders: list[str]) -> None:
         alone = own.query("gates not in ['unit', 'none']")
         print_by_method(f"Accuracy on {task} with the adapter in one loop only, in %", alone, "gates")
     reductions = rows.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
-    print_by_method("Loss reduction with the adapter in one loop only, in %", reductions, "gates")
+    for task, own in reductions.groupby("task", sort=False):
+        examples = "" if task == DEVELOPMENT else f" on {task}"
+        print_by_method(f"Loss reduction{examples} with the adapter in one loop only, in %", own, "gates")
     print(f"\nEverything is in {', '.join(folders)}")
 
 

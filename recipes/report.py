@@ -58,6 +58,7 @@ from _tables import (
     load_results,
     mean_sd,
     overview_figure,
+    paired_gains,
     points,
     print_table,
     save_figure,
@@ -105,7 +106,7 @@ def fill_cell(
 
     Args:
         results: from `load_results`.
-        show: `mean` (± SD over seeds), `seeds` (the value of each seed), or a column.
+        show: `mean` (± SD over seeds, or a difference with its interval), `seeds` (the value of each seed), or a column.
         minus: columns of the results to subtract, paired by seed.
         part: part of this difference by `answer_decomposition`, such as `gain_both_answered`.
         of: cost of the training to show, such as `train_seconds`.
@@ -118,7 +119,10 @@ def fill_cell(
         return str(load_recipe(recipe)[show])
     rows = find(results, wanted)
     if minus:
-        return difference(rows, find(results, {**wanted, **minus}), decimals, part)
+        other = find(results, {**wanted, **minus})
+        if show == "seeds":
+            return " / ".join(f"{gain:+.{decimals}f}" for gain in paired_gains(rows, other, part))
+        return difference(rows, other, decimals, part)
     if of:
         costs = find(results, {"task": "training", "metric": of})
         rows = costs[costs["run"].isin(rows["run"])]
