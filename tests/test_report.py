@@ -5,12 +5,12 @@ import json
 import random
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from conftest import write_lines
+from expected import expected_results
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from processes import ROOT
@@ -18,7 +18,6 @@ from scipy import stats
 
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.plots import line_plot
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
@@ -33,12 +32,8 @@ PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").re
 FILES = {*(ROOT / "recipes/tables").glob("*.yaml")}
 FIGURES = sorted((ROOT / "recipes/tables").glob("figure_*.yaml"))
 TABLES = sorted(FILES.difference(FIGURES))
-TULU = "mmlu, bbh, truthfulqa_mc2, ifeval_strict, ifeval_loose, humaneval, humaneval_plus, mbpp, mbpp_plus"
-SUBJECTS = "Algebra, Counting & Probability, Geometry, Intermediate Algebra, Number Theory, Prealgebra, Precalculus"
-GROUPS = {"accuracy_by_subject": SUBJECTS.split(", "), "accuracy_by_level": "12345"}
 SAVED = ("rule", "p", "lora_r", "num_loops", "learning_rate", "seed", "run_name", "max_length")
 LABELS = ["LoRA, p = 1", "LoRA, p = 2", "Loop Dropout", "Mine"]
-LORA_TITLES = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
 
 
 def write(folder, rows, recipe=None, **columns):
@@ -50,64 +45,64 @@ def write(folder, rows, recipe=None, **columns):
         dump_recipe(recipe, folder / "recipe.yaml")
 
 
-def write_sweep(path, outputs, rng):
-    """Write random results of the final runs of a sweep. The middle learning rate is the chosen one."""
+def write_sweep(path, folder):
+    """Write the results that the final runs of a sweep write, with values that depend on the run and the row alone.
+
+    The middle learning rate is the chosen one.
+    """
     (made,) = parse((sweep.Sweep,), [str(path)])
-    made.output_dir = str(outputs / Path(made.output_dir).name)
+    base = load_recipe(made.recipe)
     for method in made.recipes:
         rates = made.choice(method).rates
         for rate in rates if made.full_grid else [rates[len(rates) // 2]]:
             for seed in made.seeds:
-                run = sweep.Run(method, rate, seed, False)
-                recipe = made.run_settings(run)
-                title = RULES[recipe["rule"]].title
-                if title == "LoRA":
-                    title = next((name for field, name in LORA_TITLES.items() if recipe.get(field)), title)
-                tasks = TULU.split(", ") if path.stem == "tulu2" else recipe["benchmarks"]
-                shared = {"method": title, "seed": seed, "num_loops": recipe.get("num_loops", 4)}
-                rows = random_rows(
-                    tasks, {*recipe.get("eval_num_loops", ())} - {shared["num_loops"]}, made.folder(run), rng
-                )
-                write(made.folder(run), rows, {name: recipe[name] for name in SAVED if name in recipe}, **shared)
-
-
-def random_rows(tasks, depths, folder, rng):
-    """Results with random values: of the training, the tasks, other depths, groups and loops."""
-    rows = [
-        {"task": "training", "metric": name} for name in ("train_seconds", "trainable_parameters", "peak_memory_gb")
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    for task in tasks:
-        samples = [{"correct": float(rng.random() < 0.6), "answered": rng.random() < 0.9} for _ in range(20)]
-        write_lines(folder / f"{task}.jsonl", samples)
-        rows.append({"task": task, "samples": f"{task}.jsonl", "value": 5 * sum(row["correct"] for row in samples)})
-    math = {"task": "metamath_math500"}
-    rows += [{**math, "metric": "missing"}, *({"task": tasks[0], "num_loops": depth} for depth in depths)]
-    rows += [{**math, "metric": metric, "group": group} for metric, groups in GROUPS.items() for group in groups]
-    for loop in range(1, 5):
-        alone = {"gates": f"loop {loop}", "loop": loop}
-        rows += [{**alone, "task": "metamath_gsm8k"}, {**math, "metric": "readout_loss", "loop": loop}]
-        rows += [{**alone, "task": "gsm8k", "metric": metric} for metric in ("loss", "loss_reduction")]
-    return [{"value": rng.random(), **row} for row in rows]
+                recipe = made.run_settings(sweep.Run(method, rate, seed, False))
+                run = folder / recipe["run_name"]
+                run.mkdir(parents=True)
+                rows = expected_results(recipe)
+                for row in rows:
+                    rng = random.Random(f"{recipe['run_name']} {row}")
+                    row["value"] = rng.random()
+                    if row["metric"] == "accuracy":
+                        row["samples"] = f"samples {row['task']} {row['num_loops']} {row['gates']}.jsonl"
+                        lines = [
+                            {"correct": float(rng.random() < 0.6), "answered": rng.random() < 0.9} for _ in range(9)
+                        ]
+                        row["value"] = 100 / 9 * sum(line["correct"] for line in lines)
+                        write_lines(run / row["samples"], lines)
+                names = {*SAVED, *(name for name in recipe if recipe[name] != base.get(name))} & recipe.keys()
+                write(run, rows, {name: recipe[name] for name in names})
+    return report.load_results(folder)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Results of all sweeps of the paper."""
-    outputs, rng = tmp_path_factory.mktemp("outputs"), random.Random(0)
-    for path in sorted((ROOT / "recipes/sweeps").glob("*.yaml")):
-        write_sweep(path, outputs, rng)
-    return report.load_results(outputs)
+    """Results of each sweep of the paper."""
+    paths = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
+    return {path.stem: write_sweep(path, tmp_path_factory.mktemp(path.stem)) for path in paths}
+
+
+def results_of(spec, results):
+    """Results of the sweeps that a table or figure names."""
+    return pd.concat(
+        [results[name] for name in re.findall(r"sweeps/([\w.-]+)\.yaml", str(spec.get("made_by"))) or results]
+    )
+
+
+@pytest.fixture(scope="module")
+def all_results(results):
+    return pd.concat(results.values())
 
 
 # The paper's tables and figures
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_table_of_the_paper_is_filled(path, results):
+def test_table_of_the_paper_is_filled(path, results, all_results):
     spec = load_recipe(path)
-    table, missing = report.build_table(spec, results)
+    table, missing = report.build_table(spec, results_of(spec, results))
     assert missing == [] and "–" not in {*table["here"]}
+    assert report.build_table(spec, all_results)[0].equals(table)
     papers = [str(number) for row in spec["rows"] for number in row[len(spec["heads"]) :] if number is not None]
     assert [number for number in table.get("paper", []) if number != "–"] == papers
     if path.stem == "answer_decomposition":
@@ -127,18 +122,18 @@ def assert_readable(plot):
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
 def test_figure_of_the_paper_is_drawn(path, results):
     spec = load_recipe(path)
-    plot = report.build_figure(spec, results)
+    plot = report.build_figure(spec, results_of(spec, results))
     assert_readable(plot)
     if path.stem == "figure_overview":
         assert {*plot.data["mean"][plot.data["panel"] == "during training"]} == {0.0, 2.0}
     if path.stem == "figure_depth_gains":
         wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
         gain = plot.data.set_index(["num_loops", "trained_loops"])["mean"][6, 4]
-        assert report.fill_cell(results, minus=spec["minus"], **wanted).startswith(f"{gain:+.2f} [")
+        assert report.fill_cell(results["gsm8k_depths"], minus=spec["minus"], **wanted).startswith(f"{gain:+.2f} [")
 
 
 def test_tables_and_figures_name_existing_files():
-    assert len({load_recipe(path)["label"] for path in FILES}) == 36
+    assert len({load_recipe(path)["label"] for path in FILES}) == 39
     files = set(re.findall(r"recipes/[\w./-]+\.(?:yaml|py)", "".join(path.read_text() for path in FILES)))
     assert files and [file for file in files if not (ROOT / file).is_file()] == []
 
