@@ -1,9 +1,11 @@
 """Test the moments, support and pairing of every rule's gates, and its random streams."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from loopdropout_trainer.gates import RULES, Draw, GateRule, make_rule, register_rule
+from loopdropout_trainer.gates import RULES, Draw, GateRule, LoopDropout, make_rule, register_rule
 from loopdropout_trainer.gates.__main__ import main
 from loopdropout_trainer.gates.streams import Streams
 
@@ -164,6 +166,8 @@ def test_make_rule_names_valid_fields(name, fields, message):
         make_rule(name, **fields).check(K)
 
 
-def test_rule_without_dataclass_raises():
-    with pytest.raises(ValueError, match="The rule Plain must be a dataclass"):
-        register_rule(type("Plain", (GateRule,), {"name": "plain"}))
+def test_rule_without_dataclass_or_name_raises():
+    without_name = dataclass(frozen=True)(type("Own", (LoopDropout,), {}))
+    for rule in (type("Own", (GateRule,), {"name": "own"}), without_name):
+        with pytest.raises(ValueError, match="The rule Own must be a dataclass with its own `name`"):
+            register_rule(rule)

@@ -101,8 +101,10 @@ RULES: dict[str, type[GateRule]] = {}
 
 def register_rule(cls: type[GateRule]) -> type[GateRule]:
     """Add a rule to the registry under its `name`. The class must be a dataclass, whose fields are those of `rule_args`."""
-    if "__dataclass_fields__" not in vars(cls):
-        raise UserError(f"The rule {cls.__name__} must be a dataclass. Write `@dataclass` under `@register_rule`.")
+    if not {"__dataclass_fields__", "name"} <= {*vars(cls)}:
+        raise UserError(
+            f"The rule {cls.__name__} must be a dataclass with its own `name`. Write `@dataclass` under `@register_rule`."
+        )
     cls.title = vars(cls).get("title", cls.name.replace("_", " ").capitalize())
     RULES[cls.name] = cls
     return cls
