@@ -147,3 +147,7 @@ def test_wrong_descriptions_raise(monkeypatch):
     monkeypatch.setitem(DESCRIPTIONS, LlamaForCausalLM, OneLoop)
     with pytest.raises(NotLoopedError, match=r"`model.layers.0.* each of the 2 loops.* \[0\]"):
         check_loops(model, input_ids=ids)
+    forward = model.model.forward
+    model.model.forward = lambda loop_gates, **inputs: forward(**inputs)
+    with pytest.raises(NotLoopedError, match="`model.layers.0.* under the gates.* pass unknown keywords on"):
+        check_loops(model, input_ids=ids)

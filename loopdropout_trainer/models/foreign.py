@@ -23,6 +23,7 @@ from loopdropout_trainer.looped import (
     GateState,
     LoopedModelMixin,
     NotLoopedError,
+    applied_gates,
     attach_looped_model,
     check_num_layers,
     check_num_loops,
@@ -204,26 +205,33 @@ def _find_foreign(name_or_path: str, revision: str | None) -> tuple[type[PreTrai
 
 @torch.no_grad()
 def check_loops(model: nn.Module, **inputs: Any) -> None:
-    """Run a forward pass and check that each projection of the recurrent block runs in every loop, in order.
+    """Run a forward pass and check that each projection of the recurrent block runs in every loop, in order, under its gates.
 
     Args:
         model: Looped model.
         **inputs: Inputs of the model, without labels.
 
     Raises:
-        NotLoopedError: If a projection did not run in every loop. The message has the loops that were set.
+        NotLoopedError: If a projection did not run in every loop, or not under the gates. The message names it.
     """
     looped = attach_looped_model(model)
+    state = looped.gate_state
     loops: dict[str, list[int]] = {name: [] for name in looped.recurrent_linears()}
     names = {looped.get_submodule(name): name for name in loops}
 
     def note(module: nn.Module, args: tuple) -> None:
         if module in names:
-            loops[names[module]].append(looped.gate_state.loop)
+            loops[names[module]].append(state.loop)
+            if not state.pass_gates.is_set:
+                raise NotLoopedError(
+                    f"`{names[module]}` must run under the gates in force. The backbone must pass unknown keywords on to its "
+                    "layers, and a layer to its `loop_module`."
+                )
 
     hook = register_module_forward_pre_hook(note)  # of all modules
     try:
-        model(**inputs, use_cache=False)
+        with applied_gates(state, torch.ones(looped.num_loops, 1)):
+            model(**inputs, use_cache=False)
     finally:
         hook.remove()
     for name, found in loops.items():
