@@ -380,6 +380,7 @@ UNSUPPORTED = [
     ("parcae", {"injection_type": "linear"}, "`injection_type` must be 'diagonal' for Parcae, got 'linear'"),
     ("parcae", {"num_key_value_heads": 2}, "`num_key_value_heads` must be 4 for Parcae, got 2"),
     ("parcae", {"rope_settings": {"use_rope": False}}, "`use_rope` must be True for Parcae, got False"),
+    ("parcae", {"n_layers_in_recurrent_block": 3}, "must be even for Parcae, got 3 of 5 blocks"),
     ("loopus", {"base_config_dict": {"model_type": "llama"}}, "must describe a 'qwen3' model, got 'llama'"),
     ("loopus", {"lma_window": 3}, "`lma_window` must be 0, got 3"),
     ("loopus", dict(zip(SPLIT, ([0], [2], [3]), strict=True)), "must share the 4 base layers"),

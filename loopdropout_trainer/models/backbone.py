@@ -44,8 +44,10 @@ class LoopedBackbone(LoopedPreTrainedModel):
         self.gradient_checkpointing = False
         self.num_layers = config.num_hidden_layers
 
-    def rotate(self, embeddings: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the positions, in the form that the family's attention takes."""
+    def attention_inputs(
+        self, embeddings: Tensor, position_ids: Tensor, input_ids: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return tensors [B or 1, S, ...] that the family's attention reads for each token: first cosines and sines."""
         return self.rotary_emb(embeddings, position_ids)
 
     def run_prelude(self, inputs: LoopInputs) -> LoopInputs:
@@ -99,8 +101,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         cache = self._fit_cache(cache, use_cache, output_readouts)
         if position_ids is None:
             position_ids = _positions(embeddings, attention_mask, 0 if cache is None else cache.get_seq_length())
-        rotations = self.rotate(embeddings, position_ids)
-        inputs = LoopInputs(embeddings, None, position_ids, rotations, cache, attention_kwargs=kwargs)
+        attention_inputs = self.attention_inputs(embeddings, position_ids, input_ids)
+        inputs = LoopInputs(embeddings, None, position_ids, attention_inputs, cache, attention_kwargs=kwargs)
 
         forward_pass = self._new_pass(inputs, attention_mask)
         inputs = forward_pass.prepare(inputs, attention_mask)
