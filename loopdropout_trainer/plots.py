@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from functools import reduce
+from operator import or_
+from pathlib import Path
 
 import pandas as pd
 import plotnine as p9
+from matplotlib import pyplot, rc_context
+from plotnine.composition import Compose
 
 
 COLORS = {
@@ -21,15 +26,17 @@ COLORS = {
 OTHER_COLORS = ["#000000", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
 
 
-def decorate(plot: p9.ggplot, title: str, x_label: str, y_label: str, num_panels: int = 1) -> p9.ggplot:
-    """Add the title, the axis labels and the theme that all figures share."""
+def decorate(
+    plot: p9.ggplot, title: str | None, x_label: str, y_label: str, num_panels: int = 1, panel: str | None = None
+) -> p9.ggplot:
+    """Add the titles of the figure and the panel, the axis labels and the theme that all figures share."""
     return (
         plot
-        + p9.labs(title=title, x=x_label, y=y_label)
+        + p9.labs(title=title, subtitle=panel, x=x_label, y=y_label)
         + p9.theme_minimal(base_size=10)
         + p9.theme(
             figure_size=(max(5.0, 3.4 * num_panels), 4.4),
-            plot_title=p9.element_text(size=12),
+            plot_title=p9.element_text(size=12, ha="left"),
             plot_background=p9.element_rect(fill="white", color="white"),
             legend_position="bottom",
             legend_direction="vertical",
@@ -41,33 +48,47 @@ def decorate(plot: p9.ggplot, title: str, x_label: str, y_label: str, num_panels
     )
 
 
-def line_plot(data: pd.DataFrame, x: str, x_label: str, y_label: str, title: str) -> p9.ggplot:
+def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.ggplot | Compose:
     """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
+
+    The vertical axis of a panel begins at zero, unless all values would be in its upper half. Then its label says so.
 
     Args:
         data: columns `panel`, `label`, which begins with the method, `mean`, `sd` and the column named `x`.
+        axes: columns `x_label` and `y_label`. The index has the panels.
+        title: Title of the figure.
     """
-    labels = data["label"].unique()
+    labels = [*data["label"].unique()]
     methods = [label.split(", ")[0] for label in labels]
     # A method has the same color in every figure.
     colors = [COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)] for name in methods]
-    ticks = sorted(data[x].unique())
-    scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
-    plot = (
-        p9.ggplot(data, p9.aes(x, "mean", color="label", fill="label", shape="label"))
-        + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
-        + p9.geom_line(size=1.1)
-        + p9.geom_point(size=2)
-        + p9.facet_wrap("panel", scales="free")
-        + p9.scale_color_manual(colors)
-        + p9.scale_fill_manual(colors)
-        + p9.scale_shape_manual([*"os^Dv<>P" * len(labels)][: len(labels)])
-        + scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
-    )
-    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
+    panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
+    plots = []
+    for place, (axis, own) in enumerate(panels):
+        ticks = sorted(own[x].unique())
+        x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
+        low, high = (own["mean"] - own["sd"]).min(), (own["mean"] + own["sd"]).max()
+        begin = low if 0 < high / 2 < low < high else 0
+        plot = (
+            p9.ggplot(own, p9.aes(x, "mean", color="label", fill="label", shape="label"))
+            + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
+            + p9.geom_line(size=1.1)
+            + p9.geom_point(size=2)
+            + p9.scale_color_manual(colors, limits=labels)
+            + p9.scale_fill_manual(colors, limits=labels)
+            + p9.scale_shape_manual([*"os^Dv<>P" * len(labels)][: len(labels)], limits=labels)
+            + x_scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
+            + p9.expand_limits(y=[begin, high or 1])
+        )
+        y_label = axis["y_label"] + ("\n(axis does not begin at 0)" if begin else "")
+        plot = decorate(plot, None if place else title, axis["x_label"], y_label, len(panels), axis.name)
+        if place != len(panels) // 2:  # one legend for all panels
+            plot += p9.theme(legend_position="none")
+        plots.append(plot)
+    return reduce(or_, plots)
 
 
-def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, title: str) -> p9.ggplot:
+def heat_plot(data: pd.DataFrame, x: str, y: str, title: str, x_label: str, y_label: str) -> p9.ggplot:
     """Return a matrix of the means with their numbers, the first row on top."""
     step = data[x].drop_duplicates().sort_values().diff().min()
     plot = (
@@ -80,3 +101,13 @@ def heat_plot(data: pd.DataFrame, x: str, y: str, x_label: str, y_label: str, ti
         + p9.facet_wrap("panel")
     )
     return decorate(plot, title, x_label, y_label, data["panel"].nunique())
+
+
+def save_figure(plot: p9.ggplot | Compose, path: str | Path) -> None:
+    """Save a figure as PNG, PDF and SVG. The same numbers give the same files. `path` has no ending."""
+    dates: dict[str, dict[str, None] | None] = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    with rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
+        figure = plot.draw()
+        for ending, date in dates.items():
+            figure.savefig(f"{path}.{ending}", dpi=200, metadata=date)
+        pyplot.close(figure)

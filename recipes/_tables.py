@@ -184,26 +184,24 @@ def overview_figure(results: pd.DataFrame) -> Any:
     task = accuracy["task"].iloc[0]
     accuracy = accuracy.query("task == @task")
     panels = {
-        "accuracy with K loops": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
-        "loss reduction, only loop t": results.query("metric == 'loss_reduction'"),
-        "accuracy, only loop t": accuracy,
+        "K loops at inference": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
+        "loss with the adapter in one loop": results.query("metric == 'loss_reduction'"),
+        "accuracy with the adapter in one loop": accuracy,
     }
+    axes = pd.DataFrame({"x_label": "only loop t with the adapter", "y_label": "accuracy (%)"}, [*panels])
+    axes.iloc[0, 0], axes.iloc[1, 1] = "number of loops K", "loss reduction (%)"
     rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
     by = ["panel", "label", "loop"]
     data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
-    return line_plot(data, "loop", "number of loops K, or the only loop t with the adapter", "%", f"Results on {task}")
-
-
-def save_figure(plot: Any, path: str | Path) -> None:
-    """Save a plotnine figure as PNG, PDF and SVG. `path` has no ending."""
-    for ending in ("png", "pdf", "svg"):
-        plot.save(f"{path}.{ending}", dpi=200, verbose=False)
+    return line_plot(data, "loop", axes, f"Results on {task}")
 
 
 def draw_results(job: Job) -> None:
     """Draw the results of a job if they have other depths or single loops. Figures need plotnine."""
     options, folder = job.script_args, Path(job.args.output_dir)
     if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
+        from loopdropout_trainer.plots import save_figure
+
         save_figure(overview_figure(load_results(folder)), folder / "figure")
 
 

@@ -61,7 +61,6 @@ from _tables import (
     paired_gains,
     points,
     print_table,
-    save_figure,
     select,
 )
 
@@ -171,9 +170,9 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
     from loopdropout_trainer.plots import heat_plot, line_plot
 
-    labels = {name: spec[name] for name in ("title", "x_label", "y_label")}
+    labels = {name: spec[name] for name in ("x_label", "y_label")}
     if spec["figure"] == "gates":
-        return heat_plot(draw_gates(**spec["filter"]), "loop", "example", **labels)
+        return heat_plot(draw_gates(**spec["filter"]), "loop", "example", spec["title"], **labels)
     x = spec["x"]
 
     def points_by(*by: str, **change: Any) -> pd.DataFrame:
@@ -184,8 +183,8 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     if spec["figure"] == "heat":
         ours, other = points_by(spec["y"]), points_by(spec["y"], **spec["minus"])
         both = ours.merge(other, on=["panel", spec["y"], x], suffixes=("_ours", ""))
-        return heat_plot(both.assign(mean=both["mean_ours"] - both["mean"]), x, spec["y"], **labels)
-    return line_plot(points_by("label"), x, **labels)
+        return heat_plot(both.assign(mean=both["mean_ours"] - both["mean"]), x, spec["y"], spec["title"], **labels)
+    return line_plot(points_by("label"), x, pd.DataFrame(labels, [*spec["panels"]]), spec["title"])
 
 
 # The command
@@ -208,6 +207,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tables", nargs="+", default=[], help="Names in recipes/tables, YAML files, or `all`.")
     parser.add_argument("--output_dir", default="report", type=Path, help="Folder of the report (default: report).")
     arguments = parser.parse_args(argv)
+
+    from loopdropout_trainer.plots import save_figure
+
     results, output_dir = load_results(*arguments.folders), arguments.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
 

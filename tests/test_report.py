@@ -112,7 +112,8 @@ def test_table_of_the_paper_is_filled(path, results, all_results):
 
 def assert_readable(plot):
     """The title and the axes have labels, and no text is cut."""
-    assert plot.labels.title and plot.labels.x and plot.labels.y
+    panels = getattr(plot, "items", [plot])
+    assert panels[0].labels.title and all(panel.labels.x and panel.labels.y for panel in panels)
     figure = plot.draw()
     FigureCanvasAgg(figure).draw()
     boxes = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text().strip()]
@@ -274,17 +275,32 @@ def test_overview_figure_has_three_panels(quickstart):
     again = {"gates": "loop 1", "loop": 1, "metric": "loss_reduction", "task": "development", "n": 50, "value": 77.0}
     write(folder, [{**again, "adapter": str(folder)}])  # of diagnose.py
     plot = report.overview_figure(report.load_results(quickstart))
-    assert 77.0 in {*plot.data["mean"]}
     assert_readable(plot)
-    sizes = plot.data[plot.data["label"] == "Loop Dropout"].groupby("panel", observed=True).size()
-    assert [*sizes] == [3, 4, 4]
+    panels = [panel.data.set_index(["label", "loop"])["mean"] for panel in plot.items]
+    assert [len(panel["Loop Dropout"]) for panel in panels] == [3, 4, 4]
+    assert panels[1]["LoRA, learning_rate = 0.001", 1] == 77
+    axes = [(panel.labels.x, panel.labels.y) for panel in plot.items]
+    single = "only loop t with the adapter"
+    assert axes == [("number of loops K", "accuracy (%)"), (single, "loss reduction (%)"), (single, "accuracy (%)")]
+
+
+@pytest.mark.parametrize(
+    ("values", "begin"), [([0.0, 0.0], 0), ([30.0, 70.0], 0), ([85.0, 87.0], 85), ([-5.0, 9.0], -5)]
+)
+def test_axis_begins_at_zero_or_says_so(values, begin):
+    data = pd.DataFrame({"label": "LoRA", "panel": "GSM8K", "loop": [1, 2], "mean": values, "sd": 0.0})
+    plot = line_plot(data, "loop", pd.DataFrame({"x_label": "loop", "y_label": "%"}, ["GSM8K"]), "title")
+    assert ("does not begin at 0" in plot.labels.y) == (begin > 0)
+    low, high = plot.draw().axes[0].get_ylim()
+    assert low == pytest.approx(begin, abs=0.06 * (high - low)) and high >= 0.5
 
 
 def test_method_has_one_color():
     colors = []
+    axes = pd.DataFrame({"x_label": "x", "y_label": "y"}, [""])
     for labels in (LABELS, LABELS[::-1]):
-        data = pd.DataFrame({"label": pd.Categorical(labels, labels), "panel": "", "loop": 1, "mean": 1.0, "sd": 0.0})
-        (scale,) = (scale for scale in line_plot(data, "loop", "x", "y", "").scales if scale.aesthetics == ["color"])
+        data = pd.DataFrame({"label": labels, "panel": "", "loop": 1, "mean": 1.0, "sd": 0.0})
+        (scale,) = (scale for scale in line_plot(data, "loop", axes, "").scales if scale.aesthetics == ["color"])
         colors.append(dict(zip(labels, scale.palette(4), strict=True)))
     assert colors[0] == colors[1] and len({*colors[0].values()}) == 3
     assert colors[0]["LoRA, p = 1"] == colors[0]["LoRA, p = 2"]
