@@ -323,8 +323,8 @@ def test_own_data_page_shows_real_output(tmp_path, monkeypatch, capsys):
     main(shlex.split(training)[2:])
     output = capsys.readouterr().out
     assert "LoRA" in output and "eval_loss" in output and Path("outputs/mine/lora").exists()
-    exec(snippet, {})
-    assert capsys.readouterr().out.startswith(printed[printed.index("Question:") :])
+    exec(snippet, names := {})
+    assert names["data"][0]["completion"] == " 3 + 4 = 7\n#### 7" and "train_loss" in capsys.readouterr().out
     Path("gpu.yaml").write_text(gpu.replace("num_eval_examples: 100", "num_eval_examples: 1"))
     main(["gpu.yaml", "--model_name_or_path", "tiny-ouro", "--dry_run", "true"])
     assert "examples    2, 1 held out" in capsys.readouterr().out
