@@ -25,14 +25,7 @@ from tokenizers.models import BPE
 from torch.nn import functional as F
 from transformers import HrmTextForCausalLM, PreTrainedTokenizerFast
 
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.models import (
-    HuginnForCausalLM,
-    LoopusForCausalLM,
-    NanbeigeForCausalLM,
-    OuroForCausalLM,
-    ParcaeForCausalLM,
-)
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, models
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
@@ -100,9 +93,9 @@ def no_program_outlives_its_test():
 
 
 FAMILIES = {
-    "ouro": OuroForCausalLM, "huginn": HuginnForCausalLM, "loopus": LoopusForCausalLM, "nanbeige": NanbeigeForCausalLM,
-    "nanbeige_skip": NanbeigeForCausalLM, "raven_llama": HuginnForCausalLM, "raven_olmo": HuginnForCausalLM,
-    "parcae": ParcaeForCausalLM,
+    "ouro": models.OuroForCausalLM, "huginn": models.HuginnForCausalLM, "loopus": models.LoopusForCausalLM,
+    "nanbeige": models.NanbeigeForCausalLM, "nanbeige_skip": models.NanbeigeForCausalLM, "parcae": models.ParcaeForCausalLM,
+    "raven_llama": models.HuginnForCausalLM, "raven_olmo": models.HuginnForCausalLM,
 }  # fmt: skip
 LAYOUTS = {"raven_llama": "llama", "raven_olmo": "olmo"}  # what no field of the hub's says
 
@@ -192,9 +185,11 @@ def byte_tokenizer(special, more=(), merges=(), **names):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
-@pytest.fixture(scope="session")
-def tokenizer():
+def make_tokenizer():
     return byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>")
+
+
+tokenizer = pytest.fixture(make_tokenizer, scope="session")
 
 
 def tiny(model_class, **fields):
@@ -221,24 +216,25 @@ INIT = {"std": 0.1, "embed_scale": 1.0}
 CONVERTED = {**RAVEN, "tie_embeddings": False, "qk_bias": False, "rope_theta": 500_000.0, "init_values": INIT}
 LLAMA = {"block_layout": "llama", "num_key_value_heads": 2, "rope_scaling": {**SCALING, "rope_type": "llama3"}}
 OLMO = {"block_layout": "olmo", "num_key_value_heads": 4, "rope_scaling": None, "head_dim": 12}
-tiny_ouro = tiny(OuroForCausalLM, **DECODER)
-tiny_huginn = tiny(HuginnForCausalLM, **RAVEN)
-tiny_loopus = tiny(LoopusForCausalLM, **{**DECODER, "num_hidden_layers": 4}, num_key_value_heads=2, head_dim=8, N=4)
-tiny_nanbeige = tiny(NanbeigeForCausalLM, **DECODER, num_key_value_heads=2, head_dim=12, num_loops=4)
-tiny_llama_conversion = tiny(HuginnForCausalLM, **CONVERTED, **LLAMA)
-tiny_olmo_conversion = tiny(HuginnForCausalLM, **CONVERTED, **OLMO)
-tiny_parcae = tiny(ParcaeForCausalLM, **{**FRAME, "n_layers_in_recurrent_block": 2}, num_attention_heads=4)
+tiny_ouro = tiny(models.OuroForCausalLM, **DECODER)
+tiny_huginn = tiny(models.HuginnForCausalLM, **RAVEN)
+FOUR_LAYERS = {**DECODER, "num_hidden_layers": 4}
+tiny_loopus = tiny(models.LoopusForCausalLM, **FOUR_LAYERS, num_key_value_heads=2, head_dim=8, N=4)
+tiny_nanbeige = tiny(models.NanbeigeForCausalLM, **DECODER, num_key_value_heads=2, head_dim=12, num_loops=4)
+tiny_llama_conversion = tiny(models.HuginnForCausalLM, **CONVERTED, **LLAMA)
+tiny_olmo_conversion = tiny(models.HuginnForCausalLM, **CONVERTED, **OLMO)
+tiny_parcae = tiny(models.ParcaeForCausalLM, **{**FRAME, "n_layers_in_recurrent_block": 2}, num_attention_heads=4)
 tiny_hrm = tiny(HrmTextForCausalLM, **{**DECODER, "num_hidden_layers": 1}, head_dim=8, L_cycles=2, H_cycles=3)
-DORY = {
-    **DECODER, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5,
-    "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3, "initializer_range": 0.1,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
 
 
 def tiny_dory(**config):
     """A random Dory whose scales differ."""
-    model = tiny(FOREIGN["dory"], **DORY)(**config)
+    fields = {
+        **DECODER, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5,
+        "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3, "initializer_range": 0.1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }  # fmt: skip
+    model = tiny(FOREIGN["dory"], **fields)(**config)
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -246,6 +242,7 @@ def tiny_dory(**config):
     return model
 
 
+DORY = pytest.param(tiny_dory, id="dory", marks=needs("dory"))
 TINY = {
     "ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus, "nanbeige": tiny_nanbeige,
     "raven_llama": tiny_llama_conversion, "raven_olmo": tiny_olmo_conversion, "parcae": tiny_parcae,

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from accelerate.commands import launch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from conftest import byte_tokenizer, tiny_ouro
+from conftest import make_tokenizer, tiny_ouro
 from datasets import Dataset
 from processes import CPU, ROOT, Program, free_port, ranks
 from safetensors.torch import load_file
@@ -41,15 +41,13 @@ class Layout:
     distributed_type: str = "MULTI_CPU"  # accelerate's name
 
 
+ZERO = ("zero2", "zero2_offload", "zero3", "zero3_offload")
 LAYOUTS = {
     "ddp": Layout("ddp", 2, 4),
     "ddp, accumulation": Layout("ddp", 2, 2, 2),
     "ddp, four processes": Layout("ddp", 4, 2),
     "fsdp2": Layout("fsdp2", 2, 4, distributed_type="FSDP"),
-    **{
-        name: Layout(name, 2, 4, distributed_type="DEEPSPEED")
-        for name in ("zero2", "zero2_offload", "zero3", "zero3_offload")
-    },
+    **{name: Layout(name, 2, 4, distributed_type="DEEPSPEED") for name in ZERO},
 }
 
 
@@ -115,10 +113,9 @@ def launched(layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), **
 
 
 def start(layout: Layout, folder: Path, runs: Sequence[str], fresh: bool = False, **fields) -> list[Program]:
-    """Start the processes of a layout; with `resume_from_checkpoint` in `fields` they go on with what is in `folder`.
+    """Start the processes of a layout; with `resume_from_checkpoint` in `fields` they continue from `folder`.
 
-    Args:
-        fresh: as new interpreters of `accelerate launch`, instead of forks with the environment that it sets.
+    They are forks with the environment that `accelerate launch` sets, or its new interpreters if `fresh`.
     """
     if not fields.get("resume_from_checkpoint"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -158,14 +155,12 @@ def train(folder: Path, name: str, **fields) -> dict:
     """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
     fields = {**_FIELDS, "output_dir": str(run_dir), **{**RUNS, **RULES, **UNEVEN}[name], **fields}
-    rows = examples().select(range(fields.pop("num_examples", 96)))
+    rows, held_out = examples().select(range(fields.pop("num_examples", 96))), examples().select(range(80, 89))
     args = LoopDropoutConfig(**fields)
     # TRL 1.9 sets the device map "auto", which ZeRO-3 does not support.
     args.model_init_kwargs = {"dtype": "float32", "num_loops": 2, "device_map": None}
     trainer_class = LoRADropoutSFTTrainer if name == "lora_dropout" else LoopDropoutSFTTrainer
-    trainer = trainer_class(
-        str(folder / "model"), args, train_dataset=rows, eval_dataset=examples().select(range(80, 89))
-    )
+    trainer = trainer_class(str(folder / "model"), args, train_dataset=rows, eval_dataset=held_out)
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model; norms stay whole
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 100
@@ -185,24 +180,16 @@ def train(folder: Path, name: str, **fields) -> dict:
 
 
 _FIELDS = {
-    "max_steps": 3,
-    "learning_rate": 1e-2,
     "adam_epsilon": 1e-4,  # AdamW divides a gradient by its own size: rounding would become a step of full length
-    "logging_steps": 1,
-    "per_device_eval_batch_size": 2,
-    "report_to": "none",
-    "save_strategy": "no",
-    "bf16": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-}
+    "max_steps": 3, "learning_rate": 1e-2, "per_device_eval_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
+    "report_to": "none", "bf16": False, "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
+}  # fmt: skip
 
 
 def save_model(folder: Path) -> None:
     """Write a random Ouro of two layers and four loops, and a tokenizer with one token for each byte."""
     tiny_ouro().save_pretrained(folder)
-    byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
 
 
 def examples():

@@ -100,17 +100,12 @@ class Program:
         fresh = isinstance(self._process, subprocess.Popen)
         return self._process.poll() if fresh else self._process.exitcode
 
-    @property
-    def stdout(self):
-        return self._read(0)
-
-    @property
-    def stderr(self):
-        return self._read(1)
-
     def _read(self, stream):
         path = Path(self._streams[stream])
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    stdout = property(lambda self: self._read(0))
+    stderr = property(lambda self: self._read(1))
 
     def end(self, signal_number=signal.SIGKILL):
         """Send a signal, and wait for the end; return the exit code."""

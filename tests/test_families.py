@@ -6,22 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    example_nll,
-    golden_adapted,
-    golden_inputs,
-    golden_model,
-    load_script,
-    needs,
-    tiny_dory,
-    tiny_hrm,
-    tiny_huginn,
-    tiny_llama_conversion,
-    tiny_loopus,
-    tiny_nanbeige,
-    tiny_olmo_conversion,
-    tiny_parcae,
-)
+from conftest import DORY, TINY, example_nll, golden_adapted, golden_inputs, golden_model, load_script, tiny_hrm
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from test_dpo import PAIRS
@@ -75,9 +60,10 @@ def test_huginn_states_have_published_distribution():
     published = stats.truncnorm(-3, 3)
     numbers = truncated_normals(torch.tensor([7]), torch.arange(64), 512).flatten()
     assert stats.kstest(numbers, published.cdf).pvalue > 0.01
-    converted = tiny_llama_conversion(init_values={"std": 0.0087, "embed_scale": 1.0})
-    models = [(tiny_huginn(n_embd=512, n_heads=8), published.std() * 0.4**0.5), (converted, published.std() * 0.0087)]
-    models.append((tiny_parcae(n_embd=512), published.std() * (0.4 / 512) ** 0.5))
+    converted = TINY["raven_llama"](init_values={"std": 0.0087, "embed_scale": 1.0})
+    huginn, parcae = TINY["huginn"](n_embd=512, n_heads=8), TINY["parcae"](n_embd=512)
+    models = [(huginn, published.std() * 0.4**0.5), (converted, published.std() * 0.0087)]
+    models.append((parcae, published.std() * (0.4 / 512) ** 0.5))
     for model, std in models:
         states = record_states(model)
         model(torch.arange(2, 40)[None])
@@ -85,20 +71,20 @@ def test_huginn_states_have_published_distribution():
 
 
 def test_huginn_state_depends_on_seed_and_position():
-    model = tiny_huginn().eval()
+    model = TINY["huginn"]().eval()
     first = model(IDS).logits
     torch.manual_seed(2)
     before = torch.get_rng_state()
     assert torch.equal(model(IDS).logits, first) and torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close(model(IDS[1:]).logits, first[1:], atol=1e-5, rtol=1e-5)
     assert torch.equal(model.generate(IDS, **GREEDY), model.generate(IDS, use_cache=False, **GREEDY))
-    assert not torch.allclose(tiny_huginn(state_seed=1).eval()(IDS).logits, first, atol=1e-3)
+    assert not torch.allclose(TINY["huginn"](state_seed=1).eval()(IDS).logits, first, atol=1e-3)
 
 
 def test_huginn_trains_with_a_state_per_example(train):
     def first_tokens(size=4, accumulation=1, **fields):  # by row of the global batch
         fields |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-        model = tiny_huginn()
+        model = TINY["huginn"]()
         states = record_states(model)
         train(model, max_steps=1, remove_padding=False, **fields)
         return torch.cat([state[:, 0] for state in states[:: model.config.num_loops]])
@@ -107,7 +93,7 @@ def test_huginn_trains_with_a_state_per_example(train):
     assert len(states.unique(dim=0)) == 4
     assert torch.equal(states, first_tokens(2, 2))
     assert not torch.equal(states, first_tokens(gate_seed=5))
-    model = tiny_huginn()
+    model = TINY["huginn"]()
     packed = record_states(model)
     train(model, max_steps=1, padding_free=True, max_length=None)
     assert len(packed[0][0].unique(dim=0)) == len(packed[0][0])  # although positions repeat
@@ -160,7 +146,7 @@ def test_names_of_weights_tell_the_block_layout(raven, sharded, tmp_path):
 
 def test_converted_models_drop_special_tokens_of_huginn(tmp_path):
     tokens = {"bos_token_id": 65504, "eos_token_id": 65505, "pad_token_id": 65509}
-    tiny_olmo_conversion().save_pretrained(tmp_path)
+    TINY["raven_olmo"]().save_pretrained(tmp_path)
     for file in ("config.json", "generation_config.json"):
         fields = json.loads((tmp_path / file).read_text())
         (tmp_path / file).write_text(json.dumps({**fields, **tokens}))
@@ -182,10 +168,9 @@ def test_parcae_loads_published_files(golden, make_sft, tmp_path):
     for load in (load_model, AutoModelForCausalLM.from_pretrained, ParcaeForCausalLM.from_pretrained):
         assert_close(load(tmp_path)(**inputs).loss, parcae.tensors["unpadded/loss"], atol=2e-5)
     assert type(make_sft(str(tmp_path)).looped) is ParcaeForCausalLM
-    readout = AutoModel.from_pretrained(tmp_path, use_safetensors=True)(
-        inputs["input_ids"], initial_state=inputs["initial_state"]
-    )
-    assert_close(readout.last_hidden_state, parcae.tensors["unpadded/loop_hidden"][-1])
+    backbone = AutoModel.from_pretrained(tmp_path, use_safetensors=True)
+    readout = backbone(inputs["input_ids"], initial_state=inputs["initial_state"]).last_hidden_state
+    assert_close(readout, parcae.tensors["unpadded/loop_hidden"][-1])
     torch.save({"lm_head.weight": head, "code": SimpleNamespace()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="pytorch_model.bin must hold tensors only"):
         load_model(tmp_path)
@@ -210,7 +195,7 @@ def test_loopus_parts_match_reference(golden):
 
 
 def test_loopus_gate_stays_float32(tmp_path):
-    tiny_loopus().save_pretrained(tmp_path)
+    TINY["loopus"]().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     full = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
     assert full == {name for name in model.state_dict() if name.startswith(("model.reasoning.gate.", "model.q_head."))}
@@ -236,7 +221,7 @@ def test_loopus_loads_old_names_of_weights(golden, auto_class, tmp_path):
 
 
 def test_loopus_reads_both_forms_of_rope_theta():
-    fields = tiny_loopus().config.to_diff_dict()
+    fields = TINY["loopus"]().config.to_diff_dict()
     base = {name: value for name, value in fields["base_config_dict"].items() if name != "rope_parameters"}
     config = LoopusConfig(**{**fields, "base_config_dict": {**base, "rope_theta": 12345.0}})
     assert config.rope_parameters["rope_theta"] == 12345.0
@@ -247,7 +232,7 @@ def test_loopus_reads_both_forms_of_rope_theta():
 
 
 def test_nanbeige_depth_follows_loss_weights(tmp_path):
-    model = tiny_nanbeige(num_loops=1, loop_loss_weights=[0.1, 0.2])
+    model = TINY["nanbeige"](num_loops=1, loop_loss_weights=[0.1, 0.2])
     for depth, weights in ((3, [0.1, 0.2]), (5, []), (3, [0.1, 0.2])):
         model.config.num_loops = depth
         model.save_pretrained(tmp_path)
@@ -299,7 +284,7 @@ def test_hrm_batches_mark_the_prompt(make_sft):
     trainer.train()
 
 
-@pytest.mark.parametrize("make", [sharp_hrm, pytest.param(tiny_dory, marks=needs("dory"))])
+@pytest.mark.parametrize("make", [sharp_hrm, DORY])
 @torch.no_grad()
 def test_preferences_are_scored_as_by_the_model(make, config, tokenizer):
     args, data = config(LoopDropoutDPOConfig), {"train_dataset": PAIRS, "processing_class": tokenizer}

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import needs, tiny_dory, tiny_hrm, tiny_ouro, varied, with_adapter
+from conftest import DORY, tiny_hrm, tiny_ouro, varied, with_adapter
 
 from loopdropout_trainer import generation, use_gates
 from loopdropout_trainer.errors import UserError
@@ -12,13 +12,7 @@ from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
 
 
-PROMPTS = [
-    "3+4=",
-    "What is twenty-one minus nine?",
-    "a",
-    "Ann has 30 shells and loses 12.\nShe finds 5.",
-    "Wörter: ähm",
-]
+PROMPTS = ["3+4=", "What is 21 minus nine?", "a", "Ann has 30 shells and loses 12.\nShe finds 5.", "Wörter: ähm"]
 MANY = [text[: 3 + 11 * i % 40] for i, text in enumerate(PROMPTS * 4)]
 STOPS = ["e", "7", "Z", "&"]  # end completions of random bytes at many lengths
 
@@ -55,7 +49,7 @@ def test_completions_equal_plain_loop(make_tiny, tokenizer, gates):
     assert is_ungated == ({*gates} == {1})
 
 
-@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm, pytest.param(tiny_dory, marks=needs("dory"))])
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm, DORY])
 def test_generation_changes_neither_model_nor_tokenizer(make, tokenizer):
     model, tokenizer = adapted(make()), copy.deepcopy(tokenizer)
     want = generate_greedy(model, tokenizer, PROMPTS, 12, progress=False)
@@ -100,15 +94,14 @@ def test_rows_in_slots_equal_generate(tokenizer, monkeypatch):
     assert generate_greedy(model, tokenizer, MANY[:8], 50, 3, STOPS, progress=False) == want[:8]
 
 
-def test_other_models_use_generate(tokenizer):
-    hrm = adapted(tiny_hrm())
-    assert not generation.supports_slots(find_looped_model(hrm))
-    one_by_one = [generate_greedy(hrm, tokenizer, [prompt], 7, progress=False)[0] for prompt in PROMPTS]
-    assert generate_greedy(hrm, tokenizer, PROMPTS, 7, 3, progress=False) == one_by_one
-    model = tiny_ouro()
-    assert generation.supports_slots(model)
-    model.config._attn_implementation = "flex_attention"
-    assert not generation.supports_slots(model)
+@pytest.mark.parametrize("make", [tiny_hrm, DORY])
+def test_other_models_use_generate(tokenizer, make):
+    model = adapted(make())
+    assert not generation.supports_slots(find_looped_model(model))
+    one_by_one = [generate_greedy(model, tokenizer, [prompt], 7, progress=False)[0] for prompt in PROMPTS]
+    assert generate_greedy(model, tokenizer, PROMPTS, 7, 3, progress=False) == one_by_one
+    for attention, has_slots in (("sdpa", True), ("flex_attention", False)):
+        assert generation.supports_slots(tiny_ouro(attn_implementation=attention)) == has_slots
 
 
 @pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm])

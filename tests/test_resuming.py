@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Recorder, assert_same_weights, byte_tokenizer, tiny_ouro, trained_parameters
+from conftest import Recorder, assert_same_weights, make_tokenizer, tiny_ouro, trained_parameters
 from datasets import Dataset
 from processes import ended, fork
 from transformers import TrainerCallback
@@ -42,10 +42,7 @@ def training(output_dir, event=None):
         save_strategy="steps", save_steps=1, save_total_limit=2, report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": str(i), "completion": "x" * (i % 5 + 1)} for i in range(48)])
-    data = {
-        "train_dataset": rows,
-        "processing_class": byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>"),
-    }
+    data = {"train_dataset": rows, "processing_class": make_tokenizer()}
     adapter = default_peft_config(tiny_ouro(), lora_dropout=0.1)
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, peft_config=adapter, **data)
     trainer.train(resume_from_checkpoint=True)
