@@ -1,10 +1,12 @@
 """Every family: reference outputs, gradients under gates, cache, keywords, published layouts, strict loading."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
+    DORY,
     FAMILIES,
     LAYOUTS,
     TINY,
@@ -13,10 +15,9 @@ from conftest import (
     golden_adapted,
     golden_inputs,
     golden_model,
-    needs,
+    load_script,
     randomise,
     submodule_name,
-    tiny_dory,
     tiny_hrm,
     trained_parameters,
     with_adapter,
@@ -25,28 +26,20 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, WatermarkingConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, WatermarkingConfig
 
-from loopdropout_trainer import (
-    LoopDropoutSFTTrainer,
-    check_loops,
-    default_peft_config,
-    load_model,
-    merge_and_save,
-    use_gates,
-)
+from loopdropout_trainer import check_loops, default_peft_config, load_model, merge_and_save, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates
-from loopdropout_trainer.models import HuginnConfig, LoopusConfig, NanbeigeConfig, OuroConfig, ParcaeConfig
 from loopdropout_trainer.models.looped_modeling import CACHE
 
 
 MAKERS = [*(pytest.param(make, id=name) for name, make in TINY.items()), pytest.param(tiny_hrm, id="hrm_text")]
-DORY = pytest.param(tiny_dory, id="dory", marks=needs("dory"))
 ALL_FAMILIES = pytest.mark.parametrize("make", [*MAKERS, DORY])
-with_dory = pytest.mark.parametrize("family", [*FAMILIES, pytest.param("dory", marks=needs("dory"))], indirect=True)
+with_dory = pytest.mark.parametrize("family", [*FAMILIES, pytest.param("dory", marks=DORY.marks)], indirect=True)
 IDS = torch.arange(2, 14).view(2, 6)
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 OF_OLD_CHECKPOINTS = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
 
 
@@ -95,9 +88,7 @@ def test_generate_matches_reference(family, cache):
     model = golden_model(family)
     looped = attach_looped_model(model)
     for name, looped.num_loops in cases.items():
-        tokens = model.generate(
-            **inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, **options
-        )
+        tokens = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 12}, pad_token_id=0, **options)
         assert torch.equal(tokens[:, inputs["input_ids"].shape[1] :], family.tensors[f"padded/{name}"])
 
 
@@ -187,8 +178,11 @@ def test_default_adapter_has_modules_of_oracle(family):
 @ALL_FAMILIES
 def test_adapters_stay_in_the_recurrent_block(make):
     names = find_looped_model(make()).default_targets()
-    for targets in (None, "all-linear", {name.rpartition(".")[2] for name in names}):
-        config = default_peft_config(make(), LoraConfig(target_modules=targets))
+    wanted = (None, "all-linear", {name.rpartition(".")[2] for name in names})
+    configs = [default_peft_config(make(), LoraConfig(target_modules=targets)) for targets in wanted]
+    if make in TINY.values():
+        configs.append(LoraConfig())  # PEFT's own table
+    for config in configs:
         adapted = get_peft_model(make(), config).get_base_model()
         assert [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)] == names
     config = default_peft_config(make(), LoraConfig(target_modules=[names[0], "lm_head"]))
@@ -241,10 +235,8 @@ GENERATE = {
     "own loop": {"custom_generate": greedy_token},
     "outputs": {"return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True},
 }  # fmt: skip
-UNSUPPORTED_ARGUMENTS = {
-    "early exit": {"inputs": IDS[:1], "assistant_early_exit": 1},
-    "paged": {"cache_implementation": "paged"},
-}
+EARLY_EXIT = {"inputs": IDS[:1], "assistant_early_exit": 1}
+UNSUPPORTED_ARGUMENTS = {"early exit": EARLY_EXIT, "paged": {"cache_implementation": "paged"}}
 
 
 @pytest.mark.parametrize("name", [*GENERATE, *UNSUPPORTED_ARGUMENTS])
@@ -254,43 +246,28 @@ def test_generate_takes_documented_arguments(make, name):
     attach_looped_model(model)
     options = {**GENERATE, **UNSUPPORTED_ARGUMENTS}[name]
     options = options(model) if callable(options) else options
-    generate = lambda **more: model.generate(
-        **{"inputs": IDS, "max_new_tokens": 3, "pad_token_id": 1, **options, **more}
-    )
-    if name in UNSUPPORTED_ARGUMENTS:
-        with pytest.raises(UserError, match="support looped models. Use `"):
-            generate()
+    generate = lambda **more: model.generate(**{"inputs": IDS, "max_new_tokens": 3, "pad_token_id": 1, **more})
+    messages = dict.fromkeys(UNSUPPORTED_ARGUMENTS, "support looped models. Use `")
+    if make is TINY["parcae"]:
+        messages["embeddings"] = "`input_ids` must be set instead of `inputs_embeds`"
+    if name in messages:
+        with pytest.raises(UserError, match=messages[name]):
+            generate(**options)
         options = {}
-    if name == "embeddings" and make is TINY["parcae"]:
-        with pytest.raises(UserError, match="`input_ids` must be set instead of `inputs_embeds`"):
-            generate()
-        return
-    out = generate(tokenizer=tokenizer)
+    out = generate(tokenizer=tokenizer, **options)
     assert (out if torch.is_tensor(out) else out.sequences).shape[1] > 1
 
 
-def test_generate_takes_initial_states(make_tiny):
-    model, ids = with_adapter(make_tiny()).eval(), IDS
-    states = torch.randn(2, 7, 32)  # the second and third token of the answer start from the family's own state
-    for _ in range(3):
-        logits = model(input_ids=ids, initial_state=states[:, : ids.shape[1]], use_cache=False).logits
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-    for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-        tokens = model.generate(
-            IDS, initial_state=states, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=1, **options
-        )
-        assert torch.equal(tokens, ids)
+def test_decoding_equals_decoding_without_cache(make_tiny):
+    model, start = make_tiny().eval(), {"initial_state": torch.randn(2, 7, 32)}  # later tokens have the family's own
+    starts = [model.generate(IDS, **start, **GREEDY, use_cache=use_cache) for use_cache in (True, False)]
+    assert torch.equal(*starts)
     with pytest.raises(UserError, match="`initial_state` must have shape .2, 6, 32., or less columns, got .2, 6, 33."):
         model(input_ids=IDS, initial_state=torch.zeros(2, 6, 33))
-
-
-def test_decoding_equals_decoding_without_cache(make_tiny):
-    model = make_tiny().eval()
-    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    beams = [model.generate(IDS, num_beams=4, use_cache=use_cache, **greedy) for use_cache in (True, False)]
+    beams = [model.generate(IDS, num_beams=4, use_cache=use_cache, **GREEDY) for use_cache in (True, False)]
     assert torch.equal(*beams)
-    drafted = model.generate(IDS[:1], prompt_lookup_num_tokens=2, **greedy)  # rejected tokens leave the cache
-    assert torch.equal(drafted, model.generate(IDS[:1], use_cache=False, **greedy))
+    drafted = model.generate(IDS[:1], prompt_lookup_num_tokens=2, **GREEDY)  # rejected tokens leave the cache
+    assert torch.equal(drafted, model.generate(IDS[:1], use_cache=False, **GREEDY))
 
 
 def test_cache_of_fewer_loops_raises(make_tiny):
@@ -322,20 +299,13 @@ def test_forward_checks_keywords(make):
 
 # Configurations.
 
-QWEN3_4B = {
-    "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
-NANBEIGE_3B = {  # its config.json
-    "hidden_size": 3072, "intermediate_size": 10752, "num_hidden_layers": 22, "num_attention_heads": 48,
-    "num_key_value_heads": 8, "head_dim": 128, "kv_channels": 128, "vocab_size": 166144, "num_loops": 2,
-    "loop_loss_weights": [], "rms_norm_eps": 1e-5, "rope_theta": 70_000_000.0, "rope_scaling": None,
-    "max_position_embeddings": 262144, "pad_token_id": 0, "bos_token_id": 166100, "eos_token_id": 166101,
-}  # fmt: skip
+SIZES = load_script("benchmarks/memory.py")
+QWEN3_4B = {**SIZES.QWEN, "num_hidden_layers": 36, "tie_word_embeddings": True}
+STACKS = ("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
 CONVERTED = {
-    "tie_embeddings": False, "qk_bias": False, "mean_recurrence": 32, "n_embd": 2048, "rope_theta": 500_000.0,
-    "n_layers_in_prelude": 4, "n_layers_in_recurrent_block": 6, "n_layers_in_coda": 4, "intermediate_size": 8192,
-    "init_values": {"std": 0.008703882797784892, "embed_scale": 1.0},
+    "model_type": "huginn_raven", "tie_embeddings": False, "qk_bias": False, "mean_recurrence": 32, "n_embd": 2048,
+    "rope_theta": 500_000.0, "intermediate_size": 8192, "init_values": {"std": 0.0087, "embed_scale": 1.0},
+    **dict(zip(STACKS, (4, 6, 4), strict=True)),
 }  # fmt: skip
 LLAMA_3_2 = {
     **CONVERTED, "block_layout": "llama", "vocab_size": 128256, "n_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
@@ -343,25 +313,24 @@ LLAMA_3_2 = {
 OLMO_2 = {
     **CONVERTED, "block_layout": "olmo", "vocab_size": 100352, "n_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
 }  # fmt: skip
-STACKS = ("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
-PARCAE_13B = {"n_embd": 1536, "num_attention_heads": 12, **dict.fromkeys(STACKS, 8)}
-PUBLISHED = {  # configuration, number of parameters, number of trained parameters of the default adapter
-    "Ouro-1.4B": (OuroConfig, {"num_hidden_layers": 24}, 1_434_652_673, 15_138_816),
-    "huginn-0125": (HuginnConfig, {}, 3_564_976_800, 6_397_440),
-    "LoopUS-4B": (LoopusConfig, {"base_config_dict": QWEN3_4B}, None, 917_504 * 33),
-    "Nanbeige4.2-3B": (NanbeigeConfig, NANBEIGE_3B, 4_169_800_704, 23_969_792),
-    "recurrent_llama": (HuginnConfig, LLAMA_3_2, 1_385_228_288, 3_735_552),
-    "recurrent_olmo": (HuginnConfig, OLMO_2, 1_359_071_232, 4_030_464),
-    "parcae-140m": (ParcaeConfig, {}, 144_323_136, 442_368),
-    "parcae-1.3b": (ParcaeConfig, PARCAE_13B, 1_338_591_744, 3_538_944),
+PARCAE_13B = {"model_type": "parcae", "n_embd": 1536, "num_attention_heads": 12, **dict.fromkeys(STACKS, 8)}
+PUBLISHED = {  # fields, number of parameters, number of trained parameters of the default adapter
+    "Ouro-1.4B": ({"model_type": "ouro", "num_hidden_layers": 24}, 1_434_652_673, 15_138_816),
+    "huginn-0125": ({"model_type": "huginn_raven"}, 3_564_976_800, 6_397_440),
+    "LoopUS-4B": ({"model_type": "lds", "base_config_dict": QWEN3_4B}, None, 917_504 * 33),
+    "Nanbeige4.2-3B": (SIZES.SHAPES["Nanbeige4.2-3B"], 4_169_800_704, 23_969_792),
+    "recurrent_llama": (LLAMA_3_2, 1_385_228_288, 3_735_552),
+    "recurrent_olmo": (OLMO_2, 1_359_071_232, 4_030_464),
+    "parcae-140m": ({"model_type": "parcae"}, 144_323_136, 442_368),
+    "parcae-1.3b": (PARCAE_13B, 1_338_591_744, 3_538_944),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes(name):
-    config_class, fields, parameters, trained = PUBLISHED[name]
+    fields, parameters, trained = PUBLISHED[name]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_class(**fields))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
         assert parameters in (None, sum(p.numel() for p in model.parameters()))
         adapted = get_peft_model(model, default_peft_config(model))
     assert sum(p.numel() for p in trained_parameters(adapted).values()) == trained
@@ -398,26 +367,19 @@ UNSUPPORTED_MODELS = [
     ({"model_type": "inkling2_loop"}, "Inkling-2 is not supported: its looped layers"),
     ({"model_type": "new", "architectures": ["IQuestLoopCoderForCausalLM"]}, "IQuest-Coder-Loop is not supported"),
     ({"model_type": "new", "_name": "SenseNova-Loop-9B"}, "SenseNova-Loop is not supported: it has linear attention"),
-    (
-        {"model": {"arch": "huginn"}, "_name": "LoopedLM-P1-dense-huginn-336b"},
-        "IFM's LoopedLM is not supported: its check",
-    ),
+    ({"model": {"arch": "huginn"}, "_name": "LoopedLM-P1-dense-huginn-336b"}, "IFM's LoopedLM is not supported"),
     ({"model_type": "new", "architectures": ["LoopLMForCausalLM"]}, "LoopLM-135M is not supported: only the code"),
     ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
     ({"model_type": "new"}, "supported `model_type`, got 'new'. Code in a checkpoint is never run.*`--import FILE`"),
 ]
-if DORY.marks[0].args[0]:
-    UNSUPPORTED_MODELS.append(
-        ({"model_type": "dory"}, "Dory is not supported: it needs the interface of transformers 5.24")
-    )
 
 
 @pytest.mark.parametrize(("fields", "message"), UNSUPPORTED_MODELS, ids=str)
-def test_unsupported_models_raise(fields, message, tmp_path):
+def test_unsupported_models_raise(fields, message, tmp_path, make_sft):
     folder = tmp_path / fields.get("_name", "base")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
-    for load in (load_model, LoopDropoutSFTTrainer):
+    for load in (load_model, make_sft):
         with pytest.raises(UserError, match=message) as error:
             load(str(folder))
         assert "\n" not in str(error.value)
@@ -425,8 +387,7 @@ def test_unsupported_models_raise(fields, message, tmp_path):
 
 def test_model_of_an_unsupported_class_raises():
     model = torch.nn.Module()
-    model.config = PreTrainedConfig()
-    model.config.model_type = "inkling2_loop_text"
+    model.config = SimpleNamespace(model_type="inkling2_loop_text")
     with pytest.raises(NotLoopedError, match="Inkling-2 is not supported"):
         find_looped_model(model)
 
@@ -509,20 +470,17 @@ def test_float16_base_trains_under_autocast(make_tiny, train, checkpointing):
 
 # The loss of TRL's trainer, which multiplies by the head's weight and does not run the head.
 
+share = lambda logits, labels: logits.softmax(-1).gather(1, labels[:, None])[:, 0].detach()
 LOSSES = {
     "nll": F.cross_entropy,
     "chunked_nll": F.cross_entropy,
-    "dft": lambda logits, labels: (
-        -(logp := logits.log_softmax(-1).gather(1, labels[:, None])) * logp.exp().detach()
-    ).mean(),
+    "dft": lambda logits, labels: (F.cross_entropy(logits, labels, reduction="none") * share(logits, labels)).mean(),
     "smoothed": lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1),
 }
 
 
-CASES = [
-    *((make, "chunked_nll") for make in (*TINY.values(), tiny_hrm)),
-    *(pytest.param(tiny_dory, loss, marks=needs("dory")) for loss in LOSSES),
-]
+CASES = [(make, "chunked_nll") for make in (*TINY.values(), tiny_hrm)]
+CASES += [pytest.param(*DORY.values, loss, marks=DORY.marks) for loss in LOSSES]
 
 
 @pytest.mark.parametrize(("make", "loss"), CASES)
