@@ -30,10 +30,10 @@ def test_wrong_fields_raise(config, fields, message):
         config(**fields)
 
 
-@pytest.mark.parametrize(
-    ("cls", "trl_class"),
-    [(LoopDropoutConfig, SFTConfig), (LoopDropoutDPOConfig, DPOConfig), (LoopDropoutGRPOConfig, GRPOConfig)],
-)
+CLASSES = {LoopDropoutConfig: SFTConfig, LoopDropoutDPOConfig: DPOConfig, LoopDropoutGRPOConfig: GRPOConfig}
+
+
+@pytest.mark.parametrize(("cls", "trl_class"), CLASSES.items())
 def test_trl_arguments_keep_their_values(config, cls, trl_class):
     trl_args = config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8)
     args = cls.from_trl(trl_args, "user/model")
@@ -42,16 +42,10 @@ def test_trl_arguments_keep_their_values(config, cls, trl_class):
     assert cls.from_trl(None, "user/model").output_dir == "model-LoopDropout"
 
 
-def test_default_learning_rates_are_the_papers_or_trls():
+def test_defaults_are_the_papers_or_trls(config):
     assert LoopDropoutConfig("out").learning_rate == 1e-4
     assert LoopDropoutConfig.from_trl(SFTConfig("out", use_cpu=True), "user/model").learning_rate == 2e-5
-
-
-def test_false_does_not_resume(config):
     assert config(resume_from_checkpoint="false").resume_from_checkpoint is None
-
-
-def test_arguments_of_another_trainer_raise(config):
     with pytest.raises(ValueError, match="LoopDropoutDPOConfig or DPOConfig, got a LoopDropoutConfig"):
         LoopDropoutDPOConfig.from_trl(config(), "user/model")
 

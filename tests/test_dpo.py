@@ -17,9 +17,8 @@ from loopdropout_trainer.lora import add_gates
 
 
 BETA = 0.1
-PAIRS = Dataset.from_list(
-    [{"prompt": f"{i}+{i % 7}=", "chosen": "a" * (i % 4 + 1), "rejected": "b" * (i % 3 + 2)} for i in range(16)]
-)
+ROWS = [{"prompt": f"{i}+{i % 7}=", "chosen": "a" * (i % 4 + 1), "rejected": "b" * (i % 3 + 2)} for i in range(16)]
+PAIRS = Dataset.from_list(ROWS)
 
 
 class Recorder(Recording, LoopDropoutDPOTrainer):
@@ -89,13 +88,6 @@ def test_unit_gates_train_as_trl(make, fields):
     assert logged(ours, "eval_loss") == logged(theirs, "eval_loss")
 
 
-def test_evaluation_is_plain_dpo_at_unit_gates(make):
-    ours, theirs = make(eval_strategy="steps", eval_steps=1), make(cls=DPOTrainer)
-    ours.train()
-    theirs.model.load_state_dict(ours.model.state_dict())
-    assert logged(ours, "eval_loss") == [pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-4)]
-
-
 def test_split_into_micro_batches_keeps_weights(make):
     fields = {"max_steps": 3, "adam_epsilon": 1e-3}
     whole = make(**fields)
@@ -119,7 +111,5 @@ def test_references_that_do_not_fit_raise(make):
     for rule, name in [("learned", "default"), ("independent", "default"), ("lora", "math")]:
         model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name=name)
         add_gates(model, rule=make_rule(rule))
-        with pytest.raises(
-            ValueError, match="adapter must .*, because TRL copies it to the reference. Set `ref_model`, or"
-        ):
+        with pytest.raises(ValueError, match="adapter must .*, because TRL copies it .* Set `ref_model`, or"):
             make(model, rule=rule)

@@ -39,22 +39,12 @@ def test_run_script_lets_the_first_process_speak(monkeypatch):
         with pytest.raises(SystemExit):
             run_script(lambda: raise_(UserError("a")))
     assert waits == [30]  # the launcher ends the other processes after the first one
-
-
-def test_run_script_keeps_other_tracebacks():
-    with pytest.raises(OSError, match="x"):
+    with pytest.raises(OSError, match="x"):  # an error that is not the user's
         run_script(lambda: raise_(OSError("x")))
 
 
-def test_closest_match_suggests_only_close_names():
-    assert closest_match("lorra", ["lora", "coto"]) == " Did you mean 'lora'?"
-    assert closest_match("xyz", ["lora", "coto"]) == ""
-
-
-def test_hide_secrets_knows_the_environment(monkeypatch):
+def test_parts_of_messages(monkeypatch):
+    assert closest_match("lorra", ["lora", "coto"]) == " Did you mean 'lora'?" and closest_match("xyz", ["lora"]) == ""
+    assert max(len(short_repr(value)) for value in ("x" * 1000, list(range(1000)))) < 100
     monkeypatch.setenv("HF_TOKEN", "a-token")
     assert hide_secrets(f"a-token, {TOKEN}, eos_token") == "***, ***, eos_token"
-
-
-def test_short_repr_fits_into_a_sentence():
-    assert max(len(short_repr(value)) for value in ("x" * 1000, list(range(1000)))) < 100

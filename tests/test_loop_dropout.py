@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 import trl
-from conftest import ROOT, Recorder, needs, tiny_dory, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from conftest import DORY, ROOT, Recorder, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from trl import SFTTrainer
@@ -26,7 +26,7 @@ def tiny_causal_hrm():
     return tiny_hrm(prefix_lm=False)
 
 
-FAMILIES = pytest.mark.parametrize("make", [tiny_ouro, tiny_causal_hrm, pytest.param(tiny_dory, marks=needs("dory"))])
+FAMILIES = pytest.mark.parametrize("make", [tiny_ouro, tiny_causal_hrm, DORY])
 PAGE = (ROOT / "docs" / "training_loops.md").read_text()
 EXAMPLES = dict(re.findall(r"## ([^\n]*)\n\n```python\n(.*?)```", PAGE, re.DOTALL))
 
@@ -125,24 +125,12 @@ def test_positions_among_further_keywords_are_found():
 
 
 def test_frozen_adapters_raise(make_sft):
-    frozen = with_adapter().requires_grad_(False)
-    for make in (loop_dropout, make_sft, lambda model: make_sft(peft_config=LoraConfig(inference_mode=True))):
-        with pytest.raises(
-            ValueError, match="must not be frozen.* `is_trainable=True`.* or set `inference_mode=False`"
-        ):
-            make(frozen)
-    trainer = make_sft(with_adapter())
+    frozen, trainer = with_adapter().requires_grad_(False), make_sft(with_adapter())
     trainer.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="must not be frozen"):
-        trainer.train()
-
-
-def test_later_active_adapter_has_gates():
-    peft_model = with_adapter(scale=0.1, init_lora_weights=False).train()
-    peft_model.add_adapter("other", peft_model.peft_config["default"])
-    loop_dropout(peft_model)
-    peft_model.set_adapter("other")
-    assert not torch.equal(peft_model(IDS).logits, peft_model(IDS).logits)
+    in_inference = lambda model: make_sft(peft_config=LoraConfig(inference_mode=True))
+    for make in (loop_dropout, make_sft, in_inference, lambda model: trainer.train()):
+        with pytest.raises(ValueError, match="must not be frozen.* `is_trainable=True`.* set `inference_mode=False`"):
+            make(frozen)
 
 
 def test_draws_depend_on_seed_pass_and_process(monkeypatch):
@@ -162,7 +150,7 @@ def test_draws_depend_on_seed_pass_and_process(monkeypatch):
 def test_remove_restores_the_model(make):
     peft_model = with_adapter(make())
     modules = [module for name, module in peft_model.named_modules() if name != "base_model"]
-    look = lambda: [(*m._forward_pre_hooks, *m._forward_hooks, *vars(m)) for m in modules]
+    look = lambda: [(type(m), *m._forward_pre_hooks, *m._forward_hooks, *vars(m)) for m in modules]
     before = look()
     dropout = loop_dropout(peft_model)
     assert look() != before and gated_layers(peft_model)
@@ -175,10 +163,15 @@ def test_remove_restores_the_model(make):
         loop_dropout(peft_model)
 
 
-def test_adapter_on_further_modules_is_gated():
+@pytest.mark.parametrize("is_added_before", [True, False])
+def test_later_active_adapter_has_gates(is_added_before):
     peft_model = with_adapter(target_modules=["q_proj"]).train()
+    second = "second", LoraConfig(target_modules=["v_proj", "down_proj"], init_lora_weights=False)
+    if is_added_before:
+        peft_model.add_adapter(*second)
     dropout = loop_dropout(peft_model, p=0.9, seed=1)
-    peft_model.add_adapter("second", LoraConfig(target_modules=["v_proj", "down_proj"], init_lora_weights=False))
+    if not is_added_before:
+        peft_model.add_adapter(*second)
     peft_model.set_adapter("second")
     loss = peft_model(IDS, labels=IDS).loss
     assert len(gated_layers(peft_model)) == len(dropout.physical_layers) == 6
@@ -190,20 +183,14 @@ def test_adapter_on_further_modules_is_gated():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_of_the_whole_model_raises(use_reentrant):
-    peft_model = with_adapter().train()
+def test_recomputation_without_its_gates_raises(use_reentrant):
+    peft_model = with_adapter(scale=0.1).train()
+    dropout = loop_dropout(peft_model, seed=1)
     embeds = peft_model.get_input_embeddings()(IDS).detach().requires_grad_()
-    loop_dropout(peft_model)
     with pytest.raises(UserError, match="whole model must not be checkpointed"):
         checkpoint(lambda x: peft_model(inputs_embeds=x).logits, embeds, use_reentrant=use_reentrant)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_backward_after_remove_raises(use_reentrant):
-    peft_model = with_adapter(scale=0.1).train()
     peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     peft_model.enable_input_require_grads()
-    dropout = loop_dropout(peft_model, seed=1)
     loss = peft_model(IDS, labels=IDS, use_cache=False).loss
     dropout.remove()
     with pytest.raises(UserError, match="must not be removed before its backward pass"):
