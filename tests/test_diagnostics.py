@@ -1,4 +1,4 @@
-"""Diagnostics against the golden oracle and against forward passes of their own, and recipes/diagnose.py."""
+"""Diagnostics against passes of the model, which `test_models.py` compares with the oracle, and recipes/diagnose.py."""
 
 import json
 from pathlib import Path
@@ -6,20 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SAMPLES, golden_adapted, load_script, python, tiny_ouro, with_adapter
+from conftest import ROOT, SAMPLES, load_script, python, tiny_ouro, with_adapter
 from torch.nn import functional as F
 
-from loopdropout_trainer import use_gates
-from loopdropout_trainer.diagnostics import (
-    compare_answers,
-    curvature,
-    depth_matrix,
-    label_batches,
-    readouts,
-    recommend_method,
-    reference_examples,
-    single_loop,
-)
+from loopdropout_trainer import diagnostics, use_gates
+from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batches, readouts, single_loop
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import own_benchmark
 from loopdropout_trainer.gates import make_rule
@@ -38,42 +29,9 @@ def values(rows, metric, **columns):
     return [row["value"] for row in rows if row.items() >= columns.items()]
 
 
-@pytest.fixture
-def batches(ouro):
-    """The oracle's examples, one in each batch: the mean over batches must weigh them by their tokens."""
-    inputs = {name: ouro.tensors[f"oracle/left/{name}"] for name in ("input_ids", "attention_mask", "labels")}
-    return [{name: x[row : row + 1] for name, x in inputs.items()} for row in range(len(inputs["labels"]))]
-
-
-def test_single_loop_and_readouts_equal_oracle(ouro, batches):
-    def mean(name):  # over all target tokens
-        tokens = ouro.tensors["oracle/example_tokens"].double()
-        return ((ouro.tensors[f"oracle/{name}"].double() * tokens).sum(dim=-1) / tokens.sum()).tolist()
-
-    model = golden_adapted(ouro).train()
-    rows = single_loop(model, batches)
-    frozen, unit, only = (mean(f"{gates}/example_loss") for gates in ("zero_gate", "unit_gate", "single_loop"))
-    assert [row["gates"] for row in rows if row["metric"] == "loss"] == ["none", *LOOPS, "unit"]
-    assert values(rows, "loss") == pytest.approx([frozen, *only, unit], abs=2e-5)
-    reductions = [100 * (frozen - loss) / frozen for loss in (*only, unit)]
-    assert values(rows, "loss_reduction") == pytest.approx(reductions, abs=2e-3)
-    losses = values(readouts(model, batches), "readout_loss")
-    assert losses == pytest.approx(mean("unit_gate/readout_loss"), abs=2e-5)
-    assert {row["n"] for row in rows} == {int(ouro.tensors["oracle/example_tokens"].sum())}
-    assert model.training
-
-
-def test_batches_without_targets_raise(ouro, batches):
-    batches[0]["labels"] = torch.full_like(batches[0]["labels"], -100)
-    for empty in (batches[:1], []):
-        with pytest.raises(UserError, match="`batches` must have a target token"):
-            single_loop(golden_adapted(ouro), empty)
-
-
 IDS = [[(7 * row + 13 * place) % 200 + 40 for place in range(length)] for row, length in enumerate((12, 9, 15, 7, 11))]
-EXAMPLES = [
-    {"input_ids": ids, "completion_mask": [0] * (3 + row) + [1] * (len(ids) - 3 - row)} for row, ids in enumerate(IDS)
-]
+MASKS = [[0] * (3 + row) + [1] * (len(ids) - 3 - row) for row, ids in enumerate(IDS)]
+EXAMPLES = [{"input_ids": ids, "completion_mask": mask} for ids, mask in zip(IDS, MASKS, strict=True)]
 
 
 def adapted(model, seed=1):
@@ -92,11 +50,18 @@ def forward(model):
 
 
 def test_diagnostics_equal_forward_passes(make_tiny, tokenizer):
-    model, batches = adapted(make_tiny()), label_batches(EXAMPLES, tokenizer, 2)
+    model, batches = adapted(make_tiny()).train(), label_batches(EXAMPLES, tokenizer, 2)
     rows = single_loop(model, batches)
-    for gates, one_hot in zip(LOOPS, torch.eye(4), strict=True):
-        with use_gates(model, one_hot):
-            assert values(rows, "loss", gates=gates) == pytest.approx([forward(model)[0]], abs=1e-5)
+    assert model.training and {row["n"] for row in rows} == {sum(sum(row["completion_mask"]) for row in EXAMPLES)}
+    model.eval()
+    losses = []
+    for gates in torch.cat([torch.zeros(1, 4), torch.eye(4), torch.ones(1, 4)]):
+        with use_gates(model, gates):
+            losses.append(forward(model)[0])
+    assert [row["gates"] for row in rows if row["metric"] == "loss"] == ["none", *LOOPS, "unit"]
+    assert values(rows, "loss") == pytest.approx(losses, abs=1e-5)
+    reductions = [100 * (losses[0] - loss) / losses[0] for loss in losses[1:]]
+    assert values(rows, "loss_reduction") == pytest.approx(reductions, abs=2e-3)
     rows = [*readouts(model, batches), *depth_matrix(model, batches, [1, 3, 6])]
     losses = values(rows, "readout_loss")
     assert max(losses) - min(losses) > 1e-3 and len(rows) == 2 * (4 + 3)
@@ -105,6 +70,11 @@ def test_diagnostics_equal_forward_passes(make_tiny, tokenizer):
             expected = forward(model)["accuracy" in row["metric"]]
         assert row["value"] == pytest.approx(expected, abs=1e-5)
     assert model.config.num_loops == 4
+    for batch in batches:
+        batch["labels"].fill_(-100)
+    for empty in (batches, []):
+        with pytest.raises(UserError, match="`batches` must have a target token"):
+            single_loop(model, empty)
 
 
 @torch.no_grad()
@@ -151,29 +121,26 @@ def test_compare_answers_equals_mcnemar(numbers, interval, p):
     both, gained, lost, neither = numbers
     ours = [{"correct": 1}] * (both + gained) + [{"correct": 0}] * (lost + neither)
     other = [{"correct": int(is_right)} for is_right in np.repeat([1, 0, 1, 0], numbers)]
-    found = compare_answers(ours, other)
+    found = diagnostics.compare_answers(ours, other)
     assert found == pytest.approx((100 * (gained - lost) / len(ours), *interval, p, len(ours)))
     assert str(found).endswith("not significant") == (p >= 0.05)
     with pytest.raises(UserError, match=f"`baseline` must have {len(ours)} samples, got {len(ours) - 1}"):
-        compare_answers(ours, other[1:])
+        diagnostics.compare_answers(ours, other[1:])
 
 
 def test_recommend_method_names_the_profile():
-    paper, tiny_huginn = (11.9, 19.1, 26.5, 32.4), (0.0, 0.2, -1.2, 76.0)
-    assert "rises" in recommend_method(paper) and "near zero" in recommend_method(tiny_huginn)
-    assert "falls" in recommend_method((40, 30, 20, 10)) and "similar" in recommend_method((30.8, 35.2, 35.9, 32.0))
+    profiles = {"rises": (11.9, 19.1, 26.5, 32.4), "near zero": (0.0, 0.2, -1.2, 76.0), "falls": (40, 30, 20, 10)}
+    for said, profile in {**profiles, "similar": (30.8, 35.2, 35.9, 32.0)}.items():
+        assert said in diagnostics.recommend_method(profile)
 
 
 def test_reference_examples_of_a_task():
     task = own_benchmark("problems", str(SAMPLES / "gsm8k_test.jsonl"), like="gsm8k")
-    first, _ = reference_examples(task, 2)
+    first, _ = diagnostics.reference_examples(task, 2)
     assert first["prompt"].startswith("Question: Janet") and first["prompt"].endswith("?\nAnswer:")
     assert first["completion"].startswith(" ") and "<<" not in first["completion"]
     with pytest.raises(UserError, match="text column `solution` or `answer`"):
-        reference_examples(None)
-
-
-# recipes/diagnose.py
+        diagnostics.reference_examples(None)
 
 
 @pytest.fixture(scope="module")
