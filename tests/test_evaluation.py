@@ -185,6 +185,7 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
     samples = read_lines(tmp_path / "samples_mmlu_stem.jsonl")
     assert accuracy["value"] == pytest.approx(100 * np.mean([sample["correct"] for sample in samples]))
     assert 0 < accuracy["value"] < 100 and accuracy["n"] == len(samples)
+    assert all((sample["answer"] == sample["target"]) == sample["correct"] for sample in samples)
     counts = Counter(sample["subject"] for sample in samples)
     assert len(counts) == 19 and {*counts.values()} == {1, 2, 3}
     assert {row["group"]: row["n"] for row in parts if row["metric"] == "accuracy_by_subject"} == counts

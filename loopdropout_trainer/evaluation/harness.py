@@ -171,10 +171,11 @@ def _collect(
 def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Return the columns of one line of `samples_<task>.jsonl`."""
     arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
-    completion, answer = responses[0], sample["filtered_resps"][0]
+    completion, answer, target = responses[0], sample["filtered_resps"][0], sample["target"]
     if not isinstance(completion, str):  # log-likelihoods of choices, or of a text
         scores = [response[0] if isinstance(response, tuple | list) else response for response in responses]
         completion, answer = None, arguments[int(np.argmax(scores))][-1].strip()
+        target = arguments[target][-1].strip() if isinstance(target, int) else target  # the index of a choice
     elif answer == "[invalid]" or sample["filter"] == "none" and not completion.strip():
         answer = None
     value = sample.get(metric)
@@ -183,7 +184,7 @@ def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
         "doc_id": sample["doc_id"],
         "prompt": arguments[0][0],
         "completion": completion,
-        "target": str(sample["target"]),
+        "target": str(target),
         "answer": None if answer is None else str(answer),
         "answered": answer is not None,
         "correct": float(value) if isinstance(value, Real | np.bool_) else np.nan,
