@@ -17,6 +17,7 @@ from transformers import (
 
 from loopdropout_trainer import LoopDescription, check_loops, load_model, merge_and_save, register_looped, use_gates
 from loopdropout_trainer.diagnostics import readouts, single_loop
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, attach_looped_model, find_looped_model
 
 
@@ -131,6 +132,16 @@ def test_trainer_loads_an_own_class_by_name(make_sft, monkeypatch, tmp_path):
     tiny(OwnHrm, **DECODER)().save_pretrained(tmp_path)
     trainer = make_sft(str(tmp_path), model_init_kwargs={"num_loops": 2})
     assert type(trainer.model.get_base_model()) is OwnHrm and trainer.num_loops == 2
+
+
+def test_incomplete_descriptions_raise():
+    with pytest.raises(TypeError, match="recurrent_layers.*running_loop"):
+        LoopDescription(tiny_hrm())
+    wrong = type("Wrong", (DESCRIPTIONS[HrmTextForCausalLM],), {"depth_field": "cycles"})(tiny_hrm())
+    with pytest.raises(
+        UserError, match="`depth_field` of Wrong must name the field of HrmTextConfig .*, got 'cycles'"
+    ):
+        wrong.num_loops  # noqa: B018
 
 
 def test_wrong_descriptions_raise(monkeypatch):

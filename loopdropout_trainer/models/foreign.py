@@ -8,6 +8,7 @@ the layer itself would run outside of the checkpoint.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ PASS_GATES = "loop_gates"
 """Keyword of the gates between the backbone and its recurrent layers."""
 
 
-class LoopDescription(LoopedModelMixin):
+class LoopDescription(LoopedModelMixin, ABC):
     """The loops of the models of one class. Subclass it, and register the subclass with `register_looped`.
 
     All other attributes are the model's.
@@ -98,16 +99,16 @@ class LoopDescription(LoopedModelMixin):
 
     # A subclass defines the first two methods, and the third one if the depth takes several fields.
 
+    @abstractmethod
     def recurrent_layers(self) -> list[nn.Module]:
         """Return the layers that recur. Gradient checkpointing recomputes each of them as one piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def running_loop(self, **kwargs: Any) -> int:
         """Return the loop of a call, counted from 0, from the keywords of a recurrent layer.
 
         The keywords must tell, not a count of calls: gradient checkpointing recomputes the loops in reverse order.
         """
-        raise NotImplementedError
 
     @classmethod
     def depth_fields(cls, config: PreTrainedConfig, num_loops: int) -> dict[str, int]:
@@ -116,7 +117,13 @@ class LoopDescription(LoopedModelMixin):
 
     @property
     def num_loops(self) -> int:
-        return getattr(self.model.config, self.depth_field)
+        config, field = self.model.config, getattr(type(self), "depth_field", "")
+        if not hasattr(config, field):
+            raise UserError(
+                f"`depth_field` of {type(self).__name__} must name the field of {type(config).__name__} with the depth, got "
+                f"{field!r}."
+            )
+        return getattr(config, field)
 
     @num_loops.setter
     def num_loops(self, num_loops: int) -> None:
