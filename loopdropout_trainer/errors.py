@@ -35,7 +35,7 @@ def short_repr(value: Any) -> str:
     return _repr.repr(value)
 
 
-OWN_FILE_HINT = " If it is your own, import its file first, with `--import FILE` on the command line."
+OWN_FILE_HINT = " If it is your own, import its file first, in a `loopdropout` command with `--import FILE`."
 """End of a message about an unknown name that a file of the user can register."""
 
 
