@@ -191,7 +191,7 @@ def parse(
         dataclass_types: dataclasses with the valid fields.
         argv: command line without the script. Default: `sys.argv[1:]`.
         description: text at the top of `--help`.
-        unread_types: dataclasses whose fields a recipe may set too, without an effect on this script.
+        unread_types: dataclasses whose fields a recipe, but not the command line, may set too, without an effect here.
 
     Returns:
         One instance of each dataclass. `recipe_dict` returns the settings that they were made from.
@@ -214,9 +214,11 @@ def parse(
         is_kernel = name == "attn_implementation" and "/" in str(value)
         if is_kernel or value not in (None, SAFE_VALUES.get(name, value)):
             raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
-    unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields, *changes}
+    unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields}
     settings = {}
     for name, value in override(recipe, changes).items():
+        if name in unread and name in changes:
+            raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
         if name in unread:
             continue
         if name not in fields:

@@ -79,8 +79,8 @@ def test_diagnostics_equal_forward_passes(make_tiny, tokenizer):
 
 @torch.no_grad()
 def test_curvature_equals_hessian_in_float64(make_tiny, tokenizer):
-    model = with_adapter(make_tiny(), 1, scale=0.05, r=4).eval()
-    rows = curvature(model, label_batches(EXAMPLES, tokenizer, 2), p=0.25)
+    model, batches = with_adapter(make_tiny(), 1, scale=0.05, r=4).eval(), label_batches(EXAMPLES, tokenizer, 2)
+    rows = curvature(model, batches, p=0.25)
     model.double()
 
     def logits(row, ids, gates):  # [n, V] of the targets
@@ -196,11 +196,24 @@ def test_diagnose_scores_references_of_a_task(saved, tmp_path, capsys):
     assert {row["task"] for row in rows} == {"own_gsm8k"} and len(rows) == 3 * 2 * (4 + 1)
 
 
+def test_diagnose_prints_the_curvature(saved, tmp_path, capsys):
+    rows = diagnose(saved, tmp_path, "--diagnostics", "curvature", "--curvature_p", 0.25, "--dtype", "float32")
+    assert {row["metric"] for row in rows} == {"curvature", "curvature_term"} and len(rows) == 2 * (4 + 1)
+    own = values(rows, "curvature", method="ours")
+    assert values(rows, "curvature_term", method="ours") == pytest.approx([0.25 / 1.5 * sum(own)])
+    assert f"{own[0]:.4g}" in capsys.readouterr().out
+
+
 def test_diagnose_explains_mistakes(saved, tmp_path):
-    with pytest.raises(UserError, match="`num_train_examples` changed from 20 to 10"):
-        diagnose(saved, tmp_path, "--num_train_examples", 10)
-    with pytest.raises(UserError, match="`num_eval_examples`"):
-        diagnose(saved, tmp_path, "--num_eval_examples", 0)
+    for words, message in {
+        "--learning_rate 1": "`learning_rate` is a field of trainings, which has no effect",
+        "--curvature_p 1": "`curvature_p` must be from 0 to below 1, got 1.0",
+        "--diagnostics curvature --dtype bfloat16": "`dtype` must be float32 for `curvature`",
+        "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
+        "--num_eval_examples 0": "`num_eval_examples`",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            diagnose(saved, tmp_path, *words.split())
     assert not list(tmp_path.iterdir())
 
 

@@ -98,7 +98,7 @@ def test_load_recipe_extends_relative_paths(write):
 
 def test_parse_ignores_fields_of_other_scripts_in_recipes_only():
     assert parse((ModelArguments,), ["quickstart.yaml"], unread_types=SFT_TYPES)[0].dtype == "float32"
-    with pytest.raises(UserError, match="`p` is not a field of this script"):
+    with pytest.raises(UserError, match="`p` is a field of trainings, which has no effect on this script"):
         parse((ModelArguments,), ["quickstart.yaml", "--p", "0.5"], unread_types=SFT_TYPES)
 
 
