@@ -180,6 +180,7 @@ def test_difference_is_paired_by_seed(gains, tmp_path):
     options = {"method": "Loop Dropout", "minus": {"method": "LoRA"}, "decimals": 3}
     assert cell(tmp_path, **options) == f"{np.mean(gains):+.3f} [{low:+.3f}, {high:+.3f}]{remark}"
     assert cell(tmp_path, **options, seed=0) == f"{gains[0]:+.3f}"
+    assert cell(tmp_path, **options, show="seeds") == " / ".join(f"{gain:+.3f}" for gain in gains)
 
 
 def test_cell_shows_seeds_costs_and_averages(tmp_path):

@@ -152,10 +152,12 @@ def test_sweep_continues_finished_runs(lab):
     for _ in range(2):
         lab.run()
         assert lab.runs[-1] == "lora/lr_0.04/seed_102" and len(lab.log) == 5
-    lab.run(measure={"benchmarks": ["arithmetic_hard"]}, seeds=[101, 102, 103])
-    assert [entry[:2] for entry in lab.log[5:]] == [
-        [f"lora/lr_0.04/seed_{seed}", ["arithmetic_hard"]] for seed in (101, 102, 103)
-    ]
+    measure = {"benchmarks": ["arithmetic_hard"]}
+    for further in ({"eval_num_loops": [2]}, {}):  # without it, nothing is measured again
+        lab.run(measure={**measure, **further}, seeds=[101, 102, 103])
+        assert [entry[:2] for entry in lab.log[5:]] == [
+            [f"lora/lr_0.04/seed_{seed}", ["arithmetic_hard"]] for seed in (101, 102, 103)
+        ]
 
 
 def test_sweep_summary_has_means_and_choices(lab, capsys):
