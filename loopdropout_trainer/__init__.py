@@ -1,13 +1,16 @@
 """Fine-tune looped language models with Loop Dropout (Zhu et al. 2026, arXiv 2609.34218).
 
-The model families register with transformers' Auto classes when transformers is imported, or now if it is imported already.
+The model families register with transformers' Auto classes before transformers looks up the first config.json, or when
+`loopdropout_trainer.models` is imported.
 """
 
 # ruff: noqa: F401  (handed on)
 
 import logging
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
@@ -87,7 +90,21 @@ def _warn_about_untested_versions() -> None:
             )
 
 
+def _register_families_when_used(configuration_utils: ModuleType) -> None:
+    """Let `PreTrainedConfig` register the families after it has read a config.json, since their modules take seconds."""
+    config_class = configuration_utils.PreTrainedConfig
+    read = config_class.get_config_dict.__func__
+
+    @wraps(read)
+    def get_config_dict(cls, *args, **kwargs):
+        fields, rest = read(cls, *args, **kwargs)
+        import_module("loopdropout_trainer.models").add_model_type(fields)
+        return fields, rest
+
+    config_class.get_config_dict = classmethod(get_config_dict)
+
+
 __version__ = "0.1.0"
 
 _warn_about_untested_versions()
-register_post_import_hook(lambda transformers: import_module("loopdropout_trainer.models"), "transformers")
+register_post_import_hook(_register_families_when_used, "transformers.configuration_utils")

@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Mapping
 from itertools import product
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from datasets import Dataset
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Noah", "Omar", "Ruth", "Sam", "Zoe")
 OBJECTS = ("apples", "books", "cards", "coins", "cookies", "pens", "shells", "stamps")
@@ -100,6 +101,8 @@ def arithmetic_problems(split: str, num_examples: int, seed: int = 0, steps: tup
     Returns:
         Columns `question`, `answer` (steps and `#### N`) and `num_steps`.
     """
+    from datasets import Dataset
+
     kind = SPLITS[split]
     fewest, most = steps or kind.steps
     own_steps = "" if (fewest, most) == kind.steps else f"/{fewest} to {most} steps"

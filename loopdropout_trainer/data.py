@@ -10,21 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, Features, Value, load_dataset, load_dataset_builder
-from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
-from trl import get_training_chat_template
 
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.arithmetic import add_mistake, arithmetic_problems
 from loopdropout_trainer.errors import UserError
 
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
 logger = logging.get_logger(__name__)
 
@@ -303,6 +302,8 @@ def load_datasets(
     Raises:
         UserError: if the data cannot be loaded, or if too few examples are left.
     """
+    from datasets import DatasetDict
+
     preparation = PREPARATIONS[args.preparation]
     num_eval = preparation.num_eval_examples if args.num_eval_examples is None else args.num_eval_examples
     num_eval *= not args.eval_files
@@ -344,6 +345,10 @@ def load_datasets(
 
 
 def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
+    import pandas as pd
+    from datasets import Features, Value, load_dataset, load_dataset_builder
+    from datasets.exceptions import DatasetsError
+
     if not files and not args.dataset_name:
         raise UserError("`dataset_name` or `train_files` must be set, because there is no data to train on.")
     try:
@@ -364,6 +369,9 @@ def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
 
 def read_files(files: str | Sequence[str]) -> Dataset:
     """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files."""
+    import pandas as pd
+    from datasets import Dataset, load_dataset
+
     files = [files] if isinstance(files, str) else files
     suffix = Path(files[0].removesuffix(".gz")).suffix
     if suffix == ".csv":  # all cells are text, also numbers and the word "None"
@@ -457,6 +465,8 @@ def tokenize(
         template = {"tools": tools, **(example.get("chat_template_kwargs") or {})}
     options = dict(template)
     if assistant_only_loss:  # None if the tokenizer's own template marks the assistant's text
+        from trl import get_training_chat_template  # takes seconds
+
         options |= {"chat_template": get_training_chat_template(tokenizer), "return_assistant_tokens_mask": True}
     if not is_chat and (is_one_text or not target.endswith(tokenizer.eos_token)):
         target += tokenizer.eos_token

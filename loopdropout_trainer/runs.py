@@ -6,6 +6,7 @@ trainings and measurements need are imported in the functions, so that mistakes 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -114,18 +115,12 @@ class Job:
     """
 
     def __init__(self, *arguments: Any) -> None:
-        from transformers.integrations import get_reporting_integration_callbacks
-
         from loopdropout_trainer.training.stopping import find_checkpoint
 
         self.script_args, self.model_args, self.adapter_args, _, self.args, *_ = arguments
         if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
-        try:
-            for tracker in get_reporting_integration_callbacks(self.args.report_to):
-                tracker()
-        except (ValueError, RuntimeError) as error:  # an unknown tracker, or one that is not installed
-            raise UserError(f"`report_to`: {error}") from error
+        check_trackers(self.args.report_to)
         recipe = recipe_dict(*arguments)
         rules = [rule for rule in self.script_args.compare_with or () if rule != self.args.rule]
         self.runs = [Run(self.script_args, self.args, recipe), *(self._compared_run(rule, recipe) for rule in rules)]
@@ -176,25 +171,23 @@ class Job:
 
     def describe_memory(self) -> str:
         """Return the estimated GPU memory of the training, or an empty text for a model whose shapes are not known."""
-        from transformers import PreTrainedConfig
-
-        from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config
+        from transformers.utils import CONFIG_NAME, cached_file
 
         args, model, adapter = self.args, self.model_args, self.adapter_args.adapter_name_or_path
         if not (max_length := getattr(args, "max_length", None)):  # GRPO has none
             return ""
         try:
-            name = model_path(model.model_name_or_path)
-            config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
+            file = cached_file(model_path(model.model_name_or_path), CONFIG_NAME, revision=model.model_revision)
+            config = json.loads(Path(file).read_text(encoding="utf-8"))
             sizes = estimate_memory(
                 config,
                 args.per_device_train_batch_size * max_length,
                 num_loops=model.num_loops,
-                rank=read_adapter_config(adapter_folder(adapter)).r if adapter else self.adapter_args.lora_r,
+                rank=adapter_rank(adapter) if adapter else self.adapter_args.lora_r,
                 checkpointing=args.gradient_checkpointing,
                 four_bit="load_in_4bit" in str(args.model_init_kwargs),
             )
-        except (OSError, KeyError, UserError):  # without a network, or with other fields
+        except (OSError, KeyError, ValueError):  # without a network, or with other fields
             return ""
         total = sizes.pop("total", None)
         parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
@@ -395,6 +388,26 @@ class Job:
         if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
             folder = Path(self.args.output_dir, "merged")
             print(f"Pushed to {push_merged_to_hub(folder, self.args.hub_model_id, token=self.args.hub_token)}")
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise UserError for a tracker that is unknown or not installed."""
+    if not names:
+        return
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"`report_to`: {error}") from error
+
+
+def adapter_rank(adapter: str) -> int:
+    """Return the rank of a saved adapter."""
+    from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config
+
+    return read_adapter_config(adapter_folder(adapter)).r
 
 
 def num_steps(trainer: Trainer) -> int:

@@ -11,16 +11,19 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, closest_match, short_repr
 from loopdropout_trainer.files import model_path
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.get_logger(__name__)
 

@@ -47,11 +47,23 @@ def test_command_runs_its_script(monkeypatch, capsys):
     assert "usage: loopdropout merge ADAPTER" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["--help", "recipes"])
-def test_light_commands_do_not_import_torch(words):
+MODELING = "peft transformers.modeling_utils loopdropout_trainer.models lm_eval scipy.optimize"
+LIGHT = {
+    "--help": "torch transformers trl datasets pandas",
+    "recipes": "torch transformers trl datasets pandas",
+    "sft --help": f"datasets pandas {MODELING}",
+    "sft quickstart.yaml --learning_rat 1": f"datasets pandas {MODELING}",
+    "sft quickstart.yaml --dry_run true": MODELING,
+}
+"""Modules that commands do without, since their imports take seconds."""
+
+
+@pytest.mark.parametrize("words", LIGHT)
+def test_commands_import_only_what_they_use(words):
     code = "import sys, atexit\natexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))\n"
-    done = run("-c", f"{code}from loopdropout_trainer.cli import main\nmain()", words)
-    assert not {*done.stderr.splitlines()} & {"torch", "transformers", "trl", "datasets", "pandas"}
+    done = run("-c", f"{code}from loopdropout_trainer.cli import main\nmain()", *words.split())
+    assert done.returncode == (2 if "learning_rat " in words else 0), done.stderr
+    assert not {*done.stderr.splitlines()} & {*LIGHT[words].split()}
 
 
 def test_reader_may_stop_early():
@@ -60,10 +72,19 @@ def test_reader_may_stop_early():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_families_register_before_transformers_is_imported():
-    code = "import loopdropout_trainer\nfrom transformers import AutoConfig\nprint(AutoConfig.for_model('ouro').model_type)"
+def test_families_and_peft_are_there_when_they_are_used():
+    code = """
+import sys
+from loopdropout_trainer import LoopDropoutConfig
+from loopdropout_trainer.files import TINY_OURO_PATH
+from transformers import AutoConfig, trainer_utils
+assert not {"peft", "loopdropout_trainer.models"} & {*sys.modules} and trainer_utils.unwrap_peft_model(1) == 1
+print(AutoConfig.from_pretrained(TINY_OURO_PATH).model_type)
+import peft
+print((trainer_utils.PeftModel, trainer_utils.PeftMixedModel) == (peft.PeftModel, peft.PeftMixedModel))
+"""
     done = run("-c", code)
-    assert (done.stdout, done.stderr) == ("ouro\n", "")
+    assert (done.stdout, done.stderr) == ("ouro\nTrue\n", "")
 
 
 def test_import_warns_about_untested_version(tmp_path):

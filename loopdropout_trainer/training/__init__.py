@@ -1,4 +1,48 @@
 """Trainers: gates drawn in `compute_loss`, callbacks, and the setup of an adapter.
 
 Modules here may import all folders but `integrations`. Only scripts, `progress.py` and the package itself import them.
+
+Training arguments do without transformers' modeling code, which takes most of the seconds of a start, until a model is loaded.
+So a script tells a mistake in a recipe early. PEFT is imported as usual, but later.
 """
+
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+
+from transformers import integrations
+from wrapt import register_post_import_hook
+
+
+def _import_trainer_utils() -> None:
+    """Import `transformers.trainer_utils`, which training arguments need, without PEFT, which imports the modeling code.
+
+    That module only asks if a model is an instance of two classes of PEFT. No model is one before PEFT is imported, so two
+    empty classes give the same answer. The import of PEFT replaces them.
+    """
+    name, classes = "transformers.trainer_utils", ("PeftModel", "PeftMixedModel")
+    if name in sys.modules or "peft" in sys.modules:
+        return
+    sys.modules["peft"] = stand_in = module_from_spec(find_spec("peft"))
+    stand_in.__path__ = []
+    vars(stand_in).update({key: type(key, (), {}) for key in classes})
+    try:
+        with suppress(ImportError):  # of other names of PEFT: both are imported later, then
+            import_module(name)
+    finally:
+        del sys.modules["peft"]
+    register_post_import_hook(
+        lambda peft: vars(sys.modules[name]).update({key: getattr(peft, key) for key in classes}), "peft"
+    )
+
+
+def _is_kubeflow_available() -> bool:
+    """Return the answer of transformers' function, which is not asked, and not imported, outside of a Kubeflow job."""
+    name = "transformers.integrations.integration_utils"
+    return "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and import_module(name).is_kubeflow_available()
+
+
+_import_trainer_utils()
+integrations.is_kubeflow_available = _is_kubeflow_available

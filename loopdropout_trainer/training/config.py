@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.errors import UserError, short_repr
@@ -18,6 +18,8 @@ from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     Probabilities = float | Sequence[float] | None
 else:
     Probabilities = list[float] | None  # HfArgumentParser accepts one type, and `__post_init__` also accepts a number

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -20,13 +20,15 @@ from accelerate.utils import reduce
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
 
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 logger = logging.get_logger(__name__)
 
@@ -188,6 +190,8 @@ def describe_data(dataset: Any) -> dict[str, Any]:
 
 def find_fault(checkpoint: Path) -> str | None:
     """Return why a training cannot continue from a checkpoint, as the end of a sentence about it, or None."""
+    from transformers.trainer import TRAINER_STATE_NAME  # takes seconds
+
     try:  # the Trainer writes its state last
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
