@@ -28,9 +28,6 @@ def rows():
     return pd.read_csv(make.RUNS)
 
 
-# The pages
-
-
 def test_pages_are_written_from_the_file(rows):
     tables, numbers, appendix = make.make_texts(*make.parts(rows))
     assert make.APPENDIX.read_text(encoding="utf-8") == appendix
@@ -48,22 +45,6 @@ def test_comparisons_have_one_adjusted_p(rows):
     stricter = table[["adjusted_p", "adjusted_p_without_selection_seed"]].max(axis=1)
     assert ((stricter < 0.05) == (table["verdict"] != "not significant")).all()
     assert table["verdict"].value_counts().tolist() == [56, 14, 1]
-
-
-def test_selection_seed_is_left_out(rows):
-    both = rows[
-        (rows["study"] == "small") & (rows["metric"] == "accuracy") & (rows["depth"] == 8) & rows["loop"].isna()
-    ]
-    ours, lora = (
-        both[(both["method"] == m) & (both["learning_rate"] == 1e-3)].set_index("seed") for m in runs.METHODS
-    )
-    study = runs.Study(rows[rows["study"] == "small"])
-    gains = study.without_selection().gains("lora", "loop_dropout", depth=8).mean(axis=1)
-    assert sorted(study.rows["seed"].unique()) == [0, 1, 2, 3, 4] and study.without_selection().rates == study.rates
-    assert gains == pytest.approx((ours["value"] - lora["value"]).loc[1:].sort_index().to_numpy())
-
-
-# runs.csv.gz
 
 
 def test_collect_reads_the_results_of_a_sweep(tmp_path, monkeypatch):
@@ -100,15 +81,11 @@ def test_runs_of_a_study_have_one_base(rows):
         runs.check_bases(mixed)
 
 
-# The study of transfer
-
-
 def make_transfer_runs():
     """Runs of all base models with random accuracies, of which the last base model has one seed less."""
     rng = np.random.default_rng(7)
-    places = [
-        f"{task}@{depth}" for task in ("training", transfer.TEST, *transfer.SHIFTED) for depth in transfer.DEPTHS
-    ]
+    tasks = ("training", transfer.TEST, *transfer.SHIFTED)
+    places = [f"{task}@{depth}" for task in tasks for depth in transfer.DEPTHS]
     for base in transfer.BASES:
         for method in transfer.METHODS:
             shared = {"base": base, "method": method, "learning_rate": 1e-3}
@@ -138,9 +115,6 @@ def test_registered_tests_agree_with_statsmodels():
     estimates = [[fit.params.iloc[-1], *fit.conf_int().iloc[-1]] for fit in (slope, shift)]
     found = transfer.registered_tests(results)
     assert np.array([found[name] for name in ("slope", "shift")]) == pytest.approx(np.c_[estimates, adjusted])
-
-
-# Intervals
 
 
 def make_gains(seed, seeds, problems, by_seed=0.5, by_problem=1.0):

@@ -24,14 +24,9 @@ import sweep  # noqa: E402
 
 
 RECIPE = {
-    "model_name_or_path": "tiny-ouro",
-    "preparation": "arithmetic",
-    "num_eval_examples": 2,
-    "max_steps": 1,
-    "benchmarks": ["arithmetic_test"],
-    "single_loop_batches": 1,
-    "compare_with": ["lora"],
-}
+    "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_eval_examples": 2, "max_steps": 1,
+    "benchmarks": ["arithmetic_test"], "single_loop_batches": 1, "compare_with": ["lora"],
+}  # fmt: skip
 # A training script without a training. It logs its start, waits while a file `hold` exists, and writes results with the scores
 # of the file `world`.
 SCRIPT = """
@@ -80,13 +75,9 @@ class Lab:
         (self.folder / "world").write_text(text)
 
     def sweep(self, **fields):
-        defaults = {
-            "recipe": str(self.recipe),
-            "methods": ["lora"],
-            "learning_rates": [0.04, 0.01, 0.02],
-            "seeds": [101, 102],
-        }
-        fields = {**defaults, "output_dir": str(self.out), "script": str(self.folder / "lab"), **fields}
+        defaults = {"methods": ["lora"], "learning_rates": [0.04, 0.01, 0.02], "seeds": [101, 102]}
+        paths = {"recipe": self.recipe, "output_dir": self.out, "script": self.folder / "lab"}
+        fields = {**defaults, **{name: str(path) for name, path in paths.items()}, **fields}
         Path(self.file).write_text(yaml.safe_dump(fields, sort_keys=False))
         (made,) = parse((sweep.Sweep,), [self.file])
         return made
@@ -132,18 +123,11 @@ def test_sweep_prepares_runs_of_each_method(lab):
     made = lab.sweep(methods={"hard": own}, measure=measure, select_on="eval_loss", rate_factors={"hard": 0.5})
     assert made.choice("hard").rates == [0.005, 0.01, 0.02]
     first, final = (made.run_settings(sweep.Run("hard", 0.01, 101, selects)) for selects in (True, False))
-    assert (first["benchmarks"], first["single_loop_batches"], first.get("eval_num_loops")) == ([], 16, None)
-    assert (final["benchmarks"], final["single_loop_batches"], final["eval_num_loops"]) == (
-        ["arithmetic_hard"],
-        1,
-        [2],
-    )
-
-
-def test_sweep_of_dpo_breaks_ties_by_its_own_held_out_loss(lab):
-    runs = [sweep.Run("lora", 0.01, 101, selects) for selects in (True, False)]
+    measured = lambda run: [run.get(name) for name in ("benchmarks", "single_loop_batches", "eval_num_loops")]
+    assert measured(first) == [[], 16, None] and measured(final) == [["arithmetic_hard"], 1, [2]]
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "single_loop_batches": None}))
-    first, final = map(lab.sweep(script="dpo").run_settings, runs)
+    made = lab.sweep(script="dpo")  # ties are broken by its own held-out loss
+    first, final = (made.run_settings(sweep.Run("lora", 0.01, 101, selects)) for selects in (True, False))
     assert first["eval_strategy"] == final["eval_strategy"] == "epoch" and "single_loop_batches" not in first
 
 
@@ -153,11 +137,10 @@ def test_sweep_continues_finished_runs(lab):
         lab.run()
         assert lab.runs[-1] == "lora/lr_0.04/seed_102" and len(lab.log) == 5
     measure = {"benchmarks": ["arithmetic_hard"]}
+    more = [[f"lora/lr_0.04/seed_{seed}", ["arithmetic_hard"]] for seed in (101, 102, 103)]
     for further in ({"eval_num_loops": [2]}, {}):  # without it, nothing is measured again
         lab.run(measure={**measure, **further}, seeds=[101, 102, 103])
-        assert [entry[:2] for entry in lab.log[5:]] == [
-            [f"lora/lr_0.04/seed_{seed}", ["arithmetic_hard"]] for seed in (101, 102, 103)
-        ]
+        assert [entry[:2] for entry in lab.log[5:]] == more
 
 
 def test_sweep_summary_has_means_and_choices(lab, capsys):
@@ -172,14 +155,13 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
     assert [row["accuracy"] for row in rows] == ["15.00 ± 7.07"] * 2
 
 
-@pytest.mark.parametrize(
-    ("scores", "losses", "best", "names"),
-    [
-        ({"0.01": 0, "0.02": 0, "0.04": 0}, {}, 0.01, "0.01 and 0.02 and 0.04"),
-        ({"0.02": 7, "0.04": 7}, {"0.02": 0.2, "0.04": 0.1}, 0.04, "0.02 and 0.04"),
-    ],
-    ids=["size", "loss"],
-)
+TIES = [
+    ({"0.01": 0, "0.02": 0, "0.04": 0}, {}, 0.01, "0.01 and 0.02 and 0.04"),
+    ({"0.02": 7, "0.04": 7}, {"0.02": 0.2, "0.04": 0.1}, 0.04, "0.02 and 0.04"),
+]
+
+
+@pytest.mark.parametrize(("scores", "losses", "best", "names"), TIES, ids=["size", "loss"])
 def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, names):
     lab.set_world(scores, losses)
     choice = lab.run().choice("lora")
@@ -253,10 +235,8 @@ def test_sweep_workers_train_each_run_once(lab, monkeypatch):
         for result in [machines.submit(lab.sweep(**fields).train_all) for _ in range(2)]:
             result.result()
     assert len(lab.log) == 10 and {gpu for *_, gpu in lab.log} == {"5", "7"}
-    starts = Counter(lab.runs)
-    assert {name for name, number in starts.items() if number == 2} == {
-        f"{method}/lr_0.02/seed_101" for method in fields["methods"]
-    }  # the choice, and its final evaluation
+    twice = {name for name, number in Counter(lab.runs).items() if number == 2}  # the choice, and its final evaluation
+    assert twice == {f"{method}/lr_0.02/seed_101" for method in fields["methods"]}
 
 
 def end_sweep(lab, signal_number):
@@ -296,14 +276,8 @@ def test_sweep_recipe_names_its_number_of_trainings(path):
 def test_sweep_runs_the_training_script(lab):
     """The real script on the tiny model: a run that chooses the learning rate, and its final evaluation."""
     recipe = load_recipe("recipes/quickstart.yaml")
-    changes = {
-        "max_steps": 1,
-        "num_train_examples": 4,
-        "num_eval_examples": 2,
-        "benchmark_limit": 1,
-        "eval_num_loops": None,
-    }
-    recipe |= {**changes, "per_device_train_batch_size": 2, "single_loop_accuracy": False, "merge": False}
+    recipe |= {"max_steps": 1, "num_train_examples": 4, "num_eval_examples": 2, "per_device_train_batch_size": 2}
+    recipe |= {"benchmark_limit": 1, "eval_num_loops": None, "single_loop_accuracy": False, "merge": False}
     lab.recipe.write_text(yaml.safe_dump(recipe))
     made = lab.sweep(seeds=[1], script="sft")
     for run in made.pending()[0], sweep.Run("lora", 0.01, 1, False):
