@@ -13,15 +13,9 @@ from datasets import Dataset
 from trl import SFTTrainer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
-from loopdropout_trainer.data import (
-    DataArguments,
-    hold_out_after_100k,
-    label_example,
-    load_datasets,
-    preview,
-    tokenize,
-)
+from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
@@ -39,9 +33,9 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def bytes_tokenizer():
+def bytes_tokenizer(tokenizer):
     """One token per byte, and Tulu's turns."""
-    tokenizer = byte_tokenizer(["<eos>", "<pad>"], eos_token="<eos>", pad_token="<pad>")
+    tokenizer = copy.deepcopy(tokenizer)
     set_chat_template(tokenizer, "tulu2")
     return tokenizer
 
@@ -82,9 +76,6 @@ MADE_UP = [
     conversation(("system", ""), ("user", ""), ("assistant", ""), ("user", "again"), ("assistant", "👩‍👩‍👧‍👦")),
     conversation(("user", "<|assistant|>\nnot a turn"), ("assistant", "a"), ("assistant", "b"), ("user", "thanks")),
 ]
-
-
-# Examples and their loss masks
 
 
 def test_tulu2_trains_assistant_turns(load, both_tokenizers):
@@ -154,25 +145,17 @@ def test_tool_calls_are_trained_as_in_trl(load, bytes_tokenizer, config, is_pair
     row = {"prompt": [user], "completion": [call]} if is_pair else {"messages": [user, call]}
     row |= {"tools": TOOLS, "chat_template_kwargs": {"style": "!"}}
     (example,) = load(None, [row], tokenizer)["train"]
-    text = tokenizer.decode(label_example(example, tokenizer)["input_ids"])
-    assert all(part in text for part in ('[[{"type"', "!<user>1", '{"a": 1}'))
-    trainer = SFTTrainer(tiny_ouro(), config(), train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
-    ours = LoopDropoutSFTTrainer(
-        tiny_ouro(), config(), train_dataset=Dataset.from_list([example]), processing_class=tokenizer
-    )
-    assert (
-        trainer.train_dataset[0]["input_ids"]
-        == ours.train_dataset[0]["input_ids"]
-        == label_example(example, tokenizer)["input_ids"]
-    )
-
-
-# The choice of examples
+    ids = label_example(example, tokenizer)["input_ids"]
+    assert all(part in tokenizer.decode(ids) for part in ('[[{"type"', "!<user>1", '{"a": 1}'))
+    for cls, given in ((SFTTrainer, row), (LoopDropoutSFTTrainer, example)):
+        rows = Dataset.from_list([given])
+        trainer = cls(tiny_ouro(), config(), train_dataset=rows, processing_class=tokenizer)
+        assert trainer.train_dataset[0]["input_ids"] == ids
 
 
 def test_metamath_holds_out_new_examples_after_100k():
     orders = np.array([*range(100_000), 0, 7, 100_000, 100_001])  # two repeats
-    train, held_out = hold_out_after_100k(orders, 1)
+    train, held_out = own_data.hold_out_after_100k(orders, 1)
     assert train.tolist() == [*range(100_000)] and held_out.tolist() == [100_002]
 
 
@@ -229,28 +212,18 @@ def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
     assert f"1 examples are left out, because they have more than {length - 1} tokens." in log.messages
 
 
-# Own data
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.parquet"])
 def test_files_of_each_format(tmp_path, tokenizer, name):
-    rows = [{"prompt": f"q{i}\n,\"'", "completion": f"{i}"} for i in range(5)]
+    rows = [{"prompt": f"q{i}\n,\"'", "completion": f"{i}.0"} for i in range(5)]
     write = getattr(pd.DataFrame(rows), f"to_{re.search('json|csv|parquet', name)[0]}")
     options = {"orient": "records", "lines": "jsonl" in name} if "json" in name else {}
     write(tmp_path / name, **options)
-    train = load_datasets(DataArguments(train_files=[str(tmp_path / name)] * 2), tokenizer)["train"]
-    assert train.select_columns(["prompt", "completion"]).to_list() == rows * 2
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("rows.jsonl", '{"question": "1 + 1?", "answer": "2.0"}\n'), ("rows.csv", "question,answer\n1 + 1?,2.0\n")],
-)
-def test_dataset_folder_by_name(tmp_path, tokenizer, name, text):
-    (tmp_path / name).write_text(text)
-    mapping = {"prompt": "question", "completion": "answer"}
-    (example,) = load_datasets(DataArguments(dataset_name=str(tmp_path), column_mapping=mapping), tokenizer)["train"]
-    assert (example["prompt"], example["completion"]) == ("1 + 1?", "2.0")
+    sources = [{"train_files": [str(tmp_path / name)]}]
+    if name in ("a.jsonl", "a.csv"):
+        sources.append({"dataset_name": str(tmp_path)})
+    for source in sources:
+        train = load_datasets(DataArguments(**source), tokenizer)["train"]
+        assert train.select_columns(["prompt", "completion"]).to_list() == rows
 
 
 def test_prompt_template_fills_columns(load, tokenizer):
@@ -306,9 +279,6 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
         write_lines(Path(f"{name}.jsonl"), rows)
     with pytest.raises(UserError, match=message):
         load_datasets(DataArguments(**fields), tokenizer, max_length=100)
-
-
-# docs/own_data.md
 
 
 def test_own_data_page_shows_real_output(tmp_path, monkeypatch, capsys):

@@ -161,14 +161,10 @@ def test_arithmetic_counts_last_numbers(replay):
     assert values == pytest.approx({"accuracy": 100 / 3, "last_number": 400 / 6, "missing": 400 / 6})
 
 
-@pytest.mark.parametrize(
-    ("preparation", "answer"), [("gsm8k", "1 + 1 = 2\n#### 2"), ("metamath_gsm", "The answer is: 2")]
-)
+@pytest.mark.parametrize(("preparation", "answer"), [("gsm8k", "so 2\n#### 2"), ("metamath_gsm", "The answer is: 2")])
 def test_development_task_scores_held_out_examples(replay, preparation, answer):
-    examples = Dataset.from_list([{"question": "1 + 1?", "answer": answer}] * 3)
-    (accuracy, *_), _ = replay(
-        loading.development_task(preparation, examples), [], [answer, "#### 3", "The answer is: 3"]
-    )
+    task = loading.development_task(preparation, Dataset.from_list([{"question": "1 + 1?", "answer": answer}] * 3))
+    (accuracy, *_), _ = replay(task, [], [answer, "#### 3", "The answer is: 3"])
     assert (accuracy["task"], accuracy["value"]) == ("development", pytest.approx(100 / 3))
 
 
@@ -191,19 +187,16 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
     assert {row["group"]: row["n"] for row in parts if row["metric"] == "accuracy_by_subject"} == counts
 
 
-def test_load_task_suggests_the_nearest(monkeypatch):
-    load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
-    monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
-    with pytest.raises(UserError, match="`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
-        load_task("gsm9k")
-
-
-def test_ifeval_needs_punkt(monkeypatch, tmp_path):
+def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
     import lm_eval.tasks.ifeval.instructions_util  # noqa: F401 (its first import sets the path)
 
     monkeypatch.setattr("nltk.data.path", [])
     with pytest.raises(UserError, match="python -m nltk.downloader punkt_tab"):
         own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", CAPITALS), like="ifeval_strict")
+    load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
+    monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
+    with pytest.raises(UserError, match="`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
+        load_task("gsm9k")
 
 
 # Own benchmarks
@@ -219,10 +212,8 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
     assert task.config.generation_kwargs == {"until": ["."], "do_sample": False, "max_gen_toks": 8}
     (accuracy, *_), samples = replay(task, [], [" Paris ", "Cuzco"])
     assert (accuracy["task"], accuracy["metric"], accuracy["value"]) == ("capitals", "accuracy", 50)
-    assert [(sample["prompt"], sample["target"], sample["correct"]) for sample in samples] == [
-        ("The capital of France is", "Paris", 1),
-        ("The capital of Peru is", "Lima", 0),
-    ]
+    shown = [(sample["prompt"], sample["target"], sample["correct"]) for sample in samples]
+    assert shown == [("The capital of France is", "Paris", 1), ("The capital of Peru is", "Lima", 0)]
 
 
 @pytest.mark.parametrize(
@@ -252,20 +243,20 @@ def write_task(path, rows, **fields):
     """Write a task file of lm-eval over a JSONL file."""
     source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": rows}}, "test_split": "test"}
     path.write_text(json.dumps({**source, **fields}))
+    return str(path)
 
 
 def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
-    path, rows = tmp_path / "mine.yaml", write_lines(tmp_path / "rows.jsonl", CAPITALS)
+    rows = write_lines(tmp_path / "rows.jsonl", CAPITALS)
     fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
-    write_task(path, rows, task="mine", **fields)
+    path = write_task(tmp_path / "mine.yaml", rows, task="mine", **fields)
     with pytest.raises(UserError, match=f"can run code.* Add `--import {path}` to the command line"):
-        load_benchmarks([str(path)])
-    monkeypatch.setattr(loading, "IMPORTED", [str(path)])
-    (task,) = load_benchmarks([str(path)])
+        load_benchmarks([path])
+    monkeypatch.setattr(loading, "IMPORTED", [path])
+    (task,) = load_benchmarks([path])
     assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
-    write_task(path, rows, task="gsm8k", **fields)
     with pytest.raises(UserError, match="must not have the name of a task .* got 'gsm8k'"):
-        load_task(str(path))
+        load_task(write_task(tmp_path / "mine.yaml", rows, task="gsm8k", **fields))
 
 
 # Evaluations
@@ -305,8 +296,6 @@ def test_settings_never_share_a_cache(tokenizer, tmp_path):
         evaluate(**options)
     with model.disable_adapter():
         evaluate()
-    with pytest.raises(UserError, match="`num_loops` must be an integer from 1"):
-        evaluate(num_loops=0)
     model.generation_config.eos_token_id = [0, 40]
     evaluate()
     next(p for name, p in model.named_parameters() if "lora_B" in name).data += 1
@@ -314,8 +303,10 @@ def test_settings_never_share_a_cache(tokenizer, tmp_path):
     assert len([*tmp_path.glob("*.db")]) == 8
 
 
-def test_sharded_weights_are_rejected(tokenizer):
+def test_models_that_do_not_fit_raise(tokenizer):
     model = steady()
+    with pytest.raises(UserError, match="`num_loops` must be an integer from 1"):
+        LoopedLM(model, tokenizer, num_loops=0)
     model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters
     with pytest.raises(UserError, match="they are sharded"):
         LoopedLM(model, tokenizer)
@@ -374,10 +365,9 @@ def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatc
     SCRIPT.main(command)
     assert len(prompts) == 16 - kept
     SCRIPT.main(words(saved, tmp_path / "whole", *options))
-    paths = [path.relative_to(tmp_path / "run") for path in (tmp_path / "run").rglob("*.jsonl")]
-    assert len(paths) == 3  # the samples of two tasks, and the results
-    for path in paths:
-        assert (tmp_path / "run" / path).read_text() == (tmp_path / "whole" / path).read_text()
+    texts = lambda folder: {path.relative_to(folder): path.read_text() for path in folder.rglob("*.jsonl")}
+    resumed, whole = texts(tmp_path / "run"), texts(tmp_path / "whole")
+    assert resumed == whole and len(whole) == 3  # the samples of two tasks, and the results
 
 
 def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
@@ -416,10 +406,9 @@ def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
 
 @pytest.mark.slow
 def test_processes_share_the_problems(saved, tmp_path):
+    fields = {"benchmark_limit": 5, "max_new_tokens": 32}
     for count in (1, 2, 3):
-        command = words(
-            saved, tmp_path / str(count), "--adapter", saved / "adapter", benchmark_limit=5, max_new_tokens=32
-        )
+        command = words(saved, tmp_path / str(count), "--adapter", saved / "adapter", **fields)
         python(EVALUATE, *command, processes=count)
     assert num_answers(tmp_path / "3") == num_answers(tmp_path / "1") == 10
     for task in ("own_gsm8k", "arithmetic_test"):

@@ -7,19 +7,10 @@ import pandas as pd
 import pytest
 from conftest import read_lines
 
+from loopdropout_trainer import results
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.progress import finish_run, log_table
-from loopdropout_trainer.results import (
-    MEASURED,
-    UNCOMPARED,
-    compare_recipes,
-    is_finished,
-    read_recipe,
-    read_results,
-    read_run,
-    write_results,
-    write_run,
-)
+from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
 
 
 ROW = {
@@ -36,23 +27,15 @@ def test_write_results_replaces_equal_keys_only(tmp_path, column):
     assert read_lines(tmp_path / "new/results.jsonl") == [newer, other]  # one flat object per line
 
 
-def test_write_results_takes_none_as_missing(tmp_path):
-    write_results(tmp_path, [{**ROW, "seed": None}])
-    row = {name: value for name, value in ROW.items() if name != "seed"}
-    write_results(tmp_path, [row])
-    assert read_results(tmp_path) == [{**row, "folder": str(tmp_path)}]
-
-
 def test_read_results_joins_recipes(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b" / "lora"]
+    row = {name: value for name, value in ROW.items() if name != "seed"}
     for folder in folders:
-        write_results(folder, [ROW])
+        write_results(folder, [{**row, "seed": None}])  # the same as a missing one
+        write_results(folder, [row])
         (folder / "recipe.yaml").write_text("learning_rate: 1e-4\np: [0.1, 0.2]\n")
     recipe = {"recipe_learning_rate": 1e-4, "recipe_p": [0.1, 0.2]}
-    assert read_results(tmp_path) == [{**recipe, **ROW, "folder": str(folder)} for folder in folders]
-
-
-def test_read_results_names_wrong_paths(tmp_path):
+    assert read_results(tmp_path) == [{**recipe, **row, "folder": str(folder)} for folder in folders]
     with pytest.raises(UserError, match="nowhere does not exist"):
         read_results(tmp_path / "nowhere")
     (tmp_path / "results.jsonl").write_text('{"metric": \n')
@@ -79,46 +62,38 @@ def test_write_results_survives_a_failed_write(tmp_path, monkeypatch):
     assert read_results(tmp_path)[0]["value"] == 70.0
 
 
-def test_compare_recipes_names_the_first_difference():
+def test_compare_recipes_names_the_first_difference(tmp_path):
+    compare_recipes = results.compare_recipes
     assert compare_recipes({"seed": 1, "output_dir": "a"}, {"seed": 1, "output_dir": "b"}) is None
     assert compare_recipes({"p": [0.5]}, {}) == "`p` changed from [0.5] to None"
     assert compare_recipes({}, {"rule": "lora"}) == "`rule` changed from None to 'lora'"
     saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
     assert compare_recipes(saved, new) == "`seed` changed from 1 to 2"
     assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
+    (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")  # a former name
+    assert results.read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}
 
 
 def test_fields_declare_when_they_matter():
-    assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= UNCOMPARED
-    assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= MEASURED
-    assert not UNCOMPARED & MEASURED and not {"seed", "num_loops", "lora_r"} & (UNCOMPARED | MEASURED)
-
-
-def test_recipe_of_a_finished_run_keeps_its_former_names(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")
-    assert read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}
-
-
-# Trackers
+    uncompared, measured = results.UNCOMPARED, results.MEASURED
+    assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= uncompared
+    assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= measured
+    assert not uncompared & measured and not {"seed", "num_loops", "lora_r"} & (uncompared | measured)
 
 
 def test_curves_are_logged_over_loops(make_sft, monkeypatch):
     logs, trainer = [], make_sft()
     log = lambda args, state, control, values: logs.append((state.global_step, values))
     monkeypatch.setattr(trainer.callback_handler, "on_log", log)
-    accuracy = {"metric": "accuracy", "task": "gsm8k", "num_loops": 4, "gates": "unit", "value": 50.0}
     rows = [
-        accuracy,
-        {**accuracy, "num_loops": 2, "value": 20.0},
-        {**accuracy, "gates": "none", "value": 0.0},
-        {**accuracy, "gates": "loop 3", "loop": 3, "value": 30.0},
-        {**accuracy, "metric": "loss_reduction", "gates": "loop 1", "loop": 1, "value": 5.0},
-        {**accuracy, "metric": "loss_reduction", "value": 6.0},
-    ]
+        ROW, {**ROW, "num_loops": 2, "value": 20.0}, {**ROW, "gates": "none"}, {**ROW, "metric": "loss_reduction"},
+        {**ROW, "gates": "loop 3", "loop": 3, "value": 30.0},
+        {**ROW, "metric": "loss_reduction", "gates": "loop 1", "loop": 1, "value": 5.0},
+    ]  # fmt: skip
     finish_run(trainer, rows)
     assert logs == [
         (2, {"test_accuracy_by_depth/gsm8k": 20.0}),
-        (4, {"test_accuracy_by_depth/gsm8k": 50.0}),
+        (4, {"test_accuracy_by_depth/gsm8k": 70.0}),
         (1, {"test_rho_by_loop/gsm8k": 5.0}),
         (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
     ]

@@ -25,36 +25,16 @@ TOKEN = "hf_averysecrettokenofsomeone"
 SHORT = (
     "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 2 --save_steps 2 --logging_steps 1"
 )
-WORDS = [
-    "quickstart.yaml",
-    *SHORT.split(),
-    "--eval_num_loops",
-    "2",
-    "4",
-    "--diagnose_task",
-    "arithmetic_easy_test",
-    "--lora_dropout",
-    "0.1",
-    "--hub_token",
-    TOKEN,
-]
-FEW_MEASUREMENTS = [
-    "--evaluate_base",
-    "false",
-    "--single_loop_accuracy",
-    "false",
-    "--eval_num_loops",
-    "4",
-    "--merge",
-    "false",
-]
+WORDS = f"quickstart.yaml {SHORT} --eval_num_loops 2 4 --lora_dropout 0.1 --diagnose_task arithmetic_easy_test"
+WORDS += f" --hub_token {TOKEN}"
+FEW_MEASUREMENTS = "--evaluate_base false --single_loop_accuracy false --eval_num_loops 4 --merge false"
 
 
 def run(*words, script="sft"):
-    """Run a script in this process and return the text that it prints."""
+    """Run a script with words in this process and return the text that it prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        SCRIPTS[script].main(list(map(str, words)))
+        SCRIPTS[script].main(" ".join(map(str, words)).split())
     return out.getvalue()
 
 
@@ -62,7 +42,7 @@ def run(*words, script="sft"):
 def quickstart(tmp_path_factory):
     """The folder of a short quickstart, and the text that it printed."""
     folder = tmp_path_factory.mktemp("quickstart") / "run"
-    return folder, run(*WORDS, "--output_dir", folder)
+    return folder, run(WORDS, "--output_dir", folder)
 
 
 @pytest.fixture(autouse=True)
@@ -103,26 +83,17 @@ def test_sft_writes_the_expected_results(quickstart):
 
 def test_sft_saves_recipe_card_and_merged_model(quickstart):
     files = {path.relative_to(quickstart[0]).as_posix(): path for path in quickstart[0].rglob("*")}
-    assert files.keys() >= {
-        *("README.md", "recipe.yaml", "results.jsonl", "run.json", "adapter_config.json", "merged/config.json"),
-        *("samples_arithmetic_easy_test.jsonl", "figure.png"),
-    }
-    assert "lora/merged" not in files
+    written = "README.md recipe.yaml results.jsonl run.json adapter_config.json merged/config.json figure.png"
+    assert files.keys() >= {*written.split(), "samples_arithmetic_easy_test.jsonl"} and "lora/merged" not in files
     card = files["merged/README.md"].read_text()
     assert "rule: loop_dropout" in card and "arithmetic_easy_test" in card
 
 
 def test_sft_prints_plan_and_tables(quickstart):
     folder, text = quickstart
-    for line in (
-        "rules       Loop Dropout (p = 0.5), Input dropout",
-        "6 steps, 16 examples per step",
-        "Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod",
-        "loop 1  loop 2  loop 3  loop 4  all loops",
-        "completion: ",
-        f"Everything is in {folder}",
-    ):
-        assert line in text
+    lines = ["rules       Loop Dropout (p = 0.5), Input dropout", "6 steps, 16 examples per step", "completion: "]
+    lines += ["Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod", f"Everything is in {folder}"]
+    assert [line for line in (*lines, "loop 1  loop 2  loop 3  loop 4  all loops") if line not in text] == []
     for method in ("Loop Dropout", "Input dropout"):
         assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
 
@@ -134,7 +105,7 @@ def test_sft_never_saves_tokens(quickstart):
 
 
 def test_finished_run_is_made_longer(copy):
-    words = [copy / "recipe.yaml", "--output_dir", copy, *FEW_MEASUREMENTS, "--compare_with", "null", "--max_steps", 8]
+    words = [copy / "recipe.yaml", "--output_dir", copy, FEW_MEASUREMENTS, "--compare_with", "null", "--max_steps", 8]
     with pytest.raises(UserError, match="`max_steps` changed from 6 to 8.*resume_from_checkpoint true"):
         run(*words)
     text = run(*words, "--resume_from_checkpoint", "true")
@@ -145,42 +116,36 @@ def test_finished_run_is_made_longer(copy):
 
 def test_training_starts_from_an_adapter(quickstart, tmp_path):
     words = ["--adapter_name_or_path", quickstart[0], "--learning_rate", 0, "--rule", "lora", "--compare_with", "null"]
-    run(quickstart[0] / "recipe.yaml", "--output_dir", tmp_path, *FEW_MEASUREMENTS, *words, "--max_steps", 1)
+    run(quickstart[0] / "recipe.yaml", "--output_dir", tmp_path, FEW_MEASUREMENTS, *words, "--max_steps", 1)
     assert adapter(tmp_path) == adapter(quickstart[0])
     assert "| Trained from the adapter | run |" in (tmp_path / "README.md").read_text()
 
 
 def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
     folder, _ = quickstart
-    run(folder / "recipe.yaml", "--output_dir", tmp_path, "--compare_with", "unscaled", *FEW_MEASUREMENTS)
+    run(folder / "recipe.yaml", "--output_dir", tmp_path, "--compare_with", "unscaled", FEW_MEASUREMENTS)
     assert adapter(tmp_path) == adapter(folder) != adapter(tmp_path / "unscaled")
-
-
-# Finished and interrupted runs
 
 
 def test_finished_run_is_printed_and_measured_further(quickstart, copy, no_steps):
     stamp = (copy / "run.json").stat().st_mtime_ns
-    text = run(*WORDS, "--output_dir", copy)
+    text = run(WORDS, "--output_dir", copy)
     assert tables(text) == tables(quickstart[1])
     assert f"trained     {copy}, {copy}/lora\n" in text
     assert (copy / "run.json").stat().st_mtime_ns == stamp
-    run(*WORDS, "--output_dir", copy, "--eval_num_loops", "1", "3", "--single_loop_batches", "1")
+    run(WORDS, "--output_dir", copy, "--eval_num_loops", "1", "3", "--single_loop_batches", "1")
     depths = {row["num_loops"] for row in read_results(copy) if row["metric"] == "accuracy"}
     assert depths == {1, 2, 3, 4} and adapter(copy) == adapter(quickstart[0])
 
 
-@pytest.mark.parametrize(
-    ("words", "difference"),
-    [
-        ("--learning_rate 2e-3", "`learning_rate` changed from 0.001 to 0.002"),
-        ("--p 0.3 --resume_from_checkpoint true", "`p` changed from [0.5] to [0.3]"),
-    ],
-)
-def test_folder_of_another_recipe_is_not_used(quickstart, words, difference):
+def test_folder_of_another_recipe_is_not_used(quickstart):
     folder, _ = quickstart
-    with pytest.raises(UserError, match=re.escape(f"{folder} holds another run: {difference}.")):
-        run(*WORDS, "--output_dir", folder, *words.split())
+    for words, difference in {
+        "--learning_rate 2e-3": "`learning_rate` changed from 0.001 to 0.002",
+        "--p 0.3 --resume_from_checkpoint true": "`p` changed from [0.5] to [0.3]",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(f"{folder} holds another run: {difference}.")):
+            run(WORDS, "--output_dir", folder, words)
 
 
 def interrupt(folder, last_step):
@@ -197,16 +162,14 @@ def interrupt(folder, last_step):
 @pytest.mark.parametrize("last_step", [0, 2, 6])
 def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     interrupt(copy, last_step)
-    plan = run(*WORDS, "--output_dir", copy, "--dry_run", "true")
+    plan = run(WORDS, "--output_dir", copy, "--dry_run", "true")
     names_it = f"not used    {copy}/checkpoint-{last_step}. Add `--resume_from_checkpoint true`" in plan
     assert names_it == (last_step > 0)
-    text = run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", *FEW_MEASUREMENTS)
+    text = run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
     assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
-    resumed, whole = (
-        {row["metric"]: row["value"] for row in read_results(folder) if row["folder"] == str(folder)}
-        for folder in (copy, quickstart[0])
-    )
+    values = lambda at: {row["metric"]: row["value"] for row in read_results(at) if row["folder"] == str(at)}
+    resumed, whole = values(copy), values(quickstart[0])
     for metric in ("train_loss", "num_tokens"):
         assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
     state = json.loads((quickstart[0] / "checkpoint-6" / "trainer_state.json").read_text())["stateful_callbacks"]
@@ -217,7 +180,7 @@ def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_
     write_run(copy, status="trained")
     lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
     (copy / "results.jsonl").write_text("".join(line for line in lines if '"task": "training"' in line))
-    assert tables(run(*WORDS, "--output_dir", copy)) == tables(quickstart[1])
+    assert tables(run(WORDS, "--output_dir", copy)) == tables(quickstart[1])
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
@@ -225,32 +188,26 @@ def test_crafted_checkpoint_runs_no_code(copy, name):
     interrupt(copy, 4)
     torch.save(SimpleNamespace(), copy / "checkpoint-4" / name)  # unpickling calls its class
     with pytest.raises(Exception, match="(?i)weights.only|unpickl"):
-        run(*WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true")
+        run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true")
 
 
 def test_non_finite_loss_is_recorded(tmp_path):
     words = "quickstart.yaml --learning_rate 1e30 --max_grad_norm 1e30 --benchmarks null --eval_num_loops null"
     with pytest.raises(UserError, match="not finite"):
-        run(*words.split(), *SHORT.split(), "--single_loop_accuracy", "false", "--output_dir", tmp_path)
+        run(words, SHORT, "--single_loop_accuracy", "false", "--output_dir", tmp_path)
     assert read_run(tmp_path)["status"] == "non-finite"
 
 
-# DPO and GRPO
+PREFERENCES = "--max_steps 2 --num_train_examples 32 --num_eval_examples 4 --per_device_train_batch_size 8"
+REWARDS = " --num_generations 4 --max_completion_length 8 --eval_strategy no --eval_on_start false"
 
 
-PREFERENCES = (
-    "--max_steps 2 --num_train_examples 32 --num_eval_examples 4 --per_device_train_batch_size 8 --logging_steps 1"
-)
-REWARDS = "--num_generations 4 --max_completion_length 8 --eval_strategy no --eval_on_start false"
+OTHERS = [("dpo", PREFERENCES, ["eval_loss"]), ("grpo", PREFERENCES + REWARDS, ["reward_first", "reward_last"])]
 
 
-@pytest.mark.parametrize(
-    ("script", "words", "metrics"),
-    [("dpo", PREFERENCES, ["eval_loss"]), ("grpo", f"{PREFERENCES} {REWARDS}", ["reward_first", "reward_last"])],
-    ids=["dpo", "grpo"],
-)
+@pytest.mark.parametrize(("script", "words", "metrics"), OTHERS, ids=["dpo", "grpo"])
 def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
-    text = run(f"{script}/arithmetic.yaml", *words.split(), "--output_dir", tmp_path, script=script)
+    text = run(f"{script}/arithmetic.yaml", words, "--output_dir", tmp_path, script=script)
     found = {(row["method"], row["metric"]) for row in read_results(tmp_path)}
     assert found >= {*product(("Loop Dropout", "LoRA"), ("train_loss", "train_seconds", *metrics))}
     assert "Training at K = 4" in text
@@ -283,7 +240,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
 def test_mistake_is_explained_in_one_line(script, words, message, tmp_path, monkeypatch, capsys):
     recipe = "quickstart.yaml" if script == "sft" else f"{script}/arithmetic.yaml"
-    command = [f"{script}.py", recipe, *SHORT.split(), "--output_dir", str(tmp_path), *words.split()]
+    command = f"{script}.py {recipe} {SHORT} --output_dir {tmp_path} {words}".split()
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="2"):
         run_script(SCRIPTS[script].main)

@@ -10,15 +10,9 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer import LoopDropoutSFTTrainer, tokenizers
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.tokenizers import (
-    CHAT_TOKENS,
-    end_token_ids,
-    load_tokenizer,
-    set_chat_template,
-    warn_if_rebuilt,
-)
+from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer, set_chat_template, warn_if_rebuilt
 
 
 TEXT = "In  2023, 1234 of  7 apples"
@@ -35,10 +29,9 @@ def backend(request):
     """A trained tokenizer that splits digits in one way or another."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = SPLITS[request.param], decoders.ByteLevel()
-    options = {"special_tokens": ["<|endoftext|>", "<|im_end|>"], "show_progress": False}
-    texts = [f"{TEXT} {number}  {number * 37} 202 12345" for number in range(300)]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, **options))
+    options = {"special_tokens": ["<|endoftext|>", "<|im_end|>"], "show_progress": False, "vocab_size": 420}
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
+    backend.train_from_iterator([f"{TEXT} {number}  {number * 37} 202 12345" for number in range(300)], trainer)
     return backend
 
 
@@ -73,12 +66,10 @@ def test_load_tokenizer_keeps_the_files_tokens(published, backend, tokenizer_cla
         assert kept("<|im_end|>")["input_ids"] == [1] and kept.decode([1], skip_special_tokens=True) == ""
         assert kept.eos_token == kept.pad_token == "<|endoftext|>" and kept.model_max_length == 512
     config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
-    fields = {  # from which transformers 4.57.6 reads the same tokenizer
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "additional_special_tokens": ["<|im_end|>"],
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    assert config.items() >= fields.items() and "extra_special_tokens" not in config
+    fields = ("tokenizer_class", "additional_special_tokens", "extra_special_tokens")
+    # transformers 4.57.6 reads the same tokenizer from these values.
+    assert [config.get(field) for field in fields] == ["PreTrainedTokenizerFast", ["<|im_end|>"], None]
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
 
 
 def test_rebuilt_tokenizer_is_kept_with_a_warning(published, backend, monkeypatch, log):
@@ -105,8 +96,6 @@ def test_trainer_reads_the_file(published, backend, config, log):
     LoopDropoutSFTTrainer(str(published), config(), train_dataset=rows, processing_class=rebuilt)
     assert len(warnings(log)) == 1
 
-
-# Chat templates
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "<think>", "</think>"]
 SPECIAL += ["<|begin_text|>", "<|begin_header|>", "<|end_header|>", "<|end_turn|>", "<|pad|>"]
@@ -149,7 +138,7 @@ def test_template_trains_answers_with_their_end(chat_tokenizer, name, answer, pr
 
 
 def test_template_brings_its_special_tokens(chat_tokenizer, tmp_path):
-    for name, tokens in CHAT_TOKENS.items():
+    for name, tokens in tokenizers.CHAT_TOKENS.items():
         set_chat_template(chat_tokenizer, name)
         assert {role: getattr(chat_tokenizer, role) for role in tokens} == tokens
     chat_tokenizer.save_pretrained(tmp_path)
