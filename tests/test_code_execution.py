@@ -23,9 +23,8 @@ pytest.importorskip("evalplus")
 FILES = {"humaneval": GOLDEN / "humaneval_plus.jsonl.gz", "mbpp": GOLDEN / "mbpp_plus.jsonl.gz"}
 SECRET = "hf_secret_4711"
 
-needs_sandbox = pytest.mark.skipif(
-    sandbox.sandbox_fault() is not None, reason=f"bubblewrap contains nothing here: {sandbox.sandbox_fault()}"
-)
+FAULT = sandbox.sandbox_fault()
+needs_sandbox = pytest.mark.skipif(FAULT is not None, reason=f"bubblewrap contains nothing here: {FAULT}")
 
 
 def read_rows(dataset):

@@ -108,16 +108,12 @@ def test_killed_processes_resume_to_the_same_weights(reference, tmp_path, name):
     assert run.distance(uninterrupted) < TOLERANCE
 
 
+PADDED = {"packing": True, "max_length": 40, "gradient_checkpointing": False, "pad_to_multiple_of": 64}
+PACKED = [{"packing": True, "max_length": 40}, PADDED, {"padding_free": True, "max_length": None}]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"packing": True, "max_length": 40},
-        {"packing": True, "max_length": 40, "gradient_checkpointing": False, "pad_to_multiple_of": 64},
-        {"padding_free": True, "max_length": None},
-    ],
-    ids=["packing", "packing_padded", "padding_free"],
-)
+@pytest.mark.parametrize("layout", PACKED, ids=["packing", "packing_padded", "padding_free"])
 def test_packed_gradients_equal_unpacked_gradients(make_sft, tokenizer, layout, attention):
     fields = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 2, **layout}
     trainer = make_sft(tiny_ouro(attn_implementation=attention), cls=Recorder, **fields)
@@ -130,11 +126,9 @@ def test_packed_gradients_equal_unpacked_gradients(make_sft, tokenizer, layout, 
     draw = Draw(seed=trainer.args.seed, step=0, example_ids=ids, num_loops=4)
     assert torch.equal(seen.gates, LoopDropout(0.5).sample(draw))
 
-    rows = [
-        {name: seen.batch[name][token_examples == i] for name in ("input_ids", "labels")}
-        for i in token_examples.unique()
-    ]
-    batch = DataCollatorForSeq2Seq(tokenizer)([{name: row[name].tolist() for name in row} for row in rows])
+    columns, examples = ("input_ids", "labels"), token_examples.unique()
+    rows = [{name: seen.batch[name][token_examples == i].tolist() for name in columns} for i in examples]
+    batch = DataCollatorForSeq2Seq(tokenizer)(rows)
     model.zero_grad()
     with use_gates(model, seen.gates):
         loss = model(**batch, use_cache=False).loss

@@ -6,14 +6,7 @@ import pytest
 import torch
 from conftest import DECODER, ROOT, tiny, tiny_hrm, trained_parameters, with_adapter
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    HrmTextConfig,
-    HrmTextForCausalLM,
-    LlamaForCausalLM,
-    LlamaModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM, LlamaForCausalLM
 
 from loopdropout_trainer import LoopDescription, check_loops, load_model, merge_and_save, register_looped, use_gates
 from loopdropout_trainer.diagnostics import readouts, single_loop
@@ -62,9 +55,8 @@ def logits_by_hand(ids, weights, gates):
     for name, module in model.named_modules():
         a, b = (weights.get(f"base_model.model.{name}.lora_{factor}.default.weight") for factor in "AB")
         if a is not None:
-            module.register_forward_hook(
-                lambda module, args, output, a=a, b=b: output + gates[0] * 2 * args[0] @ a.T @ b.T
-            )
+            gated = lambda module, args, output, a=a, b=b: output + gates[0] * 2 * args[0] @ a.T @ b.T
+            module.register_forward_hook(gated)
     model.model.H_module.register_forward_hook(lambda *_: gates.__delitem__(0))
     return model(ids, use_cache=False).logits
 
@@ -150,9 +142,9 @@ def test_wrong_descriptions_raise(monkeypatch):
         recurrent_layers = lambda self: self.base_model.layers
         running_loop = lambda self, **kwargs: 0
 
-    with pytest.raises(ValueError, match="must be a causal language model, got LlamaModel"):
-        register_looped(LlamaModel, OneLoop)
     model, ids = tiny(LlamaForCausalLM, **DECODER)(), torch.tensor([[3]])
+    with pytest.raises(ValueError, match="must be a causal language model, got LlamaModel"):
+        register_looped(type(model.model), OneLoop)
     with pytest.raises(NotLoopedError):
         check_loops(model, input_ids=ids)
     monkeypatch.setitem(DESCRIPTIONS, LlamaForCausalLM, OneLoop)

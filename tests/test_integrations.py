@@ -18,10 +18,8 @@ import loopdropout_trainer  # noqa: F401 (registers the model)
 MODEL = ROOT / "loopdropout_trainer" / "tiny_ouro"
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ROWS = [{"query": f"Tom has {i} apples and buys {i * i} more.", "response": f" He has {i + i * i}."} for i in range(4)]
-COMMANDS = {
-    "axolotl": "-m axolotl.cli.main train axolotl.yaml --launcher python",
-    "ms_swift": "-m swift.cli.main sft ms_swift.yaml",
-}
+AXOLOTL = "-m axolotl.cli.main train axolotl.yaml --launcher python"
+COMMANDS = {"axolotl": AXOLOTL, "ms_swift": "-m swift.cli.main sft ms_swift.yaml"}
 LOSSES = {0: [9.92760, 8.16467, 6.61331], 0.5: [11.08287, 10.37035, 8.68816]}
 """Losses of three steps on `ROWS` by p, which depend on each drawn gate."""
 

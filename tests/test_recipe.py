@@ -142,9 +142,6 @@ def test_help_puts_model_data_and_method_first(capsys):
     assert "--learning_rate" in text and "--adam_beta1" not in text and "truncation_mode" not in text
 
 
-# Files of --import
-
-
 def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
     path = write(f"open({str(tmp_path / 'count')!r}, 'a').write('x')\n", "mine.py")
@@ -204,9 +201,6 @@ def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
     assert own["preparation"] == "gsm8k" and "model_revision" not in own
     Path("quickstart.yaml").write_text("p: 0.1\n")
     assert load_recipe("quickstart.yaml") == {"p": 0.1}  # a file of the user comes first
-
-
-# The package's recipes
 
 
 SFT_TYPES = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)

@@ -13,14 +13,7 @@ from peft.tuners.lora.conversion import convert_to_lora
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from loopdropout_trainer import (
-    LoopDropoutSFTTrainer,
-    LoRADropoutSFTTrainer,
-    default_peft_config,
-    load_adapter,
-    loop_dropout,
-    merge_and_save,
-)
+from loopdropout_trainer import LoRADropoutSFTTrainer, default_peft_config, load_adapter, loop_dropout, merge_and_save
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.gates.loop_dropout import LoopDropout
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
@@ -40,9 +33,10 @@ CASES = {  # config fields; the rules that differ from these in `sample` alone a
 @pytest.fixture
 def make_trainer(make_sft):
     def make(case, **fields):
-        cls = LoRADropoutSFTTrainer if case == "lora_dropout" else LoopDropoutSFTTrainer
+        if case == "lora_dropout":
+            fields["cls"] = LoRADropoutSFTTrainer
         peft_config = default_peft_config(r=4, lora_alpha=8)
-        trainer = make_sft(cls=cls, peft_config=peft_config, seed=101, rule=case, **{**CASES[case], **fields})
+        trainer = make_sft(peft_config=peft_config, seed=101, rule=case, **{**CASES[case], **fields})
         trainer.state.max_steps = trainer.args.max_steps
         return trainer
 
