@@ -15,7 +15,7 @@ def on_page_markdown(markdown: str, page, **kwargs) -> str:
         markdown = re.sub(r"\]\((?!https?:|docs/)", "](../", readme).replace("](docs/", "](")
     markdown = re.sub("<!--.*?-->", "", markdown)
     markdown = re.sub(r"\]\((?:\.\./)+README\.md(#[\w-]*)?\)", r"](README.md\1)", markdown)
-    outside = rf"!?\[([^\]]*)\]\((?:\.\./){{{page.file.src_uri.count('/') + 1}}}([^)]*)\)"
+    outside = rf"!?\[([^\]]*)\]\((?:\.\./){{{page.file.src_uri.count('/') + 1}}}([^)#]*)[^)]*\)"
     return re.sub(outside, lambda match: f"{match[1]} (`{match[2]}`)" * (match[1] != match[2]) or match[1], markdown)
 
 
