@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
@@ -36,20 +36,18 @@ class UnitGatesCallback(TrainerCallback):
     gate_state: GateState
     micro_batch = 0
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_begin(self, args, state, control, **kwargs):
         self.micro_batch = 0
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_substep_end(self, args, state, control, **kwargs):
         self.micro_batch += 1
         self.gate_state.reset()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_end(self, args, state, control, **kwargs):
         self.micro_batch = 0
         self.gate_state.reset()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         # A parameter that no gate of the step let through has a gradient of None. With zero instead, as in distributed runs,
         # its momentum moves it.
         if args.distributed_state.distributed_type == DistributedType.NO:
@@ -62,8 +60,7 @@ class GatedStepCallback(TrainerCallback):
     """Base of the callbacks that read the gates of a micro-batch after its backward pass, before they are reset.
 
     Attributes:
-        trainer: Trainer with a `GateSamplingMixin`, set once it is built.
-        rule: Rule of the trainer, set with it.
+        trainer: Trainer with a `GateSamplingMixin`, set with its rule once it is built.
     """
 
     trainer: Trainer
@@ -72,10 +69,10 @@ class GatedStepCallback(TrainerCallback):
     def on_micro_batch_end(self) -> None:
         """Read the gates."""
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_substep_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()
 
 
@@ -109,7 +106,7 @@ class SensitivityCallback(GatedStepCallback, ExportableState):
     def __init__(self, rule: GateRule) -> None:
         self.rule = rule
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_begin(self, args, state, control, **kwargs):
         self.total = 0.0  # also after an interrupted step
         saved = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(saved, dict):
@@ -118,7 +115,7 @@ class SensitivityCallback(GatedStepCallback, ExportableState):
     def on_micro_batch_end(self) -> None:
         self.total += self.trainer.drawn.sampled.grad.abs().sum(dim=1)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()
         accelerator = self.trainer.accelerator
         self.rule.observe(accelerator.reduce(self.total.to(accelerator.device), "sum").cpu())
@@ -135,11 +132,11 @@ class DepthCallback(GatedStepCallback):
     def __init__(self, sampler: FixedDepth) -> None:
         self.sampler = sampler
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_begin(self, args, state, control, **kwargs):
         # `auto_find_batch_size` begins again in the middle of a step.
         self.trainer.looped.num_loops = self.trainer.looped.trained_with["num_loops"]
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
         self.num_loops = trainer.num_loops
         depth = sample_depth(self.sampler, trainer.gate_seed, state.global_step, self.num_loops)
@@ -148,7 +145,7 @@ class DepthCallback(GatedStepCallback):
     def on_micro_batch_end(self) -> None:
         self.trainer.step_metrics["depth"].append(float(self.trainer.num_loops))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()
         self.trainer.looped.num_loops = self.num_loops
 
@@ -180,17 +177,11 @@ class LiveDiagnosticsCallback(TrainerCallback):
         for batch in self.batches:
             batch.pop("example_ids", None)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        if state.global_step % args.live_diagnostics_steps == 0:
-            self._measure(control)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        if state.global_step % args.live_diagnostics_steps:
-            self._measure(control)
-
-    def _measure(self, control: TrainerControl) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         from loopdropout_trainer.diagnostics import readouts, single_loop
 
+        if state.global_step % args.live_diagnostics_steps and not control.should_training_stop:
+            return
         trainer = self.trainer
         with torch.random.fork_rng(), trainer.accelerator.autocast():
             rows = [*single_loop(trainer.model, self.batches), *readouts(trainer.model, self.batches)]

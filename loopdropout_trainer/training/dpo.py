@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from peft import PeftConfig, PeftModel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    BitsAndBytesConfig,
-    DataCollator,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
-from trl import DPOConfig, DPOTrainer
+from trl import DPOTrainer
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.files import model_path
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
 
@@ -37,50 +23,21 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
 
     without_reference = "Set `ref_model`"
 
-    def __init__(
-        self,
-        model: str | PreTrainedModel | PeftModel,
-        ref_model: PreTrainedModel | None = None,
-        args: DPOConfig | None = None,
-        data_collator: DataCollator | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
-    ) -> None:
-        args = LoopDropoutDPOConfig.from_trl(args, model)
-        model = model_path(model)
-        if args.precompute_ref_log_probs:
+    config_class = LoopDropoutDPOConfig
+    if not TYPE_CHECKING:  # type checkers see the same signature in DPOTrainer
+        __init__ = with_gates(DPOTrainer.__init__)
+
+    def before_init(self, arguments: dict[str, Any]) -> None:
+        super().before_init(arguments)
+        if arguments["args"].precompute_ref_log_probs:
             raise UserError(
                 "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
             )
-        if ref_model is None:
-            self.check_reference(model)
-        peft_config = self.before_init(model, args, peft_config)
-        super().__init__(
-            model=model,
-            ref_model=ref_model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=self.load_tokenizer(model, args, processing_class),
-            compute_metrics=compute_metrics,
-            callbacks=[*self.first_callbacks, *(callbacks or [])],
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        self.after_init()
+        if arguments["ref_model"] is None:
+            self.check_reference(arguments["model"])
+
+    def after_init(self) -> None:
+        super().after_init()
         if self.ref_model is not None:
             attach_looped_model(self.ref_model).prepare_fused_loss()
         # A separate reference model starts from evaluation's state, so the policy does, too.

@@ -6,12 +6,9 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
-from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
@@ -23,20 +20,17 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
 
     runs_passes = True
 
-    def before_init(
-        self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
-    ) -> PeftConfig | None:
+    def before_init(self, arguments: dict[str, Any]) -> None:
         """Scale the alpha of a new adapter, so that plain LoRA at inference has the original's expected update."""
-        peft_config = super().before_init(model, args, peft_config)
-        if args.deepspeed and self.rule.passes > 1:
+        super().before_init(arguments)
+        if arguments["args"].deepspeed and self.rule.passes > 1:
             raise UserError(
                 f"`deepspeed` must not be set with the rule {self.rule.name!r}, because it steps after each pass."
             )
-        if peft_config is not None:
+        if (lora := arguments["peft_config"]) is not None:
             factor = self.rule.alpha_factor
-            peft_config.lora_alpha *= factor
-            peft_config.alpha_pattern = {name: alpha * factor for name, alpha in peft_config.alpha_pattern.items()}
-        return peft_config
+            lora.lora_alpha *= factor
+            lora.alpha_pattern = {name: alpha * factor for name, alpha in lora.alpha_pattern.items()}
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None

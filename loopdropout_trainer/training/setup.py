@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, GateState, LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
@@ -49,10 +52,26 @@ def _copy_fields(args: GateConfig) -> dict[str, Any]:
     return {name: copy.deepcopy(getattr(args, name, None)) for name in _READ_ONCE}
 
 
+def with_gates(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the `__init__` of a TRL trainer for a class with `AdapterTrainingMixin`. It has the same signature."""
+
+    @functools.wraps(init)
+    def gated_init(self: AdapterTrainingMixin, *positional: Any, **keywords: Any) -> None:
+        bound = inspect.signature(init).bind(self, *positional, **keywords)
+        bound.apply_defaults()
+        arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
+        self.before_init(arguments)
+        super(AdapterTrainingMixin, self).__init__(**arguments)
+        self.after_init()
+
+    return gated_init
+
+
 class AdapterTrainingMixin:
-    """Setup of a TRL trainer, whose `__init__` calls `before_init` and `after_init` around `super().__init__`.
+    """Setup of a TRL trainer, whose `__init__` is made by `with_gates`.
 
     Attributes:
+        config_class: Class of `args`.
         rule: Rule that draws the gates.
         gate_state: Gates in force in the model. They are one outside of training passes.
         drawn: Gates that were drawn last.
@@ -65,6 +84,7 @@ class AdapterTrainingMixin:
         pass_index: Index of the running pass.
     """
 
+    config_class: type[GateConfig]
     model: PeftModel
     processing_class: PreTrainedTokenizerBase
     rule: GateRule
@@ -78,13 +98,12 @@ class AdapterTrainingMixin:
     runs_passes = False
     pass_index = 0
 
-    def before_init(
-        self, model: str | PreTrainedModel | PeftModel, args: GateConfig, peft_config: PeftConfig | None
-    ) -> PeftConfig | None:
-        """Return the configuration of the adapter, by default the paper's."""
-        skeleton = model
+    def before_init(self, arguments: dict[str, Any]) -> None:
+        """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
+        args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
+        model = skeleton = arguments["model"] = model_path(arguments["model"])
+        revision = (args.model_init_kwargs or {}).get("revision")
         if isinstance(model, str):
-            revision = (args.model_init_kwargs or {}).get("revision")
             with explain_loading(model):
                 check_checkpoint(model, revision)
                 if args.model_init_kwargs:
@@ -95,16 +114,27 @@ class AdapterTrainingMixin:
         self._made_with = _copy_fields(args)
         if self.rule.passes > 1 and not self.runs_passes:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
-        self.unit_gates = UnitGatesCallback()
-        self.stop_callback = StopCallback()
-        self.data_callback = TrainingDataCallback()
+        self.unit_gates, self.stop_callback, self.data_callback = (
+            UnitGatesCallback(),
+            StopCallback(),
+            TrainingDataCallback(),
+        )
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self.step_metrics = defaultdict(list)
         self._given_weights = {}
-        if not isinstance(model, PeftModel):
-            return default_peft_config(skeleton, peft_config)
-        self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-        return None
+        if isinstance(model, PeftModel):
+            self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+            arguments["peft_config"] = None
+        else:
+            arguments["peft_config"] = default_peft_config(skeleton, arguments["peft_config"])
+        if arguments["processing_class"] is None:
+            name = model if isinstance(model, str) else model.config.name_or_path
+            arguments["processing_class"] = load_tokenizer(name, revision)
+        else:
+            warn_if_rebuilt(arguments["processing_class"])
+        # The user's callbacks come last. They may evaluate, and must see unit gates.
+        own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.data_callback]
+        arguments["callbacks"] = [*own, *(arguments["callbacks"] or [])]
 
     def check_reference(self, model: str | PreTrainedModel | PeftModel) -> None:
         """Raise UserError if TRL cannot copy the adapter that will be trained to the frozen reference "ref"."""
@@ -121,21 +151,6 @@ class AdapterTrainingMixin:
                 f"The trained adapter must {reason}, because TRL copies it to the reference. "
                 f"{self.without_reference}, or start from another adapter (`load_adapter` names it 'default')."
             )
-
-    def load_tokenizer(
-        self, model: str | PreTrainedModel, args: GateConfig, tokenizer: PreTrainedTokenizerBase | None
-    ) -> PreTrainedTokenizerBase:
-        """Return the user's tokenizer, by default the one in the model's `tokenizer.json`."""
-        if tokenizer is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
-            return load_tokenizer(name, (args.model_init_kwargs or {}).get("revision"))
-        warn_if_rebuilt(tokenizer)
-        return tokenizer
-
-    @property
-    def first_callbacks(self) -> list[TrainerCallback]:
-        """Callbacks that come before the user's callbacks, which may evaluate: these must see unit gates."""
-        return [*self.step_callbacks, self.unit_gates, self.stop_callback, self.data_callback]
 
     def after_init(self) -> None:
         """Put gates on the adapter."""

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    BitsAndBytesConfig,
-    DataCollator,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-    TrainingArguments,
-)
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from loopdropout_trainer.files import lock_folder, model_path
+from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.training.batches import collate_with_example_ids, reads_padding, score_targets_only
 from loopdropout_trainer.training.callbacks import LiveDiagnosticsCallback
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
-from loopdropout_trainer.training.setup import AdapterTrainingMixin
+from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.stopping import explain_write_errors, find_checkpoint
 
 
@@ -173,53 +159,15 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             the recurrent block.
     """
 
-    def __init__(
-        self,
-        model: str | PreTrainedModel | PeftModel,
-        args: SFTConfig | TrainingArguments | None = None,
-        data_collator: DataCollator | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_loss_func: Callable | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: PeftConfig | None = None,
-        formatting_func: Callable[[dict], str] | None = None,
-    ) -> None:
-        args = LoopDropoutConfig.from_trl(args, model)
-        model = model_path(model)
-        peft_config = self.before_init(model, args, peft_config)
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=self.load_tokenizer(model, args, processing_class),
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=[*self.first_callbacks, *(callbacks or [])],
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
-        self.after_init()
+    config_class = LoopDropoutConfig
+    if not TYPE_CHECKING:  # type checkers see the same signature in SFTTrainer
+        __init__ = with_gates(SFTTrainer.__init__)
+
+    def after_init(self) -> None:
+        super().after_init()
         if self.padding_free:
             self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
-        if args.live_diagnostics_steps:
+        if self.args.live_diagnostics_steps:
             self.add_callback(LiveDiagnosticsCallback(self))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -20,7 +20,7 @@ from accelerate.utils import reduce
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
@@ -77,7 +77,7 @@ class StopCallback(TrainerCallback):
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_begin(self, args, state, control, **kwargs):
         self.received = 0  # also after an interrupted training of the same trainer
         if threading.current_thread() is threading.main_thread():
             default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -99,9 +99,7 @@ class StopCallback(TrainerCallback):
             signal.signal(number, handler)
         self._handlers = {}
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if not gradients or args.fp16:  # the scaler of float16 skips such steps
             return
@@ -113,7 +111,7 @@ class StopCallback(TrainerCallback):
                 "`max_grad_norm`, or train in float32."
             )
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_step_end(self, args, state, control, **kwargs):
         if args.world_size > 1:  # all processes stop after the same step
             self.received = int(reduce(torch.tensor(self.received, device=args.device), "sum"))
         if self.received:
@@ -158,7 +156,7 @@ class TrainingDataCallback(TrainerCallback, ExportableState):
     trainer: Trainer
     facts: Mapping[str, Any] = MappingProxyType({})
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_begin(self, args, state, control, **kwargs):
         saved = state.stateful_callbacks.get(type(self).__name__)
         self.facts = describe_data(self.trainer.train_dataset)
         before = saved["attributes"] if isinstance(saved, dict) and state.global_step else self.facts
