@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from importlib.util import module_from_spec, spec_from_file_location
@@ -40,14 +40,16 @@ SAFE_VALUES = {
     "weights_only": True,
     "allow_unsafe_code": False,
 }
-"""Fields that can run code of other people, with their safe values. Other values are accepted on the command line only."""
+"""Fields that can run code of other people, with their safe values. Other values are accepted on the command line only. The
+list is made by hand, because no library marks such fields."""
 
 REPLACED_TOGETHER = {
     "model_name_or_path": ["model_revision"],
     "dataset_name": ["dataset_config", "dataset_revision", "dataset_split", "train_files"],
     "train_files": ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"],
 }
-"""Fields that describe another field. They are not inherited where that other field changes."""
+"""Fields that describe another field. They are not inherited where that other field changes. The list is made by hand, because
+recipes are read before the classes of the fields are known."""
 
 HELP_GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
 """Titles of the first groups of fields in `--help`. The classes of the fields have their titles as `help_title`."""
@@ -55,15 +57,11 @@ HELP_GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
 
-TRAINING_FIELDS = {
-    "output_dir", "learning_rate", "num_train_epochs", "max_steps", "max_length", "packing", "assistant_only_loss",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "lr_scheduler_type", "warmup_steps", "seed", "bf16",
-    "gradient_checkpointing", "use_cpu", "eval_strategy", "logging_steps", "save_steps", "report_to", "push_to_hub",
-    "resume_from_checkpoint", "hub_model_id", "beta", "num_generations", "max_completion_length",
-}  # fmt: skip
-"""Fields of TRL and transformers that `--help` shows."""
-
+_SHOWN = """learning_rate num_train_epochs assistant_only_loss per_device_train_batch_size gradient_accumulation_steps seed
+lr_scheduler_type warmup_steps use_cpu logging_steps save_steps report_to push_to_hub hub_model_id beta num_generations
+max_completion_length"""
 TRAINING_HELP = {
+    **dict.fromkeys(_SHOWN.split(), ""),
     "output_dir": "Folder of the run. Default: trainer_output, as in TRL.",
     "max_steps": "Number of optimizer steps, instead of `num_train_epochs`. -1: by epochs.",
     "max_length": "Longest example in tokens, and the length of packed rows. Longer examples are left out, not cut.",
@@ -78,7 +76,8 @@ TRAINING_HELP = {
         "checkpoint to continue from."
     ),
 }
-"""Texts of `--help` for fields of which the library's text does not fit the recipes."""
+"""Fields of TRL and transformers that `--help` shows, with our text where the library's text does not fit the recipes. This
+choice is made by hand, because the libraries have hundreds of fields and do not rank them."""
 
 _EPILOG = """Trainings take all fields of TRL's configuration, too. `--field null` resets an
 inherited field. `--import FILE ...` first runs Python files, which can register
@@ -375,36 +374,27 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
 
 def _print_help(dataclass_types: Sequence[type], description: str | None, first_words: str) -> None:
     """Print the fields in groups, and exit."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        usage=f"loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_EPILOG,
-        add_help=False,
-    )
-    fields = {}  # by title and name
+    groups: dict[str, list[str]] = {title: [] for title in HELP_GROUPS}
     for cls in dataclass_types:
         from_trl = getattr(getattr(cls, "trl_class", None), "__dataclass_fields__", ())
         own_title = getattr(cls, "help_title", cls.__doc__.split(".")[0])
         for field in dataclasses.fields(cls):
-            if field.name not in from_trl or field.name in TRAINING_FIELDS:
-                fields.setdefault("Training" if field.name in from_trl else own_title, []).append((cls, field))
-    for title in dict.fromkeys((*HELP_GROUPS, *fields)):
-        group = parser.add_argument_group(title)
-        for cls, field in fields.get(title, ()):
-            hint = get_type_hints(cls)[field.name]
+            name, title, text = field.name, own_title, field.metadata.get("help")
+            if name in from_trl:
+                if name not in TRAINING_HELP:
+                    continue
+                title, text = "Training", TRAINING_HELP[name] or text.replace("%%", "%")
+            hint = get_type_hints(cls)[name]
             choices = field.metadata.get("choices") or (get_args(hint) if get_origin(hint) is Literal else ())
-            is_made = field.default_factory is not dataclasses.MISSING
-            default = field.default_factory() if is_made else field.default
-            own_text = TRAINING_HELP.get(field.name) if field.name in from_trl else None
-            text = str(own_text or field.metadata.get("help", "")).replace("%%", "%")
             text += f" One of {', '.join(map(str, filter(None, choices)))}." if choices else ""
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             text += f" (default: {default})" if default not in (None, [], "", dataclasses.MISSING) else ""
-            group.add_argument(
-                f"--{field.name}",
-                help=text.replace("%", "%%"),
-                metavar="VALUE",
-                nargs="?" if hint is bool else "+" if "list" in str(hint) else None,
-            )
-    parser.print_help()
+            lines = textwrap.wrap(text, 100, initial_indent=f"  --{name} ".ljust(33), subsequent_indent=" " * 33)
+            groups.setdefault(title, []).extend(lines)
+    usage = f"usage: loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]"
+    print(usage, description or "", sep="\n\n")
+    for title, lines in groups.items():
+        if lines:
+            print("", f"{title}:", *lines, sep="\n")
+    print("", _EPILOG, sep="\n")
     sys.exit(0)
