@@ -123,20 +123,30 @@ def is_test_question(question: str) -> bool:
 
 def make_problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
     """Return the question of a problem with `num_steps` steps, and the steps."""
-    kind = _changes if split.words is not None else rng.choice((_changes, _comparisons, _containers))
-    sentences, steps = kind(rng, num_steps, split)
+    kind = "changes" if split.words is not None else rng.choice(("changes", "comparisons", "containers"))
+    sentences, steps = (_comparisons if kind == "comparisons" else _story)(rng, num_steps, split, kind)
     return " ".join(sentences), steps
 
 
-def _changes(rng: Random, num_steps: int, split: Split) -> tuple[list[str], list[Step]]:
+def _story(rng: Random, num_steps: int, split: Split, kind: str) -> tuple[list[str], list[Step]]:
+    """Tell how the objects of a person change. With `containers`, their first number is a product."""
     name, friend = rng.sample(NAMES, 2)
     what = rng.choice(OBJECTS)
-    start = rng.randint(*split.start)
     words = split.words or WORDING
-    steps = random_steps(rng, start, num_steps, "+-*")
-    first = words["start"][0].format(name=name, number=start, what=what)
+    if kind == "containers":
+        container = rng.choice(CONTAINERS)
+        counts = [pair for pair in product(range(2, 7), range(2, 10)) if math.prod(pair) >= split.start[0]]
+        count, size = rng.choice(counts)
+        start = f"{name} has {count} {container} with {size} {what} each."
+        given = [Step(count, "*", size, count * size)]
+        steps = random_steps(rng, count * size, num_steps - 1, "+-")
+    else:
+        number = rng.randint(*split.start)
+        start = words["start"][0].format(name=name, number=number, what=what)
+        given = []
+        steps = random_steps(rng, number, num_steps, "+-*")
     changes = [change_sentence(rng, name, friend, what, step, words) for step in steps]
-    return [first, *changes, f"How many {what} does {name} have now?"], steps
+    return [start, *changes, f"How many {what} does {name} have now?"], [*given, *steps]
 
 
 def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Mapping = WORDING) -> str:
@@ -144,30 +154,16 @@ def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, 
     return rng.choice(words[step.operator]).format(name=name, friend=friend, what=what, number=step.right)
 
 
-def _comparisons(rng: Random, num_steps: int, split: Split) -> tuple[list[str], list[Step]]:
+def _comparisons(rng: Random, num_steps: int, split: Split, kind: str) -> tuple[list[str], list[Step]]:
+    """Compare each person's objects with the objects of the person before."""
     people = rng.sample(NAMES, num_steps + 1)
     what = rng.choice(OBJECTS)
     start = rng.randint(*split.start)
     steps = random_steps(rng, start, num_steps, "+-*")
     sentences = [WORDING["start"][0].format(name=people[0], number=start, what=what)]
-    for index, step in enumerate(steps):
-        words = COMPARISONS[step.operator].format(number=step.right, what=what)
-        sentences.append(f"{people[index + 1]} has {words} {people[index]}.")
+    for before, name, step in zip(people, people[1:], steps, strict=False):
+        sentences.append(f"{name} has {COMPARISONS[step.operator].format(number=step.right, what=what)} {before}.")
     return [*sentences, f"How many {what} does {people[-1]} have?"], steps
-
-
-def _containers(rng: Random, num_steps: int, split: Split) -> tuple[list[str], list[Step]]:
-    name, friend = rng.sample(NAMES, 2)
-    what = rng.choice(OBJECTS)
-    container = rng.choice(CONTAINERS)
-    smallest, _ = split.start
-    counts = product(range(2, 7), range(2, 10))
-    count, size = rng.choice([pair for pair in counts if math.prod(pair) >= smallest])
-    first = Step(count, "*", size, count * size)
-    steps = random_steps(rng, first.result, num_steps - 1, "+-")
-    start = f"{name} has {count} {container} with {size} {what} each."
-    changes = [change_sentence(rng, name, friend, what, step) for step in steps]
-    return [start, *changes, f"How many {what} does {name} have now?"], [first, *steps]
 
 
 def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:

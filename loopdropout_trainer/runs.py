@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.arguments import ScriptArguments
+from loopdropout_trainer.arguments import ScriptArguments, names_of
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder, model_path
 from loopdropout_trainer.memory import estimate_memory
@@ -49,9 +49,6 @@ LORA_VARIANTS = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dro
 
 LENGTH = {"max_steps", "num_train_epochs"}
 """Settings that may change if a run is resumed, which makes it longer."""
-
-FIRST_RUN_ONLY = ("evaluate_base", "merge", "push_merged_to_hub", "push_to_hub")
-"""Steps that the runs of `compare_with` leave out."""
 
 
 class Run(NamedTuple):
@@ -138,10 +135,10 @@ class Job:
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
         changes = {"rule": rule, "output_dir": f"{self.args.output_dir}/{rule}", "compare_with": None}
-        changes |= dict.fromkeys(FIRST_RUN_ONLY, False)
+        changes |= {"evaluate_base": False}  # whose results the first run has
         if self.args.resume_from_checkpoint:
             changes["resume_from_checkpoint"] = "true"
-        own_recipe = override(recipe, changes)
+        own_recipe = override({name: recipe[name] for name in recipe if name not in names_of("output")}, changes)
         return Run(*build([type(self.script_args), type(self.args)], own_recipe), own_recipe)
 
     def print_plan(self, is_continued: bool) -> None:

@@ -142,24 +142,26 @@ def _collect(
         for sample in sorted(evaluation["samples"][leaf.task_name], key=lambda sample: sample["doc_id"]):
             samples[sample["filter"]].append({**sample, "task": leaf.task_name})
     lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
-    shared = {"task": name, **lm.columns, "n": len(lines)}
+    shared = {"task": name, **lm.columns}
+
+    def percentage(metric: str, values: Sequence[float], **columns: str) -> dict[str, Any]:
+        row = {"metric": metric, **columns, **shared, "n": len(values)}
+        return {**row, "value": 100 * float(np.mean(values)), "unit": "%"}
+
     rows = []
     for key in keys:
         metric, filter_name = key.split(",", 1)
         values = [sample.get(metric) for sample in samples[filter_name]]
-        is_share = all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values)
         title = metric if filter_name == "none" else filter_name if metric == main_metric else key
-        row = {"metric": "accuracy" if key == keys[0] and is_share else title, **shared}
-        if is_share:
-            rows.append({**row, "value": 100 * float(np.mean(values)), "unit": "%"})
+        if all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values):
+            rows.append(percentage("accuracy" if key == keys[0] else title, values))
         elif len(leaves) == 1:
-            rows.append({**row, "value": float(numbers[key]), "unit": ""})
+            rows.append({"metric": title, **shared, "n": len(lines), "value": float(numbers[key]), "unit": ""})
     if lines["completion"].notna().all():
-        rows.append({"metric": "missing", **shared, "value": 100 * (~lines["answered"]).mean(), "unit": "%"})
+        rows.append(percentage("missing", ~lines["answered"]))
     for column in [name for name in _GROUPS if name in lines] or ["task"]:
         for group, correct in lines.groupby(column, sort=False)["correct"] if lines[column].nunique() > 1 else ():
-            row = {"metric": f"accuracy_by_{column}", "group": str(group), **shared, "n": len(correct)}
-            rows.append({**row, "value": 100 * correct.mean(), "unit": "%"})
+            rows.append(percentage(f"accuracy_by_{column}", correct, group=str(group)))
     if output_dir is not None:
         path = Path(output_dir, f"samples_{name}{_suffix(lm)}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,12 +196,8 @@ def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 def _suffix(lm: LoopedLM) -> str:
     """Return the part of a file name that tells a setting from the model's own depth, at unit gates."""
-    gates = lm.columns["gates"]
+    gates = lm.columns["gates"].replace("none", "base").replace(" ", "_")
     parts = [f"K{lm.num_loops}"] if lm.num_loops != lm.looped.num_loops else []
-    parts += (
-        [gates.replace("none", "base").replace(" ", "_")]
-        if isinstance(lm.model, PeftModel) and gates != "unit"
-        else []
-    )
+    parts += [gates] if isinstance(lm.model, PeftModel) and gates != "unit" else []
     parts += [f"readout_{lm.readout}"] if lm.readout else []
     return "".join(f"_{part}" for part in parts)

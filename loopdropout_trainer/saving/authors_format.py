@@ -8,7 +8,6 @@ The numbers are the same as in PEFT's format, under other names. The tensors are
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,10 +77,10 @@ def write_authors_format(
     Raises:
         UserError: If the format cannot represent the adapter.
     """
-    layers = set(re.findall(rf"^{_PREFIX}layers\.(\d+)\.", "\n".join(weights), re.MULTILINE))
-    modules = [f"layers.{layer}.{name}" for layer in range(len(layers)) for name in _PROJECTIONS]
+    tensors = {name.removeprefix(_PREFIX).removesuffix(".weight"): x.float() for name, x in weights.items()}
+    layers = range(len(tensors) // (2 * len(_PROJECTIONS)))
     names = {
-        f"{_PREFIX}{module}.lora_{factor}.weight": f"{module}.lora_{factor}" for module in modules for factor in "AB"
+        f"layers.{layer}.{module}.lora_{factor}" for layer in layers for module in _PROJECTIONS for factor in "AB"
     }
     rule, p, num_loops = (metadata.get(name) for name in ("rule", "p", "num_loops"))
     required = {
@@ -94,8 +93,8 @@ def write_authors_format(
         "one rank and one alpha, got `rank_pattern` or `alpha_pattern`": not (
             config.rank_pattern or config.alpha_pattern
         ),
-        "one update for all loops, got factors or gates for each loop": all(w.dim() == 2 for w in weights.values()),
-        f"the {len(_PROJECTIONS)} projections of every layer, got other modules": weights.keys() == names.keys(),
+        "one update for all loops, got factors or gates for each loop": all(x.dim() == 2 for x in tensors.values()),
+        f"the {len(_PROJECTIONS)} projections of every layer, got other modules": tensors.keys() == names,
         f"the rule loop_dropout or lora with a single p, got {rule} with p {p}": rule in ("loop_dropout", "lora")
         and not isinstance(p, list),
         f"{NUM_LOOPS} loops in training, got {num_loops}": num_loops == NUM_LOOPS,
@@ -111,9 +110,7 @@ def write_authors_format(
         "model_revision": MODEL_REVISION,
         "num_loops": NUM_LOOPS,
     }
-    save_file(
-        {name: weights[peft_name].float().contiguous() for peft_name, name in names.items()}, folder / WEIGHTS_FILE
-    )
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 

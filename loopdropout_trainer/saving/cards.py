@@ -119,11 +119,9 @@ def find_adapter(adapter: str, method: str) -> tuple[Path, dict[str, Any]]:
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     """Return (task, depth, score, n, score of the base model) for each task and depth evaluated at unit gates."""
     tasks = [row for row in results if row["metric"] == "accuracy"]
-    of_base = [row for row in tasks if row["gates"] == "none" and "model" not in row]
-    base = {(row["task"], row["num_loops"]): row["value"] for row in of_base}
-    adapted = [row for row in tasks if row["gates"] == "unit"]
-    keys = ("task", "num_loops", "value", "n")
-    return [(*(row[key] for key in keys), base.get((row["task"], row["num_loops"]))) for row in adapted]
+    key = lambda row: (row["task"], row["num_loops"])
+    base = {key(row): row["value"] for row in tasks if row["gates"] == "none" and "model" not in row}
+    return [(*key(row), row["value"], row["n"], base.get(key(row))) for row in tasks if row["gates"] == "unit"]
 
 
 def _loading_facts(folder: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from loopdropout_trainer.training.distributed import check_processes, float32_ad
 from loopdropout_trainer.training.stopping import StopCallback, TrainingDataCallback, check_finite
 
 
-_READ_ONCE = ("rule", "p", "rule_args", "depth_sampling", "depth_sampling_args", "live_diagnostics_steps")
+_READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args", "live_diagnostics_steps")
 """Fields that a trainer reads when it is made."""
 
 
@@ -190,14 +190,13 @@ class AdapterTrainingMixin:
         }
 
     def _read_rule(self) -> None:
-        """Make a new rule if `p` or `rule_args` have changed, and raise UserError if another field of the rule has."""
+        """Make a new rule if `p` has changed, and raise UserError if another field of `_READ_ONCE` has."""
         fields, before = _copy_fields(self.args), self._made_with
-        if fields == before:
-            return
         changed = [name for name in fields if fields[name] != before[name]]
-        rule = self.args.make_rule() if {*changed} <= {"p", "rule_args"} else None
-        if rule is None or rule.alpha_factor != self.rule.alpha_factor or rule.passes > 1 and not self.runs_passes:
-            name = next((name for name in changed if name not in ("p", "rule_args")), changed[0])
+        if not changed:
+            return
+        if changed != ["p"] or (rule := self.args.make_rule()).alpha_factor != self.rule.alpha_factor:
+            name = changed[-1]
             raise UserError(
                 f"`{name}` must keep its value {before[name]!r} after the trainer was made, got {fields[name]!r}. Make a new "
                 "trainer."

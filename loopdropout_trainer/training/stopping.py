@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import threading
 import time
@@ -35,15 +36,10 @@ logger = logging.get_logger(__name__)
 _RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
 """Files of a checkpoint that a training continues from."""
 
-_WRITE_ERRORS = (
-    *(
-        "No space left on device",
-        "Disk quota exceeded",
-        "Permission denied",
-        "Read-only file system",
-        "Not a directory",
-    ),
-    *("File exists", "PytorchStreamWriter failed"),
+_WRITE_ERRORS = re.compile(
+    "No space left on device|Disk quota exceeded|Permission denied|Read-only file system|Not a directory|File exists|"
+    "PytorchStreamWriter failed",
+    re.IGNORECASE,
 )
 """Texts of errors of torch, safetensors and the system for a folder that cannot be written."""
 
@@ -250,9 +246,8 @@ def explain_write_errors(output_dir: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        reason = next((text for text in _WRITE_ERRORS if text.lower() in str(error).lower()), None)
-        if reason is None:
+        if not (reason := _WRITE_ERRORS.search(str(error))):
             raise
         newest = newest_checkpoint(output_dir)
         kept = f"The newest complete checkpoint is {newest}" if newest else "There is no complete checkpoint"
-        raise UserError(f"`output_dir` {output_dir} cannot be written: {reason}. {kept}.") from error
+        raise UserError(f"`output_dir` {output_dir} cannot be written: {reason[0]}. {kept}.") from error
