@@ -84,12 +84,10 @@ class SampleCompletionsCallback(TrainerCallback):
 
     Args:
         trainer: Trainer with an evaluation dataset.
-        max_new_tokens: Maximum number of tokens of the completion.
     """
 
-    def __init__(self, trainer: Trainer, max_new_tokens: int = 64) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.max_new_tokens = max_new_tokens
         self.seconds = 0.0  # of all samples, which are not part of a training's time
         with torch.random.fork_rng():
             batch = trainer.data_collator(list(islice(trainer.eval_dataset, 1)))
@@ -105,7 +103,7 @@ class SampleCompletionsCallback(TrainerCallback):
         trainer, tokenizer, start = self.trainer, self.trainer.processing_class, time.monotonic()
         if state.is_world_process_zero and not shards_weights(args):
             with torch.random.fork_rng(), trainer.accelerator.autocast():
-                (text,) = generate_greedy(trainer.model, tokenizer, [self.prompt], self.max_new_tokens, progress=False)
+                (text,) = generate_greedy(trainer.model, tokenizer, [self.prompt], max_new_tokens=64, progress=False)
             sample = {"step": state.global_step, "prompt": tokenizer.decode(self.prompt), "completion": text}
             sample["reference"] = tokenizer.decode(self.reference, skip_special_tokens=True)
             tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))

@@ -21,7 +21,7 @@ import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import write_file
-from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
+from loopdropout_trainer.recipe import load_recipe
 
 
 if TYPE_CHECKING:
@@ -91,10 +91,9 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:
-    """Return the recipe of the run in a folder, with the present names of its fields, or an empty dict."""
+    """Return the recipe of the run in a folder, or an empty dict."""
     path = Path(folder, RECIPE_FILE)
-    recipe = load_recipe(path) if path.is_file() else {}
-    return {FORMER_NAMES.get(name, name): value for name, value in recipe.items()}
+    return load_recipe(path) if path.is_file() else {}
 
 
 def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -275,10 +275,11 @@ class Job:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # of the run before
         try:
-            if state is None or state.global_step < num_steps(trainer):
+            values = trainer.set_initial_training_values
+            if state and state.global_step >= values(trainer.args, trainer.get_train_dataloader())[-1]:
+                load_trained(trainer, checkpoint)  # transformers would take one more step
+            else:
                 trainer.train(checkpoint)
-            else:  # transformers would take one more step
-                load_trained(trainer, checkpoint)
         except NonFiniteGradientError:
             if trainer.is_world_process_zero():
                 write_run(folder, status="non-finite")
@@ -405,12 +406,6 @@ def adapter_rank(adapter: str) -> int:
     from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config
 
     return read_adapter_config(adapter_folder(adapter)).r
-
-
-def num_steps(trainer: Trainer) -> int:
-    """Return the number of optimizer steps of a whole training."""
-    args = trainer.args
-    return trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
 
 
 def load_state(folder: str | Path) -> TrainerState:

@@ -50,16 +50,9 @@ _SAMPLES = ("  7", "In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tc
 class PreTrainedTokenizerFast(TokenizersBackend):
     """A tokenizer that is read from `tokenizer.json` unchanged, also by transformers 4 after `save_pretrained`."""
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        legacy_format: bool | None = None,
-        filename_prefix: str | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> tuple[str, ...]:
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """Save the tokenizer with the field names that transformers 4 reads too."""
-        files = super().save_pretrained(save_directory, legacy_format, filename_prefix, push_to_hub, **kwargs)
+        files = super().save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory, "tokenizer_config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
         config["model_input_names"] = self.model_input_names  # transformers 4 adds `token_type_ids` by default

@@ -158,15 +158,15 @@ class LoopedLM(HFLM):
         finally:
             config.use_cache = before
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests, disable_tqdm=False):
         with self._scoring():
             return super().loglikelihood(requests, disable_tqdm)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
         with self._scoring():
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests, disable_tqdm=False):
         groups = Collator(requests, lambda _: 0, lambda request: request.args[1], group_by="gen_kwargs")
         answers = []
         for group in groups.get_batched(n=len(requests)):
@@ -199,14 +199,14 @@ class LoopedLM(HFLM):
             ),
         )
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, chat_history, add_generation_prompt=True):
         """Return the text of a chat. The beginning of an answer follows the generation prompt unchanged."""
         turns = list(chat_history)
         beginning = "" if add_generation_prompt else turns.pop()["content"]
         return super().apply_chat_template(turns) + beginning
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor):
         return gather(tensor) if self.world_size > 1 else tensor
 
-    def barrier(self) -> None:
+    def barrier(self):
         PartialState().wait_for_everyone()

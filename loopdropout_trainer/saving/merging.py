@@ -9,8 +9,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -210,27 +209,14 @@ def push_merged_to_hub(
     card = folder / CARD_FILE
     if card.is_file() and repo_id not in card.read_text(encoding="utf-8"):
         logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
-    with explain_push_errors(repo_id, f"The merged model is saved in {folder}", token):
+    try:
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload merged model")
-    return str(commit.repo_url)
-
-
-@contextmanager
-def explain_push_errors(repo_id: str, saved: str, token: str | None = None) -> Iterator[None]:
-    """Turn an error of a push inside the block into one sentence without tokens.
-
-    Args:
-        repo_id: Name of the repository.
-        saved: Clause that says where the model is saved.
-        token: Hub token that the error must not show.
-    """
-    try:
-        yield
     except Exception as error:  # the Hub's client raises the errors of several libraries
-        reason = first_line(error).replace(token or "\0", "***")
+        reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
         raise UserError(
-            f"The push to {repo_id} failed ({type(error).__name__}: {hide_secrets(reason)}). {saved}. Log in with "
-            "`hf auth login` or set HF_TOKEN, and push again."
+            f"The push to {repo_id} failed ({type(error).__name__}: {reason}). The merged model is saved in {folder}. Log in "
+            "with `hf auth login` or set HF_TOKEN, and push again."
         ) from None
+    return str(commit.repo_url)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
@@ -170,10 +171,9 @@ class LiveDiagnosticsCallback(TrainerCallback):
             raise UserError("`eval_dataset` must be given if `live_diagnostics_steps` is set.")
         self.trainer = trainer
         args = trainer.args
-        examples, size = list(islice(dataset, args.live_diagnostics_rows)), args.per_device_eval_batch_size
+        examples = list(islice(dataset, args.live_diagnostics_rows))
         with torch.random.fork_rng():
-            collate = trainer.data_collator
-            self.batches = [collate(examples[start : start + size]) for start in range(0, len(examples), size)]
+            self.batches = [*DataLoader(examples, args.per_device_eval_batch_size, collate_fn=trainer.data_collator)]
         for batch in self.batches:
             batch.pop("example_ids", None)
 

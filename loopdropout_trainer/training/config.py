@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,6 +137,7 @@ class GateConfig:
             )
         names = {f.name for f in dataclasses.fields(cls)}
         fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
+        fields.pop("generation_batch_size", None)  # GRPOConfig derives it from `steps_per_generation`
         made = cls(**{name: value for name, value in fields.items() if name in names})
         vars(made).update({name: value for name, value in fields.items() if name not in names})  # of a user's subclass
         return made
@@ -250,11 +250,3 @@ class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
                 "`num_iterations` must be 1, and `steps_per_generation` must divide `gradient_accumulation_steps`, got "
                 f"{self.num_iterations}, {self.steps_per_generation} and {self.gradient_accumulation_steps}."
             )
-
-    @classmethod
-    def from_trl(cls, args: TrainingArguments | None, model: str | PreTrainedModel) -> LoopDropoutGRPOConfig:
-        """Return arguments of this class. TRL's own arguments get the paper's defaults."""
-        if isinstance(args, GRPOConfig) and not isinstance(args, cls):
-            args = copy.copy(args)
-            args.generation_batch_size = None  # TRL derives it from `steps_per_generation` and does not accept both
-        return super().from_trl(args, model)

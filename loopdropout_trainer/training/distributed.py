@@ -98,9 +98,7 @@ class EveryExampleOnceMixin:
             self._train_batches = batches
         return loader
 
-    def _get_num_items_in_batch(
-        self, batch_samples: list[dict[str, Any]], device: torch.device
-    ) -> Tensor | int | None:
+    def _get_num_items_in_batch(self, batch_samples, device):
         if self._is_evaluating:
             return None  # the loss of an evaluation step is the mean over this process's tokens
         ends_with_filler = getattr(self._train_batches, "ends_with_filler", False)
@@ -108,7 +106,7 @@ class EveryExampleOnceMixin:
             batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], IGNORED)
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
+    def prediction_step(self, model, inputs, *args, **kwargs):
         """Evaluate a batch without the examples that accelerate repeats, and count its tokens."""
         inputs = dict(_without_repeated_rows(self.accelerator, inputs))
         inputs.pop("example_ids", None)  # for the gates of training
@@ -122,7 +120,7 @@ class EveryExampleOnceMixin:
             self._evaluated += [loss.item() * num_tokens, num_tokens]
         return loss, *others
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         """Evaluate, with the mean loss over the tokens of all processes."""
         self._evaluated = np.zeros(2)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

@@ -6,8 +6,6 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor, nn
-
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
@@ -32,9 +30,7 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
             lora.lora_alpha *= factor
             lora.alpha_pattern = {name: alpha * factor for name, alpha in lora.alpha_pattern.items()}
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model, inputs, num_items_in_batch=None):
         """Run the passes over one micro-batch and return the mean of their losses."""
         losses, num_tokens = [], self._total_train_tokens
         for index in range(self.rule.passes):

@@ -212,9 +212,8 @@ class AdapterTrainingMixin:
     def find_batch_options(self) -> BatchOptions:
         """Return the optimizations that training may use."""
         args = self.args
-        if not args.remove_padding or args.torch_compile or not self.looped.can_pack:
-            return BatchOptions()
-        if args.neftune_noise_alpha is not None:  # its noise becomes smaller with the length of a row
+        has_noise = args.neftune_noise_alpha is not None  # which becomes smaller with the length of a row
+        if not args.remove_padding or args.torch_compile or has_noise or not self.looped.can_pack:
             return BatchOptions()
         skips = args.skip_frozen_loops and may_skip_loops(self.accelerator, args)
         return BatchOptions(True, trained_lora_parameters(self.model) if skips else None)

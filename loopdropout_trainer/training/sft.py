@@ -184,7 +184,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         with super().skip_unread_tokens(inputs), targets_only:
             yield
 
-    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Also count the micro-batches of the step that have a target, over all processes."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.loss_average == "micro_batches" and num_items is not None:
