@@ -121,7 +121,6 @@ class Job:
         recipe = recipe_dict(*arguments)
         rules = [rule for rule in self.script_args.compare_with or () if rule != self.args.rule]
         self.runs = [Run(self.script_args, self.args, recipe), *(self._compared_run(rule, recipe) for rule in rules)]
-        is_continued = bool(self.args.resume_from_checkpoint)
         for run in self.runs:
             run.check()
             run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
@@ -130,7 +129,7 @@ class Job:
         self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
         if self.args.process_index == 0:
-            self.print_plan(is_continued)
+            self.print_plan()
 
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
@@ -141,15 +140,14 @@ class Job:
         own_recipe = override({name: recipe[name] for name in recipe if name not in names_of("output")}, changes)
         return Run(*build([type(self.script_args), type(self.args)], own_recipe), own_recipe)
 
-    def print_plan(self, is_continued: bool) -> None:
+    def print_plan(self) -> None:
         """Print the model, the rules, the data, the training, and the checkpoint that it uses or could use."""
         from loopdropout_trainer.training.stopping import newest_checkpoint
 
         args, recipe, runs = self.args, self.runs[0].recipe, self.runs
         get = lambda *names: " ".join(str(recipe[name]) for name in names if recipe.get(name))
         length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
-        trained = [run.args.output_dir for run in runs if run.is_trained]
-        new = [run.args.output_dir for run in runs if run.args.output_dir not in trained and not is_continued]
+        new = [run.args.output_dir for run in runs if not (run.is_trained or run.args.resume_from_checkpoint)]
         unused = ", ".join(filter(None, map(newest_checkpoint, new)))
         plan = {
             "model": get("model_name_or_path", "model_revision"),
@@ -160,8 +158,8 @@ class Job:
             "tasks": ", ".join(recipe.get("benchmarks") or ["none"]),
             "output_dir": args.output_dir,
             "memory": self.describe_memory(),
-            "trained": ", ".join(trained),
-            "continues": "" if args.output_dir in trained else args.resume_from_checkpoint,
+            "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
+            "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
             "not used": unused and f"{unused}. Add `--resume_from_checkpoint true` to continue from there.",
         }
         print("\n".join(f"{name:<12}{text}" for name, text in plan.items() if text), flush=True)

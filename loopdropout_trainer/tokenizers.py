@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
@@ -142,13 +141,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn once if a tokenizer splits text differently from its own `tokenizer.json`."""
-    name = tokenizer.name_or_path
-    if not name:
-        return
-    file = (
-        os.path.join(name, "tokenizer.json") if os.path.isdir(name) else try_to_load_from_cache(name, "tokenizer.json")
-    )
-    if not isinstance(file, str) or not os.path.isfile(file):
+    try:
+        file = cached_file(tokenizer.name_or_path, "tokenizer.json", local_files_only=True)
+    except (OSError, ValueError):  # a tokenizer without a file
         return
     published = Tokenizer.from_file(file)
     for text in _SAMPLES:

@@ -50,16 +50,16 @@ def write_model_card(
     adapter, looped = model.active_adapters[0], find_looped_model(model)
     lora, num_loops = model.peft_config[adapter], looped.num_loops
     metadata, base = getattr(looped, "trained_with", {}), base_name(model)
-    initial = metadata.get("initial_adapter")
     rule, depths = metadata.get("rule"), metadata.get("depths") or [num_loops]
     is_quantized = getattr(looped.config, "quantization_config", None) is not None
-    on_hub, license_fields = is_hub_name(base), _license_of(base)
+    public_name = lambda name: name if name is None or is_hub_name(name) else Path(name).name
+    license_fields = _license_of(base)
     facts = {
-        "Base model": base if on_hub else base and Path(base).name,
+        "Base model": public_name(base),
         "License of the base model": license_fields.get("license"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": metadata.get("p"),
-        "Trained from the adapter": initial and (initial if is_hub_name(initial) else Path(initial).name),
+        "Trained from the adapter": public_name(metadata.get("initial_adapter")),
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
         "Factor of the merged update": None if scale == 1 else scale,
         "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
@@ -71,7 +71,7 @@ def write_model_card(
         ModelCardData(
             library_name="transformers" if merged else "peft",
             pipeline_tag="text-generation",
-            base_model=base if on_hub else None,
+            base_model=base if is_hub_name(base) else None,
             tags=["looped-language-model", "lora", "loop-dropout"],
             **license_fields,
         ),
