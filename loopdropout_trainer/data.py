@@ -357,10 +357,8 @@ def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
         options = {"revision": args.dataset_revision, "split": args.dataset_split}
         if Path(args.dataset_name).is_dir():
             builder = load_dataset_builder(args.dataset_name, args.dataset_config)
-            if builder.name == "csv":  # all cells are text, as in `read_files`
-                file = next(iter(builder.config.data_files.values()))[0]
-                features = Features(dict.fromkeys(pd.read_csv(file, nrows=0).columns, Value("string")))
-                options |= {"features": features, "keep_default_na": False}
+            if builder.name == "csv":
+                options |= _csv_options(next(iter(builder.config.data_files.values()))[0])
         return load_dataset(args.dataset_name, args.dataset_config, **options)
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
         reason = str(error.__cause__ or error) or "a file is empty"
@@ -374,10 +372,15 @@ def read_files(files: str | Sequence[str]) -> Dataset:
 
     files = [files] if isinstance(files, str) else files
     suffix = Path(files[0].removesuffix(".gz")).suffix
-    if suffix == ".csv":  # all cells are text, also numbers and the word "None"
-        tables = [pd.read_csv(path, dtype=str, keep_default_na=False) for path in files]
-        return Dataset.from_pandas(pd.concat(tables), preserve_index=False)
-    return load_dataset("parquet" if suffix == ".parquet" else "json", data_files=files, split="train")
+    kind = {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json")
+    options = _csv_options(files[0]) if kind == "csv" else {}
+    return load_dataset(kind, data_files=files, split="train", **options)
+
+
+def _csv_options(file: str) -> dict[str, Any]:
+    """Return the options of `load_dataset` that make all cells texts, also numbers and the word "None"."""
+    columns = pd.read_csv(file, nrows=0).columns
+    return {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
 
 
 def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:

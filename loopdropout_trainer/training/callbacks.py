@@ -199,6 +199,6 @@ def make_step_callbacks(args: GateConfig, rule: GateRule) -> list[TrainerCallbac
     callbacks = [GateLoggingCallback()]
     if rule.wants_sensitivity:
         callbacks.append(SensitivityCallback(rule))
-    if getattr(args, "depth_sampling", "fixed") != "fixed":
-        callbacks.append(DepthCallback(args.make_depth_sampler()))
+    if (sampler := args.make_depth_sampler()) != FixedDepth():
+        callbacks.append(DepthCallback(sampler))
     return callbacks

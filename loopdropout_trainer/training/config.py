@@ -108,9 +108,9 @@ class GateConfig:
         """Number of examples of an optimizer step in all processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
-        """Return the least and the greatest depth of a training step for a model of K = `num_loops` loops."""
-        return num_loops, num_loops
+    def make_depth_sampler(self) -> FixedDepth:
+        """Return the sampler of the depths of training steps. Only supervised fine-tuning has others than the model's own."""
+        return FixedDepth()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the number of warmup steps, rounded down with `warmup_from_first_step`."""
@@ -220,9 +220,6 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     def make_depth_sampler(self) -> FixedDepth:
         """Return the depth sampler that these arguments describe."""
         return make_depth_sampler(self.depth_sampling, self.depth_sampling_args)
-
-    def depth_limits(self, num_loops: int) -> tuple[int, int]:
-        return self.make_depth_sampler().limits(num_loops)
 
 
 @dataclass

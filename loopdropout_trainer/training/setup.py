@@ -166,7 +166,7 @@ class AdapterTrainingMixin:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
         self._read_rule()
         check_trainable(self.model)
-        depths = self.args.depth_limits(self.num_loops)
+        depths = self.args.make_depth_sampler().limits(self.num_loops)
         for depth in depths:
             self.rule.check(depth)
         if depths != (self.num_loops, self.num_loops) and self._needs_one_depth():
