@@ -81,8 +81,8 @@ def test_rebuilt_tokenizer_is_kept_with_a_warning(published, backend, monkeypatc
     (warning,) = warnings(log)
     assert "GPT2Tokenizer splits '  7' into ['Ġ', 'Ġ', '7']" in warning and str(published) in warning
     assert rebuilt(TEXT)["input_ids"] == ids
-    in_cache = lambda name, file: f"{published}//{file}"
-    monkeypatch.setattr("loopdropout_trainer.tokenizers.try_to_load_from_cache", in_cache)
+    in_cache = lambda name, file, **options: f"{published}//{file}"
+    monkeypatch.setattr("loopdropout_trainer.tokenizers.cached_file", in_cache)
     rebuilt.name_or_path = "some/model"
     warn_if_rebuilt(rebuilt)
     assert len(warnings(log)) == 2
