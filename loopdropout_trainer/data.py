@@ -345,8 +345,7 @@ def load_datasets(
 
 
 def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
-    import pandas as pd
-    from datasets import Features, Value, load_dataset, load_dataset_builder
+    from datasets import load_dataset, load_dataset_builder
     from datasets.exceptions import DatasetsError
 
     if not files and not args.dataset_name:
@@ -367,8 +366,7 @@ def _load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
 
 def read_files(files: str | Sequence[str]) -> Dataset:
     """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files."""
-    import pandas as pd
-    from datasets import Dataset, load_dataset
+    from datasets import load_dataset
 
     files = [files] if isinstance(files, str) else files
     suffix = Path(files[0].removesuffix(".gz")).suffix
@@ -379,6 +377,9 @@ def read_files(files: str | Sequence[str]) -> Dataset:
 
 def _csv_options(file: str) -> dict[str, Any]:
     """Return the options of `load_dataset` that make all cells texts, also numbers and the word "None"."""
+    import pandas as pd
+    from datasets import Features, Value
+
     columns = pd.read_csv(file, nrows=0).columns
     return {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
 
