@@ -55,6 +55,7 @@ def map_figure(cells: pd.DataFrame) -> None:
         + p9.scale_fill_gradient2(
             COLORS["LoRA"], "#ffffff", COLORS["Loop Dropout"], limits=(-20, 20), na_value="#d9d9d9"
         )
+        + p9.guides(fill=p9.guide_colorbar(display="rectangles", nbin=21))  # a gradient makes an SVG of 2 MB
     )
     title = (
         "Accuracy of Loop Dropout minus LoRA in points. In parentheses: accuracy of LoRA in %. Gray: not significant"
