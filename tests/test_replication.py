@@ -17,9 +17,11 @@ from loopdropout_trainer.results import write_results
 
 
 sys.path.insert(0, str(ROOT / "docs/replication"))
+import figures  # noqa: E402
 import make  # noqa: E402
 import runs  # noqa: E402
 import transfer  # noqa: E402
+import transfer_page  # noqa: E402
 from intervals import estimate, estimate_two_way  # noqa: E402
 
 
@@ -31,6 +33,7 @@ def rows():
 def test_pages_are_written_from_the_file(rows):
     tables, numbers, appendix = make.make_texts(*make.parts(rows))
     assert make.APPENDIX.read_text(encoding="utf-8") == appendix
+    assert transfer_page.PAGE.read_text(encoding="utf-8") == transfer_page.make_page(transfer.read_lines())
     pages = [page.read_text(encoding="utf-8") for page in make.PAGES]
     assert [make.fill(page, tables, numbers) for page in pages] == pages
     marks = [*(f"<!-- {name}: begin -->" for name in tables), *(f"<!--{name}-->" for name in numbers)]
@@ -115,6 +118,26 @@ def test_registered_tests_agree_with_statsmodels():
     estimates = [[fit.params.iloc[-1], *fit.conf_int().iloc[-1]] for fit in (slope, shift)]
     found = transfer.registered_tests(results)
     assert np.array([found[name] for name in ("slope", "shift")]) == pytest.approx(np.c_[estimates, adjusted])
+
+
+def test_page_of_transfer_follows_the_runs(tmp_path, monkeypatch):
+    lines = [*make_transfer_runs()]
+    assert "No base model has a seed with all four methods yet." in transfer_page.make_page([])
+    page = transfer_page.make_page(lines)
+    assert "**Interim, 296 of 300 runs.**" in page and page.count("| after all runs |") == 2
+    results = transfer.Results(lines)
+    over = results.gain("more_steps@8") - results.gain("more_steps@8", "dose_control")
+    low, high = stats.ttest_1samp(over, 0).confidence_interval(0.9)
+    assert f" | {over.mean():+.1f} [{low:+.1f}, {high:+.1f}] |\n\n## Gain by base model" in page
+    assert f"early_2 | mostly early readouts | 5 | {results.bias['early_2']:+.1f} |" in page
+    lines += [{**line, "seed": 25} for line in lines if line["base"] == transfer.BASES[-1] and line["seed"] == 21]
+    page = transfer_page.make_page(lines)
+    slope, low, high, p = transfer.registered_tests(transfer.Results(lines))["slope"]
+    assert f"{10 * slope:+.1f} [{10 * low:+.1f}, {10 * high:+.1f}] | {p:.3f}" in page and "Spearman" in page
+    monkeypatch.setattr(transfer_page, "PAGE", tmp_path / "transfer.md")
+    monkeypatch.setattr(figures, "HERE", tmp_path)
+    transfer_page.write(lines)
+    assert len([*tmp_path.iterdir()]) == 7
 
 
 def make_gains(seed, seeds, problems, by_seed=0.5, by_problem=1.0):

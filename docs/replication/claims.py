@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +59,13 @@ def verdict(mean: float, p: float) -> str:
     if p >= 0.05:
         return "not significant"
     return "significant" if mean > 0 else "significant in the opposite direction"
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    heads = list(heads)
+    head, *body = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([head, "|---" * len(heads) + "|", *body])
 
 
 def with_interval(gain: Estimate, digits: int = 1) -> str:

@@ -69,3 +69,44 @@ def map_figure(cells: pd.DataFrame) -> None:
         strip_text_y=p9.element_text(rotation=0),
     )
     save_figure(plot + layout, HERE / "map")
+
+
+def transfer_figures(problems: pd.DataFrame, bases: pd.DataFrame, state: str) -> None:
+    """Draw the gains of study A by kind of problem, and by base model against LoRA's late bias.
+
+    Args:
+        problems: from `transfer_page.gains_by_problem`.
+        bases: from `transfer_page.gains_by_base`, with the categorical column `kind`.
+        state: `interim, n of 300 runs`, or an empty text if all runs are finished. Only then there is a regression line.
+    """
+    remark = f" ({state})" if state else ""
+    methods = {"p = 0.5": COLORS["Loop Dropout"], "p = 0.25": "#56B4E9", "dose control": "#D55E00"}
+    data = problems.melt(["problems", "K"], [*methods], "method", "gain")
+    data = data.join(pd.DataFrame([*data["gain"]])).assign(K="K = " + data["K"].astype(str))
+    for name, values in {"problems": data["problems"].str.replace(" ", "\n"), "method": data["method"]}.items():
+        data[name] = pd.Categorical(values, values.unique())
+    side_by_side = p9.position_dodge(width=0.6)
+    plot = (
+        p9.ggplot(data, p9.aes("problems", "mean", color="method", shape="method"))
+        + p9.geom_hline(yintercept=0, color="#777777")
+        + p9.geom_linerange(p9.aes(ymin="low", ymax="high"), data.dropna(), position=side_by_side)
+        + p9.geom_point(position=side_by_side, size=2.5)
+        + p9.facet_wrap("K")
+        + p9.scale_color_manual([*methods.values()])
+    )
+    title = f"Gain over LoRA, mean of {len(bases)} base models with 95% interval{remark}"
+    plot = decorate(plot, title, "kind of problem", "gain in points")
+    save_figure(plot + p9.theme(figure_size=(9, 4.4), legend_direction="horizontal"), HERE / "transfer_gains")
+
+    gain = "gain, in distribution"
+    plot = p9.ggplot(bases, p9.aes("late bias", gain)) + p9.geom_hline(yintercept=0, color="#777777")
+    if not state:
+        plot += p9.geom_smooth(method="lm", color="#777777", size=0.7)
+    plot += p9.geom_point(p9.aes(color="kind", shape="kind"), size=3)
+    plot += p9.scale_color_manual(["#E69F00", "#0072B2", "#009E73", "#CC79A7", "#000000"], drop=False)
+    plot += p9.scale_shape_discrete(drop=False)
+    title = f"Gain of Loop Dropout (p = 0.5) in distribution at K = 4{remark}"
+    plot = decorate(plot, title, "late bias of LoRA in points", "gain over LoRA in points")
+    plot += p9.labs(color="loss in pretraining", shape="loss in pretraining")
+    layout = p9.theme(figure_size=(7.5, 4.4), legend_position="right", legend_title=p9.element_text())
+    save_figure(plot + layout, HERE / "transfer_bias")

@@ -28,10 +28,10 @@ def estimate(gains: np.ndarray) -> Estimate | None:
     return estimate_mean(gains[:, 0]) if gains.shape[1] == 1 else estimate_two_way(gains)
 
 
-def estimate_mean(values: np.ndarray) -> Estimate:
-    """Return the mean of independent numbers, by Student's t."""
+def estimate_mean(values: np.ndarray, level: float = 0.95) -> Estimate:
+    """Return the mean of independent numbers and its interval at a confidence level, by Student's t."""
     number = len(values)
-    return _estimate(values.mean(), values.var(ddof=1) / number, number - 1)
+    return _estimate(values.mean(), values.var(ddof=1) / number, number - 1, level)
 
 
 def estimate_two_way(gains: np.ndarray) -> Estimate:
@@ -55,8 +55,8 @@ def estimate_two_way(gains: np.ndarray) -> Estimate:
     return _estimate(mean, variance / gains.size, freedom)
 
 
-def _estimate(mean: float, variance: float, freedom: float) -> Estimate:
+def _estimate(mean: float, variance: float, freedom: float, level: float = 0.95) -> Estimate:
     if variance == 0:  # all the same
         return Estimate(mean, mean, mean, float(mean == 0))
     error = np.sqrt(variance)
-    return Estimate(mean, *stats.t.interval(0.95, freedom, mean, error), 2 * stats.t.sf(abs(mean) / error, freedom))
+    return Estimate(mean, *stats.t.interval(level, freedom, mean, error), 2 * stats.t.sf(abs(mean) / error, freedom))

@@ -4,23 +4,23 @@
     python docs/replication/make.py write                                               # runs.csv.gz -> pages and figures
 
 `collect` keeps one row for each number that a run measured (runs.py), so that one small file holds all numbers of the pages.
-`write` tests the claims (claims.py, intervals.py), draws the figures (figures.py), writes comparisons.md, comparisons.csv and
-methods.csv, and fills the text between marks in replication.md, choosing_a_method.md and README.md.
+`write` tests the claims (claims.py, intervals.py), draws the figures (figures.py), writes comparisons.md, comparisons.csv,
+methods.csv and transfer.md (transfer_page.py), and fills the text between marks in replication.md, choosing_a_method.md and
+README.md.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import transfer
-from claims import BASES, DEPTHS, decide, format_p, late_bias, verdict, with_interval
-from intervals import Estimate, estimate, estimate_mean
+import transfer_page
+from claims import BASES, DEPTHS, decide, format_p, late_bias, markdown, verdict, with_interval
+from intervals import estimate, estimate_mean
 from runs import METHODS, RUNS, Study, collect, differences, mean_sd, verdicts
 
 
@@ -83,13 +83,6 @@ Accuracy in percent.
 
 {steps}
 """
-
-
-def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    heads = list(heads)
-    head, *body = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
-    return "\n".join([head, "|---" * len(heads) + "|", *body])
 
 
 # Tables of claims
@@ -323,37 +316,6 @@ def methods_table(studies: dict[str, Study]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# The study of transfer and cause
-
-
-def transfer_tables(lines: list[dict]) -> dict[str, str]:
-    """Return the registered tests of study A, which wait until all runs are finished, and the gains by base model."""
-    runs = [line for line in lines if "seed" in line]
-    compared = Counter((run["base"], run["seed"]) for run in runs if run["seed"] in transfer.SEEDS)
-    num_methods, num_bases = len(transfer.METHODS), len(transfer.BASES)
-    selection = f"{len(runs) - compared.total()} of {num_bases * num_methods * len(transfer.LEARNING_RATES)}"
-    tests = [
-        ["runs that choose learning rates", f"{selection} finished", "-"],
-        ["compared runs", f"{compared.total()} of {num_bases * num_methods * len(transfer.SEEDS)} finished", "-"],
-    ]
-    results = transfer.Results(lines) if num_methods in compared.values() else None
-    if results and results.is_complete:
-        for name, (mean, low, high, p) in transfer.registered_tests(results).items():
-            digits = 3 if name == "slope" else 1
-            tests.append([name, with_interval(Estimate(mean, low, high, p), digits), format_p(p)])
-    places = (f"{transfer.TEST}@4", *(f"{task}@4" for task in transfer.SHIFTED), f"{transfer.TEST}@8")
-    rows = []
-    for base in (base for base in transfer.BASES if results and base in results.num_seeds):
-        facts = [base, str(results.num_seeds[base]), f"{results.bias[base]:+.1f}"]
-        gains = [f"{results.gain(place)[base]:+.1f} ({results.lora.loc[base, place]:.0f})" for place in places]
-        rows.append([*facts, *gains, f"{results.gain(places[0], 'dose_control')[base]:+.1f}"])
-    heads = [place.replace("_", " ").replace("@", ", K = ") for place in places]
-    return {
-        "transfer tests": markdown(["registered test", "estimate, 95% interval", "adjusted p"], tests),
-        "transfer": markdown(["base model", "seeds", "late bias", *heads, "dose control, K = 4"], rows),
-    }
-
-
 # The pages
 
 
@@ -428,7 +390,7 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         "map": map_counts(cells, by_examples=False),
         "annealing": annealed_table(claims),
         **{name: claims_table(claims, name) for name in QUESTIONS},
-        **transfer_tables(transfer.read_lines()),
+        "transfer": transfer_page.make_summary(transfer.read_lines()),
     }
     appendix = APPENDIX_TEXT.format(
         comparisons=claims_table(claims),
@@ -466,6 +428,7 @@ def write(rows: pd.DataFrame) -> None:
     claims_csv(decide(studies)[0]).to_csv(CSV, index=False)
     tables, numbers, appendix = make_texts(studies, map_rows)
     APPENDIX.write_text(appendix, encoding="utf-8")
+    transfer_page.write(transfer.read_lines())
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), tables, numbers), encoding="utf-8")
 

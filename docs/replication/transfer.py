@@ -4,7 +4,7 @@
     python docs/replication/transfer.py run --folder outputs/transfer        # the runs that do not exist yet
     python docs/replication/transfer.py collect --folder outputs/transfer    # finished runs -> transfer.jsonl.gz
     python docs/replication/transfer.py restore --folder outputs/transfer    # transfer.jsonl.gz -> finished runs
-    python docs/replication/transfer.py analyze                              # the registered tests and the tables
+    python docs/replication/transfer.py analyze                              # transfer.jsonl.gz -> transfer.md and its figures
 
 `pretrain` and `run` continue where they stopped, and several processes may work in one folder. A killed process loses one
 training. transfer.jsonl.gz has one line for each base model (`base`, `sha256`) and one for each run: the fields of `Run`,
@@ -310,44 +310,17 @@ def registered_tests(results: Results) -> dict[str, tuple[float, float, float, f
     }
 
 
-def analyze() -> None:
-    """Print the registered tests, and the tables that explore."""
-    import pandas as pd
-    from scipy import stats
-
-    results = Results(read_lines())
-    state = "All runs" if results.is_complete else "Interim"
-    print(f"{state}: complete seeds by base model {results.num_seeds.to_dict()}\n")
-    for name, (mean, low, high, p) in registered_tests(results).items():
-        print(f"{name}: {mean:+.3f} [{low:+.3f}, {high:+.3f}], adjusted p {p:.4f}")
-    places = [f"{task}@{depth}" for depth in DEPTHS for task in ("training", TEST, *SHIFTED)]
-    table = pd.DataFrame({"LoRA": results.lora[places].mean()})
-    for method in (*[name for name in METHODS if name != "lora"], "p_0.5 over dose_control"):
-        ours, *_ = method.split(" over ")
-        for place in places:
-            gains = results.gain(place, ours)
-            gains = gains - results.gain(place, "dose_control") if ours != method else gains
-            low, high = stats.ttest_1samp(gains, 0).confidence_interval(0.9 if ours != method else 0.95)
-            table.loc[place, method] = f"{gains.mean():+.1f} [{low:+.1f}, {high:+.1f}]"
-    print("\nLoRA's accuracy in %, and gains in points with intervals over base models (95%, over dose_control 90%):")
-    print(table.round(1).to_string())
-    gap = results.lora["training@4"] - results.lora[f"{TEST}@4"]
-    for name, cause in (("late bias", results.bias), ("LoRA's gap between training and test", gap)):
-        for place in (f"{TEST}@4", "shifted@4", f"{TEST}@8"):
-            gain = results.gain(place)
-            correlation = stats.spearmanr(cause[gain.index], gain)
-            print(f"Spearman {name} and gain {place}: {correlation.statistic:+.2f}, p {correlation.pvalue:.3f}")
-    kinds = pd.DataFrame({"bias": results.bias, "gap": gap, "gain": results.gain(f"{TEST}@4")})
-    print(kinds.groupby(lambda base: base.split("_")[0]).mean().round(1).to_string())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("pretrain", "run", "collect", "restore", "analyze"))
     parser.add_argument("--folder", type=Path, default=Path("outputs/transfer"), help="default: %(default)s")
     args = parser.parse_args()
-    commands = {"pretrain": pretrain, "run": run_all, "collect": collect, "restore": restore}
-    analyze() if args.command == "analyze" else commands[args.command](args.folder)
+    if args.command == "analyze":
+        import transfer_page  # it imports this file
+
+        transfer_page.write(read_lines())
+    else:
+        {"pretrain": pretrain, "run": run_all, "collect": collect, "restore": restore}[args.command](args.folder)
 
 
 if __name__ == "__main__":
