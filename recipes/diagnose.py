@@ -66,18 +66,12 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth."
     )
-    curvature_p: float = option(0.5, "Drop probability of the term of curvature.")
     max_length: int | None = option(LoopDropoutConfig.max_length, TRAINING_HELP["max_length"])
     completion_only_loss: bool | None = option(None, "Whether only completions are scored. Default: as in TRL.")
     assistant_only_loss: bool = option(False, "Whether only turns of the assistant are scored.")
     per_device_eval_batch_size: int = option(8, "Number of examples that a process scores at a time.")
     output_dir: str = option("outputs/diagnostics", "Folder of the results.")
     use_cpu: bool = option(False, "Whether to run on the CPU only.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 <= self.curvature_p < 1:
-            raise UserError(f"`curvature_p` must be from 0 to below 1, got {self.curvature_p}.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -134,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         if "depth_matrix" in args.diagnostics:
             measured += depth_matrix(model, batches, args.eval_num_loops)
         if folder and "curvature" in args.diagnostics:
-            measured += curvature(model, batches, args.curvature_p)
+            measured += curvature(model, batches)
         measured = [{**facts, "task": args.task, **row} for row in measured]
         if state.is_main_process:
             write_results(args.output_dir, measured)

@@ -43,7 +43,9 @@ Missing runs are listed.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,20 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     return rows
 
 
+@cache
+def describe_recipe(name: str) -> dict[str, Any]:
+    """Return the settings of a recipe, `batch`, `steps`, and the `seeds`, `learning_rates` and `benchmarks` of its sweeps."""
+    recipe, sweeps = load_recipe(name), map(load_recipe, recipe_names())
+    own = [{**sweep, **sweep["measure"]} for sweep in sweeps if sweep.get("recipe") == name and "measure" in sweep]
+    batch = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    steps = recipe["num_train_epochs"] * math.ceil(recipe["num_train_examples"] / batch)
+    used = {
+        field: ", ".join(map(str, sorted({value for sweep in own for value in sweep[field]})))
+        for field in ("learning_rates", "seeds", "benchmarks")
+    }
+    return {**recipe, "batch": batch, "steps": steps, **used}
+
+
 def fill_cell(
     results: pd.DataFrame,
     *,
@@ -111,11 +127,11 @@ def fill_cell(
         of: cost of the training to show, such as `train_seconds`.
         decimals: digits after the decimal point.
         scale: factor on the values.
-        recipe: file whose setting `show` is the text.
+        recipe: file whose setting `show`, or value of `describe_recipe`, is the text.
         wanted: values of the columns that select the results.
     """
     if recipe:
-        return str(load_recipe(recipe)[show])
+        return str(describe_recipe(recipe)[show])
     rows = find(results, wanted)
     if minus:
         other = find(results, {**wanted, **minus})

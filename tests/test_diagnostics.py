@@ -197,17 +197,16 @@ def test_diagnose_scores_references_of_a_task(saved, tmp_path, capsys):
 
 
 def test_diagnose_prints_the_curvature(saved, tmp_path, capsys):
-    rows = diagnose(saved, tmp_path, "--diagnostics", "curvature", "--curvature_p", 0.25, "--dtype", "float32")
+    rows = diagnose(saved, tmp_path, "--diagnostics", "curvature")
     assert {row["metric"] for row in rows} == {"curvature", "curvature_term"} and len(rows) == 2 * (4 + 1)
     own = values(rows, "curvature", method="ours")
-    assert values(rows, "curvature_term", method="ours") == pytest.approx([0.25 / 1.5 * sum(own)])
+    assert values(rows, "curvature_term", method="ours") == pytest.approx([sum(own) / 2])
     assert f"{own[0]:.4g}" in capsys.readouterr().out
 
 
 def test_diagnose_explains_mistakes(saved, tmp_path):
     for words, message in {
         "--learning_rate 1": "`learning_rate` is a field of trainings, which has no effect",
-        "--curvature_p 1": "`curvature_p` must be from 0 to below 1, got 1.0",
         "--diagnostics curvature --dtype bfloat16": "`dtype` must be float32 for `curvature`",
         "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
         "--num_eval_examples 0": "`num_eval_examples`",

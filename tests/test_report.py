@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import random
 import re
 import sys
@@ -315,4 +316,26 @@ def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
     assert text.count("–") == 12 and "86.53 ± 0.44" in text
     printed = capsys.readouterr().out
     assert "Missing: Loss reduction with the adapter in one loop only" in printed
-    assert "Maximum sequence length" in printed and "1024" in printed
+    text = (tmp_path / "report/recipes.md").read_text()
+    assert "Maximum sequence length" in text and "1024" in text and "101, 102, 103" in text
+
+
+def test_readme_describes_the_recipes():
+    lines = re.findall(r"\| `(\w+\.yaml)` \| (.*\d%.*) \|\n", (ROOT / "recipes/README.md").read_text())
+    assert len(lines) == 3
+    for name, line in lines:
+        examples, steps, *cells = line.replace("`", "").split(" | ")
+        drawn, *fitting = map(int, re.findall(r"\d+", examples.replace(",", "")))
+        recipe = report.describe_recipe(f"recipes/{name}")
+        assert drawn == recipe["num_train_examples"]
+        batches = math.ceil((fitting or [drawn])[0] / recipe["batch"])
+        assert steps == f"{recipe['num_train_epochs'] * batches:,}"
+        seeds = recipe["seeds"].replace("0, 1, 2, 3, 4", "0-4").replace("101, 102, 103", "101-103")
+        settings = (
+            recipe["batch"],
+            f"{recipe['max_length']:,}",
+            f"{recipe['warmup_steps']:.0%}",
+            seeds,
+            recipe["benchmarks"],
+        )
+        assert cells == [*map(str, settings)]
