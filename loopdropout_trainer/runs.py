@@ -208,7 +208,7 @@ class Job:
             held_out: Held-out examples, which the task `development` asks, or None.
         """
         from loopdropout_trainer.diagnostics import reference_examples
-        from loopdropout_trainer.evaluation import load_benchmarks
+        from loopdropout_trainer.evaluation import check_programs, load_benchmarks
 
         options = self.script_args
         sources = (
@@ -219,6 +219,7 @@ class Job:
             held_out,
         )
         self.tasks = load_benchmarks(options.benchmarks or (), *sources)
+        check_programs(self.tasks, options.allow_unsafe_code)
         if name := getattr(options, "diagnose_task", None):
             self.references = reference_examples(load_benchmarks([name], *sources)[0])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, tiny_ouro, write_lines
+from conftest import GOLDEN, load_script, tiny_ouro, write_lines
 from processes import Program, python
 
 from loopdropout_trainer.errors import UserError
@@ -196,7 +196,7 @@ def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("programs_*")) and not list(tmp_path.glob("sandbox_*"))
 
 
-def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data):
+def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, tmp_path):
     for module in (sandbox, programs):
         monkeypatch.setattr(module, "sandbox_fault", lambda: "`bwrap` is not installed")
     evalplus_data("humaneval")
@@ -209,6 +209,10 @@ def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data):
         evaluate_tasks(lm, ["humaneval_plus"], limit=2)
     (result, *_) = evaluate_tasks(lm, ["humaneval_plus"], limit=2, allow_unsafe_code=True)
     assert result["value"] == 50
+    recipe = ["quickstart.yaml", "--output_dir", str(tmp_path), "--benchmarks", "humaneval"]
+    with pytest.raises(UserError, match="`bwrap` is not installed"):
+        load_script("recipes/sft.py").main(recipe)
+    assert not list(tmp_path.iterdir())  # it is found before the training
     with pytest.raises(UserError, match="lm-eval runs the programs of this task itself"):
         sandbox.check_allowed("humaneval_instruct", False, can_be_sandboxed=False)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,11 @@ def evaluate_tasks(
             selected |= load_task(task, limit=limit)
         else:
             selected[task.name if isinstance(task, Group) else task.task_name] = task
+    check_programs(selected.values(), allow_unsafe_code)
     chats = {}
     for name, task in selected.items():
         for leaf in _leaves(task):
             _prepare(leaf, max_new_tokens)
-            if getattr(leaf, "UNSAFE_CODE", False):
-                check_allowed(leaf.task_name, allow_unsafe_code, leaf.config.custom_dataset is load_problems)
         own_choice = bool((_leaves(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
         chats[name] = own_choice if apply_chat_template is None else apply_chat_template
         if chats[name] and not lm.tokenizer.chat_template:
@@ -101,6 +101,13 @@ def evaluate_tasks(
         own_rows = [None if results is None else _collect(lm, name, task, results, output_dir)]
         rows += broadcast_object_list(own_rows)[0]
     return rows
+
+
+def check_programs(tasks: Iterable[Task | Group], allow_unsafe_code: bool) -> None:
+    """Raise `UserError` if the programs of a task cannot be contained, and the user has not allowed them to run anyway."""
+    for leaf in chain.from_iterable(map(_leaves, tasks)):
+        if getattr(leaf, "UNSAFE_CODE", False):
+            check_allowed(leaf.task_name, allow_unsafe_code, leaf.config.custom_dataset is load_problems)
 
 
 def _prepare(task: Task, max_new_tokens: int | None) -> None:
