@@ -83,9 +83,9 @@ class Missing(UserError):
 
 
 def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
-    """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed or task has none."""
+    """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed, task or method has none."""
     rows = select(results, {"metric": "accuracy", **wanted})
-    for name in ("seed", "task"):
+    for name in ("seed", "task", "method"):
         if rows.empty or not {*rows[name]}.issuperset(pd.Series(wanted.get(name, rows[name]))):
             raise Missing(f"no result with {wanted}")
     return rows
