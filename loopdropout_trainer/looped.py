@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,6 @@ from loopdropout_trainer.errors import UserError, short_repr
 
 MOST_LOOPS = 1024
 """Largest recurrence depth that is accepted."""
-
-
-class DrawKey(Protocol):
-    """Key of a training step's random draws; `example_ids` are (row, segment) of the examples."""
-
-    seed: int
-    step: int
-    example_ids: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -53,25 +45,25 @@ class RunningLoop:
     """One loop of one forward pass, for some or all of its tokens.
 
     Attributes:
+        batch: Gates of the forward pass. Recomputation reads them here, because another pass may have replaced the gates in
+            force.
         index: Index of the loop, from 0.
         token_examples: [n] index of each token's example, if examples are packed in one row [1, n]. None: row b is example b.
         gate: Gates of the packed tokens, [n, 1] or [n, M] for M adapted modules. Without packing, gates of the examples,
             [N, 1] or [N, M]. None: unit gates.
         frozen: Whether the tokens have no active gate up to this loop. They run without adapter and gradient.
         skips_updates: Whether no token has an active gate in this loop.
-        batch: Gates of the forward pass. Recomputation reads them here, because another pass may have replaced the gates in
-            force. None: unit gates.
     """
 
+    batch: GatedBatch
     index: int = 0
     token_examples: Tensor | None = None
     gate: Tensor | None = None
     frozen: bool = False
     skips_updates: bool = False
-    batch: GatedBatch | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GatedBatch:
     """The gates of one micro-batch, or of a block of `use_gates`.
 
@@ -80,7 +72,8 @@ class GatedBatch:
             each of the M adapted modules. None: unit gates. Gates that are all exactly one are stored as None.
         token_examples: [B, S] index of each token's example, if rows hold several examples. None: row b is example b.
         seeds: int64 seeds of random factors that an adapter expands itself, in the adapter's shape, or None.
-        draw: Key of the step's random draws, for models with a random start state. None outside of a training step.
+        draw: Key of the step's random draws, for models with a random start state: `seed`, `step` and `example_ids`, which
+            are (row, segment) of the examples. None outside of a training step.
         options: Optimizations that the model may use.
         sampled: The gates as they were given, also if all are one.
         active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
@@ -91,35 +84,29 @@ class GatedBatch:
     gates: Tensor | None = None
     token_examples: Tensor | None = None
     seeds: Tensor | None = None
-    draw: DrawKey | None = None
+    draw: Any = None
     options: BatchOptions = BatchOptions()
     sampled: Tensor | None = field(init=False, default=None)
     active: list[list[bool]] | None = field(init=False, default=None)
     unused_modules: list[bool] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sampled", self.gates)
+        self.sampled = self.gates
         if self.gates is None or self.gates.requires_grad:
             return
-        gates = self.gates.cpu()
-        if bool((gates == 1).all()):
-            object.__setattr__(self, "gates", None)
+        if bool((self.gates == 1).all()):
+            self.gates = None
             return
-        used = (gates != 0).reshape(*gates.shape[:2], -1)  # [K, N, 1 or M]
+        used = (self.gates != 0).cpu()  # [K, N] or [K, N, M]
         if self.seeds is None:
-            object.__setattr__(self, "active", used.any(dim=2).tolist())
-        if self.per_module and bool(used.any()):
-            object.__setattr__(self, "unused_modules", (~used.flatten(0, 1).any(dim=0)).tolist())
+            self.active = (used if used.dim() == 2 else used.any(dim=2)).tolist()
+        if used.dim() == 3 and bool(used.any()):
+            self.unused_modules = (~used.flatten(0, 1).any(dim=0)).tolist()
 
     @property
     def is_set(self) -> bool:
         """Whether gates were given, also if all are one."""
         return self.sampled is not None
-
-    @property
-    def per_module(self) -> bool:
-        """Whether adapted modules have gates of their own."""
-        return self.gates is not None and self.gates.dim() == 3
 
     def find_token_examples(self, shape: Sequence[int], num_examples: int | None = None) -> Tensor | None:
         """Return the [B, S] index of each token's example in a batch of shape (B, S). None: row b is example b.
@@ -167,14 +154,14 @@ class GatedBatch:
             token_examples: [n] index of each packed token's example, or None.
             **attributes: Other attributes of `RunningLoop`.
         """
-        if self.gates is None:
-            return RunningLoop(index, token_examples, batch=self, **attributes)
-        self.check_loop(index)
-        gate = self.gates[index].to(device, non_blocking=True)
-        gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
-        if token_examples is not None:
-            gate = gate[token_examples if len(gate) > 1 else torch.zeros_like(token_examples)]  # [n, 1 or M]
-        return RunningLoop(index, token_examples, gate, batch=self, **attributes)
+        gate = None
+        if self.gates is not None:
+            self.check_loop(index)
+            gate = self.gates[index].to(device, non_blocking=True)
+            gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
+            if token_examples is not None:
+                gate = gate[token_examples if len(gate) > 1 else torch.zeros_like(token_examples)]  # [n, 1 or M]
+        return RunningLoop(self, index, token_examples, gate, **attributes)
 
 
 UNIT_GATES = GatedBatch()
@@ -215,11 +202,6 @@ class GateState:
         return self.running.index
 
     @property
-    def pass_gates(self) -> GatedBatch:
-        """The gates of the running forward pass."""
-        return self.running.batch or UNIT_GATES
-
-    @property
     def gates(self) -> Tensor | None:
         """The gates in force, [K, N] or [K, N, M]; None for unit gates."""
         return self.batch.gates
@@ -241,7 +223,7 @@ class GateState:
 
     def check_drawn(self, layer: nn.Module) -> None:
         """Raise RuntimeError if a layer trains in `train()` before gates are drawn."""
-        if self.must_draw and not self.pass_gates.is_set and layer.training and torch.is_grad_enabled():
+        if self.must_draw and not self.running.batch.is_set and layer.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "The model trains without drawn gates, which is plain LoRA. Call `super().compute_loss(...)` in your "
                 "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs."
@@ -280,14 +262,14 @@ class GateState:
         """Return the [B, S] index of each token's example, or None if row b is example b or there is one for all."""
         packed = self.running.token_examples
         if packed is None:
-            index = self.pass_gates.find_token_examples(hidden_states.shape[:2], num_examples)
+            index = self.running.batch.find_token_examples(hidden_states.shape[:2], num_examples)
         else:
             index = packed.unsqueeze(0)
         return None if index is None or num_examples == 1 else index.to(hidden_states.device)
 
     def is_unused(self, module: int) -> bool:
         """Return whether the update of an adapted module is zero for all running tokens and need not be computed."""
-        unused = self.pass_gates.unused_modules
+        unused = self.running.batch.unused_modules
         return self.running.skips_updates or (bool(unused) and unused[module])
 
 

@@ -35,18 +35,12 @@ class MaskedRule(GateRule):
             )
 
     def sample(self, draw: Draw) -> Tensor:
-        p = torch.as_tensor(self.p, dtype=torch.float64).view(-1, 1)  # [1, 1] or [K, 1]
-        return ((draw.event_uniforms() >= p) / (1 - p)).to(torch.float32)  # b / q, [K, N]
+        return (~draw.removals(self.p) / survival(self.p)).to(torch.float32)  # b / q, [K, N]
 
 
-def survival(p: float | Sequence[float] | Tensor) -> Tensor:
+def survival(p: float | Sequence[float]) -> Tensor:
     """Return q = 1 - p as a float64 column, [1, 1] or [K, 1]."""
     return 1 - torch.as_tensor(p, dtype=torch.float64).view(-1, 1)
-
-
-def rescaled_masks(draw: Draw, p: float | tuple[float, ...] | Tensor) -> Tensor:
-    """Return gates b / q, [K, N] float32, with b = 0 with probability p."""
-    return (~draw.removals(p) / survival(p)).to(torch.float32)
 
 
 @register_rule

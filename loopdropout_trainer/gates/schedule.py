@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gates.loop_dropout import rescaled_masks
+from loopdropout_trainer.gates.loop_dropout import LoopDropout
 from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, check_one_p, register_rule
 
 
@@ -41,7 +41,7 @@ class Schedule(GateRule):
         return self.p_start + (self.p_end - self.p_start) * progress
 
     def sample(self, draw: Draw) -> Tensor:
-        return rescaled_masks(draw, self.p_at(draw.step, draw.num_steps))
+        return LoopDropout(self.p_at(draw.step, draw.num_steps)).sample(draw)
 
 
 @register_rule
@@ -127,7 +127,7 @@ class Adaptive(GateRule):
         return _proportional(weights / weights.mean(), self.p, self.p_min, self.p_max)
 
     def sample(self, draw: Draw) -> Tensor:
-        return rescaled_masks(draw, self.probabilities(draw.num_loops))
+        return LoopDropout(self.probabilities(draw.num_loops).tolist()).sample(draw)
 
     def observe(self, sensitivity: Tensor) -> None:
         total = sensitivity.double().sum()

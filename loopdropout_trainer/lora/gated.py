@@ -171,13 +171,6 @@ class GatedVariants(dict[str, LoraVariant]):
         self[adapter] = None
         return self[adapter]
 
-    def set_module(self, module: int) -> None:
-        """Set the index of the layer among the adapted layers, for present and future adapters."""
-        state, _, *options = self.options
-        self.options = (state, module, *options)
-        for variant in self.values():
-            variant.module = module
-
     def __setitem__(self, adapter: str, variant: LoraVariant | None) -> None:
         if not isinstance(variant, GatedLora):
             check_variant(variant)
@@ -205,18 +198,11 @@ def merged_update(layer: LoraLayer, adapter: str) -> Tensor:
 
 def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None:
     """Return the trained A and B, or None if other parameters are trained or the input has dropout."""
-    layers = adapted_layers(model)
-    dropouts = [part for layer in layers for part in layer.lora_dropout.modules() if isinstance(part, nn.Dropout)]
-    factors = [
-        id(linears[adapter].weight)
-        for layer in layers
-        for linears in (layer.lora_A, layer.lora_B)
-        for adapter in layer.active_adapters
-        if adapter in linears
-    ]
-    trained = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-    is_more = any(dropout.p > 0 for dropout in dropouts) or not set(map(id, trained)) <= set(factors)
-    return None if is_more or not trained else trained
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    are_factors = all(".lora_A." in name or ".lora_B." in name for name in trained)
+    parts = [part for layer in adapted_layers(model) for part in layer.lora_dropout.modules()]
+    has_dropout = any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts)
+    return tuple(trained.values()) if trained and are_factors and not has_dropout else None
 
 
 def physical_layers(model: nn.Module) -> list[int]:
@@ -269,11 +255,9 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     states = {adapter: state if trained in (None, adapter) else GateState() for adapter in kinds}
     for module, layer in enumerate(adapted_layers(model)):
         _gate_layer(layer, state, module, in_activation_dtype)
-        for adapter in layer.lora_A:
-            replaced = layer.lora_variant[adapter].replaced
-            layer.lora_variant[adapter] = kinds[adapter](
-                states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], replaced
-            )
+        for adapter, variant in layer.lora_variant.items():
+            options = (states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], variant.replaced)
+            layer.lora_variant[adapter] = kinds[adapter](*options)
     if any(kind.one_depth for kind in kinds.values()):
         model.base_model.add_weighted_adapter = functools.partial(_combine_adapters, model)
     if not getattr(model.base_model, "refuses_unread", False):
@@ -317,11 +301,11 @@ def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]
 
 
 def _gate_layer(layer: LoraLayer, gate_state: GateState, module: int, in_activation_dtype: bool) -> None:
-    """Gate all present and future adapters of a layer."""
+    """Gate all present and future adapters of a layer. Adapters that are gated already keep their gates."""
     variants = GatedVariants(gate_state, module, in_activation_dtype)
     for adapter in layer.lora_A:
         variants[adapter] = layer.lora_variant.get(adapter)
-        variants[adapter].in_activation_dtype = in_activation_dtype
+        variants[adapter].module, variants[adapter].in_activation_dtype = module, in_activation_dtype
     layer.lora_variant = variants
     layer.cast_input_dtype_enabled = not in_activation_dtype
 
@@ -360,13 +344,11 @@ def gated_layers(model: nn.Module) -> list[LoraLayer]:
 
 def gate_new_layers(model: PeftModel) -> None:
     """Gate the layers of adapters that were added to a gated model later, and number all layers again."""
-    gated = gated_layers(model)
     _check_gates_reach(model)
     state = find_looped_model(model).gate_state
+    in_activation_dtype = not gated_layers(model)[0].cast_input_dtype_enabled
     for module, layer in enumerate(adapted_layers(model)):
-        if layer not in gated:
-            _gate_layer(layer, state, module, in_activation_dtype=not gated[0].cast_input_dtype_enabled)
-        layer.lora_variant.set_module(module)
+        _gate_layer(layer, state, module, in_activation_dtype)
 
 
 @contextmanager

@@ -37,10 +37,11 @@ def attach_adapter(
             raise UserError(f"The adapter in {folder} is damaged: `{name}` holds {weight.dtype} numbers.")
         if not torch.isfinite(weight).all():
             raise UserError(f"The adapter in {folder} is damaged: `{name}` holds numbers that are NaN or infinite.")
-    kinds = [kind for kind in ADAPTER_KINDS.values() if kind.saved_num_loops(weights) is not None]
+    depths = {kind: kind.saved_num_loops(weights) for kind in ADAPTER_KINDS.values()}
+    kinds = [kind for kind, depth in depths.items() if depth is not None]
     num_loops = find_looped_model(model).num_loops
     for kind in kinds:
-        if (trained_for := kind.saved_num_loops(weights)) != num_loops:
+        if (trained_for := depths[kind]) != num_loops:
             raise UserError(
                 f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}. Set "
                 f"`config.num_loops` to {trained_for}."

@@ -26,19 +26,16 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        batch = self.gate_state.pass_gates
-        loop = self.gate_state.loop
-        noise_rank = self.rule.noise_rank
-        if batch.seeds is None:
+        all_seeds, loop, noise_rank = self.gate_state.running.batch.seeds, self.gate_state.loop, self.rule.noise_rank
+        if all_seeds is None:
             return updated
-        seeds = batch.seeds[loop, :, self.module]  # [N]
+        seeds = all_seeds[loop, :, self.module]  # [N]
         events = seeds.nonzero().flatten().tolist()
         if not events:
             return updated
 
         x = self._cast(x, result)
-        d_out = module.out_features
-        d_in = module.in_features
+        d_in, d_out = module.in_features, module.out_features
         # Seeds replace 460 million normals for 8 examples of Ouro-1.4B. Recomputation draws the same numbers again. CPUs and
         # GPUs draw different numbers from a seed.
         drawn = []
@@ -46,30 +43,25 @@ class NoisyLora(GatedLora, kind="weight_noise"):
             generator = torch.Generator(x.device).manual_seed(seed)
             drawn.append(torch.randn(noise_rank, d_in + d_out, generator=generator, device=x.device))
         g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
-        scales = self.rule.noise_scales(len(batch.seeds))
-        scale = scales[loop].item() / (d_out * d_in * noise_rank) ** 0.5
+        scale = self.rule.noise_scales(len(all_seeds))[loop].item() / (d_out * d_in * noise_rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
         # Compute the thin products of all E events for each token, then select the events of its example.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
         is_mine = self.gate_state.per_token(is_mine, x)  # [B, 1 or S, E]
-        g_in = g_in.flatten(0, 1).to(x.dtype)
-        g_out = g_out.flatten(0, 1).T.to(x.dtype)
-        low_rank = F.linear(x, g_in).unflatten(-1, (len(events), noise_rank))  # [B, S, E, r_n]
-        low_rank = low_rank * (is_mine * scale).unsqueeze(-1)
-        low_rank = low_rank.to(x.dtype).flatten(-2)
-        return updated + F.linear(low_rank, g_out)
+        low_rank = F.linear(x, g_in.flatten(0, 1).to(x.dtype)).unflatten(
+            -1, (len(events), noise_rank)
+        )  # [B, S, E, r_n]
+        low_rank = (low_rank * (is_mine * scale).unsqueeze(-1)).to(x.dtype).flatten(-2)
+        return updated + F.linear(low_rank, g_out.flatten(0, 1).T.to(x.dtype))
 
 
 @torch.no_grad()
 def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
     """Return the Frobenius norm of (alpha / r) B A, from its factors."""
-    a = module.lora_A[adapter].weight
-    b = module.lora_B[adapter].weight
+    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     if a.dim() != 2 or b.dim() != 2:
         raise UserError("Weight noise does not support ZeRO-3, which shards the factors.")
     with torch.autocast(a.device.type, enabled=False):
-        dtype = torch.promote_types(a.dtype, torch.float32)
-        a = a.to(dtype)
-        b = b.to(dtype)
+        a, b = (factor.to(torch.promote_types(factor.dtype, torch.float32)) for factor in (a, b))
         energy = ((b.T @ b) * (a @ a.T)).sum()
     return energy.clamp(min=0).sqrt() * module.scaling[adapter]

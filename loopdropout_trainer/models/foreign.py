@@ -229,7 +229,7 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
     def note(module: nn.Module, args: tuple) -> None:
         if module in names:
             loops[names[module]].append(state.loop)
-            if not state.pass_gates.is_set:
+            if not state.running.batch.is_set:
                 raise NotLoopedError(
                     f"`{names[module]}` must run under the gates in force. The backbone must pass unknown keywords on to its "
                     "layers, and a layer to its `loop_module`."

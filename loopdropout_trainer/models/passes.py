@@ -92,7 +92,7 @@ class BatchPass:
 
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         """Return inputs [B, S, ...] in the form that the layers of this pass take, with their mask."""
-        self.backbone.gate_state.set_loop(RunningLoop(batch=self.backbone.gate_state.batch))
+        self.backbone.gate_state.set_loop(RunningLoop(self.backbone.gate_state.batch))
         if isinstance(attention_mask, dict):  # generation with a static cache creates the masks, by layer type
             mask = attention_mask["full_attention"]
         else:
@@ -188,7 +188,7 @@ class PackedPass(BatchPass):
         self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, token_examples)
         self.pack, self.unpack = packing.pack, packing.unpack
         # Random initial states read the examples.
-        self.backbone.gate_state.set_loop(RunningLoop(token_examples=packing.token_examples, batch=batch))
+        self.backbone.gate_state.set_loop(RunningLoop(batch, token_examples=packing.token_examples))
         return replace(
             inputs,
             state=packing.pack(inputs.state),
