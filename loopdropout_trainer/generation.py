@@ -180,29 +180,23 @@ class SlotLayer(StaticLayer):
         super().__init__(max_cache_len=0)
         self.cache = cache
 
-    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-        # The shape of the first keys [B, heads, S, d] may differ from layer to layer.
-        self.keys, self.values = (
-            states.new_zeros(self.cache.num_slots, 0, states.shape[1], states.shape[3]) for states in (keys, values)
-        )
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the states [B, heads, S, d] of the next tokens, and return all states that they may attend to."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        cache = self.cache
+        cache, new = self.cache, (key_states, value_states)
+        if not self.is_initialized:  # the number and the size of heads may differ from layer to layer
+            self.keys, self.values = (x.new_zeros(cache.num_slots, 0, x.shape[1], x.shape[3]) for x in new)
+            self.is_initialized = True
         num_columns = cache.num_columns or cache.positions.shape[1]
         missing = num_columns - self.keys.shape[1]
         if missing > 0:  # zeros, because attention multiplies masked values by zero
             padding = (0, 0, 0, 0, 0, -(-missing // COLUMN_BLOCK) * COLUMN_BLOCK)
             self.keys, self.values = (nn.functional.pad(states, padding) for states in (self.keys, self.values))
-        slots, positions = cache.slots.to(key_states.device), cache.positions.to(key_states.device)
-        self.keys[slots, positions] = key_states.transpose(1, 2)
-        self.values[slots, positions] = value_states.transpose(1, 2)
+        places = cache.slots.to(key_states.device), cache.positions.to(key_states.device)
+        for states, added in zip((self.keys, self.values), new, strict=True):
+            states[places] = added.transpose(1, 2)
         if cache.num_columns is None:
-            return key_states, value_states
-        return tuple(states[: len(slots), :num_columns].transpose(1, 2) for states in (self.keys, self.values))
+            return new
+        return tuple(states[: len(cache.slots), :num_columns].transpose(1, 2) for states in (self.keys, self.values))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.num_columns or query_length, 0

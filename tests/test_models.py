@@ -286,9 +286,10 @@ def test_cache_of_fewer_loops_raises(make_tiny):
 def test_forward_checks_keywords(make):
     model = make(attn_implementation="eager").eval()
     looped = attach_looped_model(model)
-    for module in (model, model.base_model):
-        checked = module if looped is model else model.base_model  # a foreign model passes its keywords on
-        with pytest.raises(TypeError, match=f"{type(checked).__name__}.* unexpected keyword argument 'kv_cache'"):
+    for module in (model, model.base_model):  # a model with its head passes its keywords on
+        with pytest.raises(
+            TypeError, match=f"{type(model.base_model).__name__}.* unexpected keyword argument 'kv_cache'"
+        ):
             module(IDS, kv_cache=None)
     options = {"output_attentions": True, "output_hidden_states": True, "output_router_logits": False}
     out = model(IDS, labels=IDS, num_items_in_batch=torch.tensor(20), return_dict=True, **options)

@@ -9,6 +9,7 @@ loop attends to its own keys.
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +36,19 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 class LoopedBackbone(LoopedPreTrainedModel):
     """Embeddings, the layers before the loops, K loops, and the layers that make their readouts."""
 
-    block_size: int | None = None  # number of weights of the recurrent block, counted by `PackedPass`
-
     def __init__(self, config) -> None:
         super().__init__(config)
         _check_engine(config)
+        self.register_forward_pre_hook(check_keywords, with_kwargs=True)
         self.gate_state = GateState()
         self.gradient_checkpointing = False
         self.num_layers = config.num_hidden_layers
+
+    @functools.cached_property
+    def block_size(self) -> int:
+        """Number of weights of the recurrent block."""
+        linears = map(self.get_submodule, self.recurrent_linears())
+        return sum(linear.in_features * linear.out_features for linear in linears)
 
     def attention_inputs(
         self, embeddings: Tensor, position_ids: Tensor, input_ids: Tensor | None
@@ -62,7 +68,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
         """Return the head-ready hidden state [B, S, H] for the state after a loop."""
         return inputs.state
 
-    @check_keywords()
     @capture_outputs
     def forward(
         self,
@@ -189,8 +194,13 @@ def _positions(embeddings: Tensor, attention_mask: Any, cached: int) -> Tensor:
     """Return the [B or 1, S] position of each token among its row's tokens, without padding."""
     length = embeddings.shape[1]
     if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 and attention_mask.shape[1] == cached + length:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        return count_positions(attention_mask, length)
     return (torch.arange(length, device=embeddings.device) + cached).unsqueeze(0)
+
+
+def count_positions(attention_mask: Tensor, length: int) -> Tensor:
+    """Return the [B, S] positions of the last S = `length` columns of a mask among the tokens that are not padding."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
 
 
 class DecoderBackbone(LoopedBackbone):

@@ -22,8 +22,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.dory.modeling_dory import DoryLMHead
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.models.backbone import count_positions
 from loopdropout_trainer.models.foreign import LoopDescription, register_looped
-from loopdropout_trainer.models.looped_modeling import check_foreign_keywords
+from loopdropout_trainer.models.looped_modeling import check_keywords
 
 
 class DoryLoops(LoopDescription):
@@ -33,8 +34,8 @@ class DoryLoops(LoopDescription):
 
     def add_hooks(self) -> None:
         super().add_hooks()
-        check = self.base_model.register_forward_pre_hook(check_foreign_keywords, with_kwargs=True, prepend=True)
-        self.hooks += [check, self.base_model.register_forward_pre_hook(_complete_inputs, with_kwargs=True)]
+        self.add_hook(self.base_model, check_keywords, prepend=True)
+        self.add_hook(self.base_model, _complete_inputs)
 
     def recurrent_layers(self) -> list[nn.Module]:
         first = self.config.n_input_layers
@@ -77,7 +78,7 @@ def _complete_inputs(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -
         )
     if positions is None and torch.is_tensor(mask) and mask.dim() == 2:
         tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-        inputs["position_ids"] = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        inputs["position_ids"] = count_positions(mask, tokens.shape[1])
     elif positions is not None and mask is None and cache is None and inputs.get("use_cache") is None:
         inputs["use_cache"] = False  # transformers separates packed examples only without a cache
     return (), inputs

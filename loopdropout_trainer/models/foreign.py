@@ -9,8 +9,7 @@ the layer itself would run outside of the checkpoint.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,15 +69,33 @@ class LoopDescription(LoopedModelMixin, ABC):
             self.add_hooks()
 
     def add_hooks(self) -> None:
-        """Add hooks to the model, and keep them in `hooks`."""
-        self.hooks = [self.base_model.register_forward_pre_hook(_AddGates(self), with_kwargs=True)]
+        """Add hooks to the model."""
         self.model.init_continuous_batching = refuse_continuous_batching
+        self.add_hook(self.base_model, self._pass_gates)
         recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
         for module in self.base_model.modules():
             if module in recurrent:
-                self.hooks.append(module.register_forward_pre_hook(_SetLoop(self), with_kwargs=True))
+                self.add_hook(module, self._set_loop)
             elif isinstance(module, tuple(map(type, recurrent))):
-                self.hooks.append(module.register_forward_pre_hook(_drop_gates, with_kwargs=True))
+                self.add_hook(module, _drop_gates)
+
+    def add_hook(self, module: nn.Module, hook: Callable, prepend: bool = False) -> None:
+        """Add a pre-hook with keywords to a module, which `detach` removes."""
+        self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
+
+    def _pass_gates(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Pass the gates in force from the backbone on to its layers."""
+        check_num_layers(self.config, self.num_layers)
+        batch = self.gate_state.batch
+        return args, {**kwargs, PASS_GATES: batch} if batch.is_set else kwargs
+
+    def _set_loop(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Set the running loop with the gates of its pass, inside of a recurrent layer."""
+        batch = kwargs.get(PASS_GATES, UNIT_GATES)
+        args, kwargs = _drop_gates(module, args, kwargs)
+        device = next(x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x))
+        self.gate_state.set_loop(batch.loop(self.running_loop(**kwargs), device))
+        return args, kwargs
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in vars(self):  # while it is copied
@@ -138,32 +155,6 @@ class LoopDescription(LoopedModelMixin, ABC):
             with set_depth(self.model, depth):
                 readouts.append(self.base_model(**inputs, use_cache=False).last_hidden_state)
         return tuple(readouts)
-
-
-@dataclass(eq=False)
-class _AddGates:
-    """Pre-hook of a backbone that passes the gates in force on to its layers."""
-
-    description: LoopDescription
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        check_num_layers(self.description.config, self.description.num_layers)
-        batch = self.description.gate_state.batch
-        return args, {**kwargs, PASS_GATES: batch} if batch.is_set else kwargs
-
-
-@dataclass(eq=False)
-class _SetLoop:
-    """Pre-hook inside of a recurrent layer that sets the running loop with the gates of its pass."""
-
-    description: LoopDescription
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        batch = kwargs.get(PASS_GATES, UNIT_GATES)
-        args, kwargs = _drop_gates(module, args, kwargs)
-        device = next(x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x))
-        self.description.gate_state.set_loop(batch.loop(self.description.running_loop(**kwargs), device))
-        return args, kwargs
 
 
 def _drop_gates(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -16,7 +16,7 @@ from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.foreign import LoopDescription, register_looped
-from loopdropout_trainer.models.looped_modeling import check_foreign_keywords
+from loopdropout_trainer.models.looped_modeling import check_keywords
 
 
 class HrmTextLoops(LoopDescription):
@@ -27,8 +27,7 @@ class HrmTextLoops(LoopDescription):
 
     def add_hooks(self) -> None:
         super().add_hooks()
-        check = self.base_model.register_forward_pre_hook(check_foreign_keywords, with_kwargs=True, prepend=True)
-        self.hooks.append(check)
+        self.add_hook(self.base_model, check_keywords, prepend=True)
         # Instances of `partial` can be copied and pickled with the model.
         self.model.generate = functools.partial(_generate, self.model)
         self.model._update_model_kwargs_for_generation = functools.partial(_update_model_kwargs, self.model)

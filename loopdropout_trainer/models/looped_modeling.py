@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,50 +71,27 @@ _PASSED_ON = {"return_dict", "_prediction_loss_only", *TransformersKwargs.__opti
 _IGNORED = {"tokenizer", "assistant_tokenizer", "example_ids"}
 
 
-def check_keywords(*more: str) -> Callable[[Callable], Callable]:
-    """Let a `forward` take its cache under both names, and raise TypeError for keywords that it does not know.
-
-    Args:
-        *more: Further keywords that `forward` passes on to another `forward`.
-    """
-
-    def decorate(forward: Callable) -> Callable:
-        known = {*inspect.signature(forward).parameters, *more}
-
-        @functools.wraps(forward)
-        def checked(self, *args, **kwargs):
-            return forward(self, *args, **known_keywords(self, known, kwargs))
-
-        return checked
-
-    return decorate
-
-
-def known_keywords(module: nn.Module, known: Container[str], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a forward call, with the cache under its known name.
-
-    Raises:
-        TypeError: If a keyword is neither known nor passed on by transformers.
-    """
-    own_name, other_name = sorted(_CACHE_NAMES, key=lambda name: name not in known)
-    if other_name in keywords and keywords.get(own_name) is None:
-        keywords = {**keywords, own_name: keywords[other_name]}
-        del keywords[other_name]
-    keywords = {name: value for name, value in keywords.items() if name not in _IGNORED}
-    for name in keywords:
-        if name not in known and name not in _PASSED_ON:
-            raise TypeError(f"{type(module).__name__}.forward() got an unexpected keyword argument {name!r}")
-    return keywords
-
-
 @functools.cache
 def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(module_class.forward).parameters)
 
 
-def check_foreign_keywords(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Check the keywords of a foreign backbone, which would ignore unknown ones. Its first pre-hook, before the gates' one."""
-    return args, known_keywords(backbone, _parameters(type(backbone)), kwargs)
+def check_keywords(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Take the cache under both names. It is the first pre-hook of a backbone.
+
+    Raises:
+        TypeError: If a keyword is neither known nor passed on by transformers.
+    """
+    known = _parameters(type(backbone))
+    own_name, other_name = sorted(_CACHE_NAMES, key=lambda name: name not in known)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _IGNORED}
+    if other_name in kwargs:
+        other = kwargs.pop(other_name)
+        kwargs[own_name] = other if kwargs.get(own_name) is None else kwargs[own_name]
+    for name in kwargs:
+        if name not in known and name not in _PASSED_ON:
+            raise TypeError(f"{type(backbone).__name__}.forward() got an unexpected keyword argument {name!r}")
+    return args, kwargs
 
 
 # Configurations.
@@ -184,23 +161,6 @@ class DecoderConfigMixin(LoopedConfigMixin):
 # Models.
 
 
-def load_strictly(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Make `from_pretrained` of a class raise `UserError` if a checkpoint does not hold exactly the weights of the model.
-
-    transformers initializes missing weights. A checkpoint of another architecture with the same `model_type` would load.
-    """
-    load = model_class.from_pretrained.__func__
-
-    @functools.wraps(load)
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
-        model, info = load(cls, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        check_weights(model, pretrained_model_name_or_path, info)
-        return (model, info) if output_loading_info else model
-
-    model_class.from_pretrained = classmethod(from_pretrained)
-    return model_class
-
-
 @contextmanager
 def explain_loading(name: str) -> Iterator[None]:
     """Turn the libraries' errors about a model that cannot be loaded inside the block into one sentence."""
@@ -248,7 +208,6 @@ _STATES = OutputRecorder(RecurrentLayer)
 _STATES.num_hidden_layers_key = "num_layer_runs"  # not an argument in older releases
 
 
-@load_strictly
 class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     """A `PreTrainedModel` whose layers run several times in a forward pass."""
 
@@ -262,6 +221,18 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """Load a model, and raise `UserError` unless the checkpoint holds exactly its weights.
+
+        It takes the arguments of transformers, which would initialize missing weights. So a checkpoint of another architecture
+        with the same `model_type` would load.
+        """
+        name = pretrained_model_name_or_path
+        model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        check_weights(model, name, info)
+        return (model, info) if output_loading_info else model
 
     @property
     def can_pack(self) -> bool:
@@ -321,7 +292,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             inputs["initial_state"] = states[:, first : first + running.shape[1]]
         return inputs
 
-    @check_keywords("use_cache", "output_readouts")
     @can_return_tuple
     def forward(
         self,
@@ -342,8 +312,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             logits_to_keep: Number of last positions (0: all), or indices of positions, whose logits [B, S', V] are returned.
             initial_state: State before the first loop, as in the backbone's `forward`.
         """
-        kwargs["initial_state"] = initial_state
-        outputs = self.base_model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
+        inputs = (input_ids, attention_mask, position_ids)
+        outputs = self.base_model(
+            *inputs, cache=cache, inputs_embeds=inputs_embeds, initial_state=initial_state, **kwargs
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
         if self.float32_logits:

@@ -108,18 +108,21 @@ class BatchPass:
 
     def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
         """Run all loops, and return the inputs with the state after each loop."""
-        backbone = self.backbone
-        state = backbone.gate_state
+        config = self.backbone.config
         results = []
-        for loop in range(backbone.config.num_loops):
-            set_loop = functools.partial(state.set_loop, state.batch.loop(loop, inputs.state.device))
-            set_loop()  # for modules outside of the layers
-            offset = loop * backbone.config.num_recurrent_layers
-            cache = None if inputs.cache is None else LoopCache(inputs.cache, offset)
-            new_state = backbone.recurrent_step(replace(inputs, cache=cache, set_loop=set_loop))
-            inputs = replace(inputs, state=new_state)
+        for loop in range(config.num_loops):
+            cache = None if inputs.cache is None else LoopCache(inputs.cache, loop * config.num_recurrent_layers)
+            inputs = replace(inputs, state=self.run_loop(loop, replace(inputs, cache=cache)))
             results.append(inputs)
         return results
+
+    def run_loop(self, index: int, inputs: LoopInputs, **attributes: Any) -> Tensor:
+        """Return the state [B, S, H] after a loop. `attributes` are further ones of its `RunningLoop`."""
+        state, tokens = self.backbone.gate_state, inputs.token_examples
+        device = (inputs.state if tokens is None else tokens).device
+        set_loop = functools.partial(state.set_loop, state.batch.loop(index, device, tokens, **attributes))
+        set_loop()  # for modules outside of the layers
+        return self.backbone.recurrent_step(replace(inputs, set_loop=set_loop))
 
 
 FORWARD_LAUNCHES, SPLIT_LAUNCHES = 40, 30
@@ -179,7 +182,7 @@ class PackedPass(BatchPass):
 
     def __init__(self, backbone: LoopedPreTrainedModel) -> None:
         super().__init__(backbone)
-        self._selected: dict[tuple[int, ...], LoopInputs] = {}  # inputs of some examples, the same in all loops
+        self._selected: dict[tuple[int, ...], dict] = {}  # inputs of some examples, the same in all loops
 
     def prepare(self, inputs: LoopInputs, attention_mask: Any) -> LoopInputs:
         shape = inputs.state.shape[:2]
@@ -229,18 +232,9 @@ class PackedPass(BatchPass):
     def _run_group(self, loop: int, group: Group, inputs: LoopInputs) -> Tensor:
         """Return the state [1, n, H] of a group after a loop. `inputs` are those of all examples."""
         if len(group.examples) < len(self.packing.lengths):
-            if group.examples not in self._selected:
-                self._selected[group.examples] = self._select(inputs, group.examples)
-            state = self._pick(inputs.state, group.examples)
-            inputs = replace(self._selected[group.examples], state=state)
-        gate_state, tokens = self.backbone.gate_state, inputs.token_examples
-        options = {"frozen": group.frozen, "skips_updates": group.skips_updates}
-        set_loop = functools.partial(
-            gate_state.set_loop, gate_state.batch.loop(loop, tokens.device, tokens, **options)
-        )
-        set_loop()  # for modules outside of the layers
+            inputs = self._select(inputs, group.examples)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not group.frozen):
-            return self.backbone.recurrent_step(replace(inputs, set_loop=set_loop))
+            return self.run_loop(loop, inputs, frozen=group.frozen, skips_updates=group.skips_updates)
 
     def _merge(self, groups: Sequence[Group], states: Sequence[Tensor]) -> Tensor:
         """Return the state [1, T, H] of all examples, in their order."""
@@ -264,9 +258,6 @@ class PackedPass(BatchPass):
         FLOP, and I layers, running them apart saves the backward pass, 2 n W, and costs another forward pass, (40 I + 30) L.
         """
         backbone = self.backbone
-        if backbone.block_size is None:
-            linears = [backbone.get_submodule(name) for name in backbone.recurrent_linears()]
-            backbone.block_size = sum(linear.in_features * linear.out_features for linear in linears)
         launches = FORWARD_LAUNCHES * backbone.config.num_recurrent_layers + SPLIT_LAUNCHES
         cost = launches * launch_flops(state.device, state.dtype)
         if state.is_cuda and backbone.block_size * state.shape[1] > cost:
@@ -282,13 +273,14 @@ class PackedPass(BatchPass):
         return chunk_mask(lengths, state)  # one launch of transformers' attention
 
     def _select(self, inputs: LoopInputs, examples: tuple[int, ...]) -> LoopInputs:
-        """Return the inputs of some examples, except for their state."""
+        """Return the inputs of some examples."""
         pick = functools.partial(self._pick, examples=examples)
-        return replace(
-            inputs,
-            attention_mask=self._attention(inputs.state, [self.packing.lengths[index] for index in examples]),
-            position_ids=pick(inputs.position_ids),
-            position_embeddings=tuple(map(pick, inputs.position_embeddings)),
-            injected=None if inputs.injected is None else pick(inputs.injected),
-            token_examples=pick(inputs.token_examples, dim=0),
-        )
+        if examples not in self._selected:
+            self._selected[examples] = {
+                "attention_mask": self._attention(inputs.state, [self.packing.lengths[index] for index in examples]),
+                "position_ids": pick(inputs.position_ids),
+                "position_embeddings": tuple(map(pick, inputs.position_embeddings)),
+                "injected": None if inputs.injected is None else pick(inputs.injected),
+                "token_examples": pick(inputs.token_examples, dim=0),
+            }
+        return replace(inputs, state=pick(inputs.state), **self._selected[examples])
