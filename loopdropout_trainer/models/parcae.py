@@ -213,13 +213,14 @@ class ParcaeModel(ParcaePreTrainedModel, PreludeCodaModel):
     block_class = ParcaeBlock
 
     def __init__(self, config: ParcaeConfig) -> None:
-        size = config.n_embd
-        super().__init__(config, DiagonalInjection(size))
-        numbers = range(1, config.num_blocks, 2)
-        self.value_embeds = nn.ModuleDict({str(n): nn.Embedding(config.padded_vocab_size, size) for n in numbers})
-        self.C = nn.Linear(size, size, bias=False)
-        self.ln_prelude = RMSNorm(size, eps=config.norm_eps)
+        super().__init__(config, DiagonalInjection(config.n_embd))
+        self.C = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.ln_prelude = RMSNorm(config.n_embd, eps=config.norm_eps)
         self.post_init()
+
+    def add_embeddings(self, config: ParcaeConfig) -> None:
+        size, numbers = (config.padded_vocab_size, config.n_embd), range(1, config.num_blocks, 2)
+        self.value_embeds = nn.ModuleDict({str(number): nn.Embedding(*size) for number in numbers})
 
     def attention_inputs(self, embeddings, position_ids, input_ids):
         if input_ids is None:

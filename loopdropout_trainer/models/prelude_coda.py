@@ -185,11 +185,15 @@ class PreludeCodaModel(PreludeCodaPreTrainedModel, LoopedBackbone):
         prelude = config.n_layers_in_prelude
         outside = prelude + config.n_layers_in_coda
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.add_embeddings(config)
         self.prelude = nn.ModuleList(blocks[:prelude])
         self.adapter = adapter
         self.core_block = nn.ModuleList(blocks[outside:])  # the loop's layers are the last ones of the cache
         self.coda = nn.ModuleList(blocks[prelude:outside])
         self.ln_f = RMSNorm(config.n_embd, eps=config.norm_eps)
+
+    def add_embeddings(self, config: PreludeCodaConfig) -> None:
+        """Add further embeddings of the tokens. By default there are none."""
 
     def recurrent_layers(self) -> list[nn.Module]:
         return [self.adapter, *self.core_block]
