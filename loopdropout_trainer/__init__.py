@@ -1,12 +1,12 @@
 """Fine-tune looped language models with Loop Dropout (Zhu et al. 2026, arXiv 2609.34218).
 
-The model families register with transformers' Auto classes before transformers looks up the first config.json, or when
-`loopdropout_trainer.models` is imported.
+The model families register with transformers' Auto classes before `AutoConfig` looks up its first configuration.
 """
 
 # ruff: noqa: F401  (handed on)
 
 import logging
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -90,21 +90,23 @@ def _warn_about_untested_versions() -> None:
             )
 
 
-def _register_families_when_used(configuration_utils: ModuleType) -> None:
-    """Let `PreTrainedConfig` register the families after it has read a config.json, since their modules take seconds."""
-    config_class = configuration_utils.PreTrainedConfig
-    read = config_class.get_config_dict.__func__
+def _register_families_when_used(configuration_auto: ModuleType) -> None:
+    """Let `AutoConfig` register the families before it looks up a configuration, since their modules take seconds."""
 
-    @wraps(read)
-    def get_config_dict(cls, *args, **kwargs):
-        fields, rest = read(cls, *args, **kwargs)
-        import_module("loopdropout_trainer.models").add_model_type(fields)
-        return fields, rest
+    def register_first(method: Callable) -> classmethod:
+        @wraps(method)
+        def register_and_call(cls, *args, **kwargs):
+            import_module("loopdropout_trainer.models")
+            return method(cls, *args, **kwargs)
 
-    config_class.get_config_dict = classmethod(get_config_dict)
+        return classmethod(register_and_call)
+
+    auto_class = configuration_auto.AutoConfig
+    for name in ("for_model", "from_pretrained"):
+        setattr(auto_class, name, register_first(getattr(auto_class, name).__func__))
 
 
 __version__ = "0.1.0"
 
 _warn_about_untested_versions()
-register_post_import_hook(_register_families_when_used, "transformers.configuration_utils")
+register_post_import_hook(_register_families_when_used, "transformers.models.auto.configuration_auto")

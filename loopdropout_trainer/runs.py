@@ -6,7 +6,6 @@ trainings and measurements need are imported in the functions, so that mistakes 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -166,14 +165,14 @@ class Job:
 
     def describe_memory(self) -> str:
         """Return the estimated GPU memory of the training, or an empty text for a model whose shapes are not known."""
-        from transformers.utils import CONFIG_NAME, cached_file
+        from transformers import PreTrainedConfig
 
         args, model, adapter = self.args, self.model_args, self.adapter_args.adapter_name_or_path
         if not (max_length := getattr(args, "max_length", None)):  # GRPO has none
             return ""
         try:
-            file = cached_file(model_path(model.model_name_or_path), CONFIG_NAME, revision=model.model_revision)
-            config = json.loads(Path(file).read_text(encoding="utf-8"))
+            name = model_path(model.model_name_or_path)
+            config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
             sizes = estimate_memory(
                 config,
                 args.per_device_train_batch_size * max_length,
@@ -182,7 +181,7 @@ class Job:
                 checkpointing=args.gradient_checkpointing,
                 four_bit="load_in_4bit" in str(args.model_init_kwargs),
             )
-        except (OSError, KeyError, ValueError):  # without a network, or with other fields
+        except (OSError, KeyError, UserError):  # without a network, or with other fields
             return ""
         total = sizes.pop("total", None)
         parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())

@@ -2,10 +2,11 @@
 
 # ruff: noqa: F401
 
+import functools
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.looped import UNSUPPORTED
 from loopdropout_trainer.models import hrm_text  # registers itself
@@ -32,7 +33,15 @@ for _model in (OuroForCausalLM, HuginnForCausalLM, LoopusForCausalLM, NanbeigeFo
     AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
 
 
-def add_model_type(fields: dict[str, Any]) -> None:
-    """Add the `model_type`, which AutoConfig needs, to Parcae's published config.json."""
-    if fields.get("_class_name") == ParcaeConfig.__name__:
-        fields.setdefault("model_type", ParcaeConfig.model_type)
+def _add_model_type(read: Callable) -> classmethod:
+    @functools.wraps(read)
+    def get_config_dict(cls, *args, **kwargs):
+        fields, rest = read(cls, *args, **kwargs)
+        if fields.get("_class_name") == ParcaeConfig.__name__:  # AutoConfig needs a `model_type`
+            fields.setdefault("model_type", ParcaeConfig.model_type)
+        return fields, rest
+
+    return classmethod(get_config_dict)
+
+
+PreTrainedConfig.get_config_dict = _add_model_type(PreTrainedConfig.get_config_dict.__func__)
