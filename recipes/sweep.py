@@ -50,6 +50,8 @@ from loopdropout_trainer.results import (
 
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
+"""Settings of a run that the sweep makes. The list is made by hand, because the fields do not say so: a sweep averages over
+`seed`, for example, but keeps `gate_seed`."""
 
 FINAL_ONLY = names_of("measurement", "output") - {
     f.name for f in fields(BenchmarkArguments) if f.name != "eval_num_loops"

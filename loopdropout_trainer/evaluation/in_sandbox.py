@@ -44,9 +44,9 @@ def prepare(folder):
         signal.alarm(SECONDS)
         entry_point = problem["entry_point"]
         job = {"dataset": dataset, "code": sanitize(answer, entry_point), "entry_point": entry_point}
-        parts = {"base": {}, "plus": {}}
+        parts = {}
         not_none = dataset == "mbpp" and entry_point in MBPP_OUTPUT_NOT_NONE_TASKS
-        for part in parts:
+        for part in ("base", "plus"):
             canonical = problem["prompt"] + problem["canonical_solution"]
             inputs = problem[f"{part}_input"]
             expected, seconds = trusted_exec(canonical, inputs, entry_point, True, not_none)

@@ -141,15 +141,12 @@ class AdapterTrainingMixin:
         if not isinstance(model, PeftModel):
             return
         adapter = check_adapter(model)
-        if adapter != "default" or (kind := kind_of(model, adapter)).one_depth:
-            reason = (
-                f"be named 'default', got {adapter!r}"
-                if adapter != "default"
-                else f"be shared, got {kind.description}"
-            )
+        kind = kind_of(model, adapter)
+        if adapter != "default" or kind.one_depth:
             raise UserError(
-                f"The trained adapter must {reason}, because TRL copies it to the reference. "
-                f"{self.without_reference}, or start from another adapter (`load_adapter` names it 'default')."
+                "The trained adapter must be shared by all loops and be named 'default', because TRL copies it to the "
+                f"reference, got {kind.description} named {adapter!r}. {self.without_reference}, or start from another one, "
+                "which `load_adapter` names 'default'."
             )
 
     def after_init(self) -> None:
