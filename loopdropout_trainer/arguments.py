@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.errors import UserError
 
@@ -80,7 +80,9 @@ class ModelArguments:
     model_name_or_path: str = option(..., "Hub name or folder of a looped model, or `tiny-ouro`.")
     model_revision: str = option("main", "Branch, tag or commit on the Hub.")
     num_loops: int | None = option(None, "Recurrence depth K. Default: the model's own.")
-    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "Data type of the frozen base weights.")
+    dtype: str = option(
+        "bfloat16", "Data type of the frozen base weights.", choices=("bfloat16", "float16", "float32")
+    )
     attn_implementation: str = option("sdpa", "sdpa, eager, flash_attention_2, ...")
     chat_template: str | None = option(
         None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from huggingface_hub.dataclasses import validate_typed_dict
@@ -234,10 +235,8 @@ def parse(
 
 def _fit(value: Any, hint: Any) -> Any:
     """Return a value as a field's type takes it: one item as a list, an integer as a float, a number as a text."""
-    types = get_args(hint) or (hint,)
+    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     item = next((get_args(kind)[0] for kind in types if get_origin(kind) is list), None)
-    if get_origin(hint) is list:
-        types, item = (hint,), get_args(hint)[0]
     if item is not None and (isinstance(value, list) or value is not None and str not in types):
         return [_fit(each, item) for each in _words(value)]
     if float in types and type(value) is int:
@@ -259,7 +258,7 @@ def _check_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
         validate_typed_dict(TypedDict("Field", {field.name: hint}), {field.name: value})
     except StrictDataclassFieldValidationError:
         kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
-        kinds = kinds.replace("typing.", "").replace("Literal", "one of ").replace(" | None", "")
+        kinds = kinds.replace("typing.", "").replace(" | None", "")
         raise UserError(f"`{field.name}` must be {kinds}, got {short_repr(value)}.") from None
     return value
 
@@ -364,7 +363,7 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
         raise UserError(f"Words without `--field` must come first, {first_words}, got {' '.join(words[1:])}.")
     if not is_list and not words:
         raise UserError(f"`{name}` must have a value.")
-    is_text = "str" in str(hint).split("dict[")[0] or get_origin(hint) is Literal
+    is_text = "str" in str(hint).split("dict[")[0]
     try:  # of text only mappings are read
         values = [yaml.load(word, Loader=_Loader) if word[:1] == "{" or not is_text else word for word in words]  # noqa: S506
     except yaml.YAMLError as error:
@@ -384,8 +383,7 @@ def _print_help(dataclass_types: Sequence[type], description: str | None, first_
                 if name not in TRAINING_HELP:
                     continue
                 title, text = "Training", TRAINING_HELP[name] or text.replace("%%", "%")
-            hint = get_type_hints(cls)[name]
-            choices = field.metadata.get("choices") or (get_args(hint) if get_origin(hint) is Literal else ())
+            choices = field.metadata.get("choices")
             text += f" One of {', '.join(map(str, filter(None, choices)))}." if choices else ""
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             text += f" (default: {default})" if default not in (None, [], "", dataclasses.MISSING) else ""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import run_script
@@ -36,8 +35,10 @@ class MergeArguments:
         None, "Hub name or folder of the base model. Default: as in adapter_config.json."
     )
     model_revision: str | None = option(None, "Branch, tag or commit of the base model.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Data type of the merged weights. Default: the base model's."
+    dtype: str = option(
+        "auto",
+        "Data type of the merged weights. Default: the base model's.",
+        choices=("auto", "bfloat16", "float16", "float32"),
     )
     scale: float = option(1.0, "Factor of the update.")
     standalone: bool = option(

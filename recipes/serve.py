@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 from unittest import mock
 
 import torch
@@ -52,8 +51,10 @@ class ServeArguments:
     gates: str | None = option(None, "Gates of the adapter such as 1-0-0-0, or `loop 1`. Default: unit gates.")
     host: str = option("127.0.0.1", "Address to listen on. 0.0.0.0 lets other computers connect, without a password.")
     port: int = option(8000, "Port to listen on.")
-    engine: Literal["transformers", "vllm"] | None = option(
-        None, "Server. Default: vLLM if it is installed and the model has no adapter, else transformers."
+    engine: str | None = option(
+        None,
+        "Server. Default: vLLM if it is installed and the model has no adapter, else transformers.",
+        choices=("transformers", "vllm"),
     )
 
 
