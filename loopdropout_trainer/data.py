@@ -399,7 +399,7 @@ def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedToke
     reason = "they have no text to train on, or `preparation` excludes them"
     rows = _keep(rows, _is_usable, reason, args=args, columns=columns, tokenizer=tokenizer)
     if not len(rows):
-        raise UserError(f"The data must have a row with text in {columns[-1]}.")
+        raise UserError(f"The data must have an example with text in {columns[-1]}.")
     return rows.map(_make_example, fn_kwargs={"args": args}, remove_columns=rows.column_names)
 
 
