@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,12 +189,15 @@ def overview_figure(results: pd.DataFrame) -> Any:
         "loss with the adapter in one loop": results.query("metric == 'loss_reduction'"),
         "accuracy with the adapter in one loop": accuracy,
     }
-    axes = pd.DataFrame({"x_label": "only loop t with the adapter", "y_label": "accuracy (%)"}, [*panels])
-    axes.iloc[0, 0], axes.iloc[1, 1] = "number of loops K", "loss reduction (%)"
+    single = "only loop t with the adapter"
+    labels = {
+        "x_label": ["number of loops K", single, single],
+        "y_label": ["accuracy (%)", "loss reduction (%)", "accuracy (%)"],
+    }
     rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
     by = ["panel", "label", "loop"]
     data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
-    return line_plot(data, "loop", axes, f"Results on {task}")
+    return line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
 
 
 def draw_results(job: Job) -> None:
@@ -218,29 +222,27 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
         table: Texts or numbers. The index names the lines, and each part repeats it.
         cell_format: Format of a text or number.
     """
-    keys = table.index.nlevels
-    texts = table.map(cell_format.format, na_action="ignore").fillna("").reset_index().rename(columns=str)
+    keys = [*range(table.index.nlevels)]
+    texts = table.map(cell_format.format, na_action="ignore").fillna("").reset_index()
+    texts = texts.T.reset_index().T.map(str)  # the heads are the first line
     for limit in (80, 18, 12, 18):  # the last one is for a table in parts
-        widths = {}
-        for head, column in texts.items():
-            longest_word = max(map(len, " ".join([head, *column]).split()))
-            widths[head] = min(max(map(len, [head, *column])), max(limit, min(longest_word, 30)))
-        if sum(widths.values()) + 2 * len(widths) <= 82:
+        cells = texts.map(textwrap.fill, width=limit, break_long_words=False)
+        widths = cells.map(lambda text: max(map(len, text.split("\n")))).max() + 2
+        if widths.sum() <= 82:
             break
-    parts = [[*texts][:keys]]
-    for head in [*texts][keys:]:
-        if len(parts[-1]) > keys and sum(widths[name] + 2 for name in [*parts[-1], head]) > 82:
-            parts.append([*texts][:keys])
-        parts[-1].append(head)
-    console = Console(width=80, markup=False, highlight=False, emoji=False)
-    console.print(f"\n{title}")
+    parts = [keys]
+    for place in cells.columns[len(keys) :]:
+        if len(parts[-1]) > len(keys) and widths[[*parts[-1], place]].sum() > 82:
+            parts.append(keys)
+        parts[-1] = [*parts[-1], place]
     for part in parts:
-        grid = Table(box=None, pad_edge=False)
-        for place, head in enumerate(part):
-            grid.add_column(head, justify="left" if place < keys else "right", width=widths[head], overflow="fold")
-        for row in texts[part].itertuples(index=False):
+        print("" if part is not parts[0] else f"\n{title}")
+        grid = Table(box=None, pad_edge=False, show_header=False)
+        for place in part:
+            grid.add_column(justify="left" if place in keys else "right", overflow="fold")
+        for row in cells[part].itertuples(index=False):
             grid.add_row(*row)
-        console.print(grid, *[""] * (part is not parts[-1]), sep="\n")
+        Console(width=80, markup=False, highlight=False, emoji=False).print(grid)
 
 
 def print_by_method(title: str, rows: pd.DataFrame, columns: Any, cell_format: str = "{:.1f}") -> None:
