@@ -121,11 +121,6 @@ def needs(name):
     return pytest.mark.skipif(FOREIGN.get(name, name) is None, reason="transformers has no such model")
 
 
-@pytest.fixture(scope="session")
-def ouro(golden):
-    return golden("ouro")
-
-
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, golden):
     """Golden data of each family in turn."""
@@ -210,6 +205,7 @@ FRAME = {
     **BYTES, "n_embd": 32, "mean_recurrence": 4, "block_size": 512,
     "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 1, "n_layers_in_coda": 1,
 }  # fmt: skip
+FOUR_LAYERS = {**DECODER, "num_hidden_layers": 4}
 RAVEN = {**FRAME, "n_heads": 4}
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 INIT = {"std": 0.1, "embed_scale": 1.0}
@@ -217,13 +213,6 @@ CONVERTED = {**RAVEN, "tie_embeddings": False, "qk_bias": False, "rope_theta": 5
 LLAMA = {"block_layout": "llama", "num_key_value_heads": 2, "rope_scaling": {**SCALING, "rope_type": "llama3"}}
 OLMO = {"block_layout": "olmo", "num_key_value_heads": 4, "rope_scaling": None, "head_dim": 12}
 tiny_ouro = tiny(models.OuroForCausalLM, **DECODER)
-tiny_huginn = tiny(models.HuginnForCausalLM, **RAVEN)
-FOUR_LAYERS = {**DECODER, "num_hidden_layers": 4}
-tiny_loopus = tiny(models.LoopusForCausalLM, **FOUR_LAYERS, num_key_value_heads=2, head_dim=8, N=4)
-tiny_nanbeige = tiny(models.NanbeigeForCausalLM, **DECODER, num_key_value_heads=2, head_dim=12, num_loops=4)
-tiny_llama_conversion = tiny(models.HuginnForCausalLM, **CONVERTED, **LLAMA)
-tiny_olmo_conversion = tiny(models.HuginnForCausalLM, **CONVERTED, **OLMO)
-tiny_parcae = tiny(models.ParcaeForCausalLM, **{**FRAME, "n_layers_in_recurrent_block": 2}, num_attention_heads=4)
 tiny_hrm = tiny(HrmTextForCausalLM, **{**DECODER, "num_hidden_layers": 1}, head_dim=8, L_cycles=2, H_cycles=3)
 
 
@@ -244,9 +233,14 @@ def tiny_dory(**config):
 
 DORY = pytest.param(tiny_dory, id="dory", marks=needs("dory"))
 TINY = {
-    "ouro": tiny_ouro, "huginn": tiny_huginn, "loopus": tiny_loopus, "nanbeige": tiny_nanbeige,
-    "raven_llama": tiny_llama_conversion, "raven_olmo": tiny_olmo_conversion, "parcae": tiny_parcae,
-}  # fmt: skip
+    "ouro": tiny_ouro,
+    "huginn": tiny(models.HuginnForCausalLM, **RAVEN),
+    "loopus": tiny(models.LoopusForCausalLM, **FOUR_LAYERS, num_key_value_heads=2, head_dim=8, N=4),
+    "nanbeige": tiny(models.NanbeigeForCausalLM, **DECODER, num_key_value_heads=2, head_dim=12, num_loops=4),
+    "raven_llama": tiny(models.HuginnForCausalLM, **CONVERTED, **LLAMA),
+    "raven_olmo": tiny(models.HuginnForCausalLM, **CONVERTED, **OLMO),
+    "parcae": tiny(models.ParcaeForCausalLM, **{**FRAME, "n_layers_in_recurrent_block": 2}, num_attention_heads=4),
+}
 
 
 @pytest.fixture(params=TINY)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import Recording, assert_same_weights, logged, tiny_huginn, tiny_ouro, trained_parameters, with_adapter
+from conftest import TINY, Recording, assert_same_weights, logged, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
 from peft import get_peft_model
 from torch.nn import functional as F
@@ -99,7 +99,7 @@ def test_split_into_micro_batches_keeps_weights(make):
 
 @pytest.mark.parametrize("pretrained", [False, True], ids=["base model", "frozen adapter"])
 def test_first_loss_of_huginn_is_ln_2(make, pretrained):
-    model = with_adapter(tiny_huginn(), scale=0.3) if pretrained else tiny_huginn()
+    model = with_adapter(TINY["huginn"](), scale=0.3) if pretrained else TINY["huginn"]()
     trainer = make(model, rule="lora", beta=1.0)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=2e-5)
