@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SAMPLES, load_script, python, tiny_ouro, with_adapter
+from conftest import ROOT, SAMPLES, TINY, load_script, python, tiny_hrm, tiny_ouro, with_adapter
 from torch.nn import functional as F
 
 from loopdropout_trainer import diagnostics, use_gates
@@ -14,7 +14,7 @@ from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batch
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import own_benchmark
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.looped import set_depth
+from loopdropout_trainer.looped import find_looped_model, set_depth
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.loading import save_adapter_metadata
@@ -49,8 +49,11 @@ def forward(model):
     return float(F.cross_entropy(logits, targets)), 100 * float(accuracy)
 
 
-def test_diagnostics_equal_forward_passes(make_tiny, tokenizer):
-    model, batches = adapted(make_tiny()).train(), label_batches(EXAMPLES, tokenizer, 2)
+@pytest.mark.parametrize(
+    "make", [*TINY.values(), lambda: tiny_hrm(H_cycles=4, prefix_lm=False)], ids=[*TINY, "hrm_text"]
+)
+def test_diagnostics_equal_forward_passes(make, tokenizer):
+    model, batches = adapted(make()).train(), label_batches(EXAMPLES, tokenizer, 2)
     rows = single_loop(model, batches)
     assert model.training and {row["n"] for row in rows} == {sum(sum(row["completion_mask"]) for row in EXAMPLES)}
     model.eval()
@@ -69,7 +72,7 @@ def test_diagnostics_equal_forward_passes(make_tiny, tokenizer):
         with set_depth(model, row.get("loop", row["num_loops"])):
             expected = forward(model)["accuracy" in row["metric"]]
         assert row["value"] == pytest.approx(expected, abs=1e-5)
-    assert model.config.num_loops == 4
+    assert find_looped_model(model).num_loops == 4
     for batch in batches:
         batch["labels"].fill_(-100)
     for empty in (batches, []):

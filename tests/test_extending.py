@@ -8,8 +8,7 @@ from conftest import DECODER, ROOT, tiny, tiny_hrm, trained_parameters, with_ada
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM, LlamaForCausalLM
 
-from loopdropout_trainer import LoopDescription, check_loops, load_model, merge_and_save, register_looped, use_gates
-from loopdropout_trainer.diagnostics import readouts, single_loop
+from loopdropout_trainer import LoopDescription, check_loops, load_model, register_looped, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, attach_looped_model, find_looped_model
 
@@ -92,22 +91,6 @@ def test_foreign_depth_and_readouts(tmp_path):
     model.save_pretrained(tmp_path)
     assert find_looped_model(AutoModelForCausalLM.from_pretrained(tmp_path)).num_loops == 5
     assert find_looped_model(load_model(tmp_path, num_loops=2)).num_loops == 2
-
-
-def test_foreign_model_trains_and_merges(train, tokenizer, tmp_path):
-    tiny_hrm().save_pretrained(tmp_path / "base")
-    fields = {"gradient_checkpointing": True, "max_steps": 3, "model_init_kwargs": {"num_loops": 4}}
-    trainer = train(str(tmp_path / "base"), **fields)
-    assert trainer.num_loops == 4 and "active_loop_4" in trainer.state.log_history[0]
-    (batch,) = trainer.get_eval_dataloader()
-    losses = {row["gates"]: row["value"] for row in single_loop(trainer.model, [batch]) if row["metric"] == "loss"}
-    assert losses["unit"] < losses["none"] and len(losses) == 6
-    last = [row["value"] for row in readouts(trainer.model, [batch]) if row["metric"] == "readout_loss"][-1]
-    assert last == pytest.approx(losses["unit"], abs=1e-4)
-    merge_and_save(trainer.model, tmp_path / "merged", tokenizer)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    ids = batch["input_ids"]
-    torch.testing.assert_close(merged(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_trainer_loads_an_own_class_by_name(make_sft, monkeypatch, tmp_path):
