@@ -42,12 +42,16 @@ def assert_golden_files(folder):
     assert tensors.keys() == golden.keys() and all(torch.equal(tensors[name], golden[name]) for name in golden)
 
 
-def test_load_adapter_gives_logits_of_authors():
+def test_load_adapter_gives_logits_of_authors(tmp_path):
     model = load_adapter(base(), ADAPTER)
     assert_golden_logits(model)
     with pytest.raises(AssertionError), model.disable_adapter():
         assert_golden_logits(model)
     assert read_adapter_metadata(ADAPTER) == METADATA
+    damaged = shutil.copytree(ADAPTER, tmp_path / "adapter")
+    (damaged / WEIGHTS).write_bytes(b"nothing")
+    with pytest.raises(UserError, match="does not fit this model"):
+        load_adapter(base(), damaged)
 
 
 def test_merge_script_reads_authors_format(tmp_path):
@@ -57,9 +61,7 @@ def test_merge_script_reads_authors_format(tmp_path):
     words = ["--model_name_or_path", tmp_path / "model", "--adapter", ADAPTER, "--output_dir", tmp_path / "merged"]
     load_script("recipes/merge.py").main([*map(str, words)])
     assert_golden_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    card = (tmp_path / "merged" / "README.md").read_text()
-    for stated in ("base_model: ByteDance/Ouro-1.4B", "Loop Dropout |", "probability p | 0.5 |", "alpha | 4 / 8 |"):
-        assert stated in card
+    assert "base_model: ByteDance/Ouro-1.4B" in (tmp_path / "merged" / "README.md").read_text()
 
 
 def test_adapter_is_trained_further_and_exported(train, tmp_path):
@@ -115,10 +117,3 @@ def test_export_raises_for_factors_of_each_loop(train, tmp_path):
     (tmp_path / "run" / CONFIG).write_text(json.dumps(config))
     with pytest.raises(UserError, match="got factors or gates for each loop"):
         export_authors_format(tmp_path / "run", tmp_path / "exported")
-
-
-def test_damaged_adapter_raises(tmp_path):
-    shutil.copytree(ADAPTER, tmp_path / "adapter")
-    (tmp_path / "adapter" / WEIGHTS).write_bytes(b"nothing")
-    with pytest.raises(UserError, match="does not fit this model"):
-        load_adapter(base(), tmp_path / "adapter")

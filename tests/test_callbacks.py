@@ -46,7 +46,10 @@ def test_sensitivity_is_summed_over_micro_batches(train):
     assert whole.rule.estimate.tolist() == pytest.approx(split.rule.estimate.tolist(), rel=2e-3)
 
 
-def test_live_diagnostics_leave_training_unchanged(train):
+def test_live_diagnostics_leave_training_unchanged(train, config, dataset, model, tokenizer):
+    with pytest.raises(ValueError, match="`eval_dataset` must be given"):
+        args = config(live_diagnostics_steps=1)
+        LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     live = train(live_diagnostics_steps=3, live_diagnostics_rows=4)
     assert_same_weights(live, train())
     logs = [log for log in live.state.log_history if "live/rho_loop_1" in log]
@@ -62,9 +65,3 @@ def test_samples_are_not_training_time(make_sft):
     trainer.train()
     (seconds,) = (row["value"] for row in training_results(trainer) if row["metric"] == "train_seconds")
     assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)
-
-
-def test_live_diagnostics_need_evaluation_examples(config, dataset, tokenizer, model):
-    args = config(live_diagnostics_steps=1)
-    with pytest.raises(ValueError, match="`eval_dataset` must be given"):
-        LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)

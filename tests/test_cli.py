@@ -25,9 +25,6 @@ def test_help_lists_every_script(capsys):
     cli.run(["--help"])
     out = capsys.readouterr().out
     assert {"sft", "evaluate"} <= cli.scripts().keys() and all(f"\n  {name} " in out for name in cli.scripts())
-
-
-def test_unknown_command_suggests_the_nearest():
     with pytest.raises(UserError, match="Unknown command 'stf'. Did you mean 'sft'"):
         cli.run(["stf", "x.yaml"])
 

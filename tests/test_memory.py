@@ -20,6 +20,7 @@ def test_estimate_counts_published_weights(name):
     parts = estimate_memory(SHAPES[name], 0)
     assert parts["frozen weights"] / 2 == pytest.approx(WEIGHTS[name][0], rel=1e-3)
     assert parts["adapter and optimizer"] / 0.016 == pytest.approx(WEIGHTS[name][1], rel=1e-3)
+    assert estimate_memory({"model_type": "llama"}, 4096) == {}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -29,7 +30,3 @@ def test_memory_page_shows_estimates(name):
     options = [{}, {"four_bit": True}, {"checkpointing": False}]
     totals = [estimate_memory(SHAPES[name], size, **chosen)["total"] for size in (4096, 16384) for chosen in options]
     assert [cell.strip("| ") for cell in cells] == [f"{total:.0f}" for total in totals]
-
-
-def test_estimate_of_unknown_model_is_empty():
-    assert estimate_memory({"model_type": "llama"}, 4096) == {}

@@ -171,14 +171,11 @@ def test_estimate_two_way_is_an_analysis_of_variance(by_seed):
     assert found.p == pytest.approx(2 * stats.t.sf(gains.mean() / error, freedom))
 
 
-def test_estimate_two_way_of_problems_that_differ_little():
+def test_estimate_of_few_or_equal_numbers():
     gains = make_gains(5, 3, 50, by_seed=0, by_problem=0)  # by less than chance
     gains = gains - gains.mean(axis=0) + gains.mean() + 1e-3 * np.arange(50)
     found = estimate_two_way(gains)
     assert np.isfinite(found.p) and found.high - found.low < 2 * stats.t(2).ppf(0.975) * gains.std() / np.sqrt(150)
-
-
-def test_estimate_of_few_or_equal_numbers():
     gains = np.ones((2, 3))
     assert estimate(gains[:1]) is None and estimate(gains * [1, np.nan, 1]) is None
     for same in (gains, gains[:, :1]):
