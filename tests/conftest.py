@@ -116,11 +116,6 @@ def golden():
 FOREIGN = {"dory": getattr(transformers, "DoryForCausalLM", None)}  # since transformers 5.24
 
 
-def needs(name):
-    """Marks of a test of this family."""
-    return pytest.mark.skipif(FOREIGN.get(name, name) is None, reason="transformers has no such model")
-
-
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, golden):
     """Golden data of each family in turn."""
@@ -231,7 +226,8 @@ def tiny_dory(**config):
     return model
 
 
-DORY = pytest.param(tiny_dory, id="dory", marks=needs("dory"))
+NEEDS_DORY = pytest.mark.skipif(FOREIGN["dory"] is None, reason="transformers has no such model")
+DORY = pytest.param(tiny_dory, id="dory", marks=NEEDS_DORY)
 TINY = {
     "ouro": tiny_ouro,
     "huginn": tiny(models.HuginnForCausalLM, **RAVEN),

@@ -90,7 +90,6 @@ UNSUPPORTED = [  # fields of LoraConfig, training settings, message
     ({"rank_pattern": {"q_proj": 2}}, METADATA, "one rank and one alpha"),
     ({"target_modules": ["q_proj"]}, METADATA, "the 7 projections of every layer, got other modules"),
     ({"revision": "v2"}, METADATA, "revision 574fa66cb8bf5abdc979642d01cf2b79b16bfab1 .* got v2"),
-    ({"base_model_name_or_path": "ByteDance/Ouro-2.6B"}, METADATA, "ByteDance/Ouro-1.4B, got ByteDance/Ouro-2.6B"),
     ({"base_model_name_or_path": str(GOLDEN)}, METADATA, "base model ByteDance/Ouro-1.4B, got /"),
     ({}, {}, "got None with p None"),
     ({}, {**METADATA, "num_loops": 8}, "4 loops in training, got 8"),
