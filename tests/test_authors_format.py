@@ -10,11 +10,11 @@ import shutil
 import pytest
 import torch
 from conftest import GOLDEN, TINY_OURO_PATH, load_script, tiny_ouro, with_adapter
+from raises import user_error
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from loopdropout_trainer import load_adapter
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.saving.loading import ADAPTER_METADATA, read_adapter_metadata
 from loopdropout_trainer.saving.merging import export_authors_format
 
@@ -50,7 +50,7 @@ def test_load_adapter_gives_logits_of_authors(tmp_path):
     assert read_adapter_metadata(ADAPTER) == METADATA
     damaged = shutil.copytree(ADAPTER, tmp_path / "adapter")
     (damaged / WEIGHTS).write_bytes(b"nothing")
-    with pytest.raises(UserError, match="does not fit this model"):
+    with user_error("does not fit this model"):
         load_adapter(base(), damaged)
 
 
@@ -81,7 +81,7 @@ def test_export_script_writes_files_of_authors(tmp_path):
     load_adapter(base(), ADAPTER).save_pretrained(ours)
     (ours / ADAPTER_METADATA).write_text(json.dumps(METADATA))
     assert_golden_files(export_authors_format(ours, tmp_path / "again"))
-    with pytest.raises(UserError, match="`output_dir` must not hold an adapter in PEFT's format"):
+    with user_error("`output_dir` must not hold an adapter in PEFT's format"):
         export_authors_format(ADAPTER, ours)
 
 
@@ -105,7 +105,7 @@ def test_export_raises_for_unsupported_adapter(tmp_path, lora, metadata, message
     config.base_model_name_or_path = lora.get("base_model_name_or_path", "ByteDance/Ouro-1.4B")
     model.save_pretrained(tmp_path / "ours")
     (tmp_path / "ours" / ADAPTER_METADATA).write_text(json.dumps(metadata))
-    with pytest.raises(UserError, match=f"The authors' format requires .*{message}"):
+    with user_error(f"The authors' format requires .*{message}"):
         export_authors_format(tmp_path / "ours", tmp_path / "exported")
     assert not any((tmp_path / "exported").iterdir())
 
@@ -114,5 +114,5 @@ def test_export_raises_for_factors_of_each_loop(train, tmp_path):
     train(tiny_ouro(), rule="independent", p=None, max_steps=1).save_model()
     config = json.loads((tmp_path / "run" / CONFIG).read_text()) | {"base_model_name_or_path": "ByteDance/Ouro-1.4B"}
     (tmp_path / "run" / CONFIG).write_text(json.dumps(config))
-    with pytest.raises(UserError, match="got factors or gates for each loop"):
+    with user_error("got factors or gates for each loop"):
         export_authors_format(tmp_path / "run", tmp_path / "exported")

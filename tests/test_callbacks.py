@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, logged
+from raises import user_error
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.depth import sample_depth
@@ -47,7 +48,7 @@ def test_sensitivity_is_summed_over_micro_batches(train):
 
 
 def test_live_diagnostics_leave_training_unchanged(train, config, dataset, model, tokenizer):
-    with pytest.raises(ValueError, match="`eval_dataset` must be given"):
+    with user_error("`eval_dataset` must be given"):
         args = config(live_diagnostics_steps=1)
         LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     live = train(live_diagnostics_steps=3, live_diagnostics_rows=4)

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 from conftest import load_script, tiny_ouro, with_adapter
+from raises import user_error
 
 from loopdropout_trainer import load_model, merge_and_save, use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import set_depth
 
@@ -67,7 +67,7 @@ def test_chat_shows_each_depth_and_gates(saved, shown, tokenizer):
 def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):
     CHAT.main([str(saved / "merged"), "3 + 4?", "--max_new_tokens", "8"])
     assert shown == {"K = 4": {"merged": answer(load_model(saved), tokenizer, QUESTION)}}
-    with pytest.raises(UserError, match="has no adapter to gate"):
+    with user_error("has no adapter to gate"):
         CHAT.main([str(saved / "merged"), "3 + 4?", "--gates", "1-0-0-0"])
 
 

@@ -11,9 +11,9 @@ import pytest
 from conftest import ROOT
 from packaging.version import Version
 from processes import python
+from raises import user_error
 
 from loopdropout_trainer import cli
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names
 
 
@@ -25,7 +25,7 @@ def test_help_lists_every_script(capsys):
     cli.run(["--help"])
     out = capsys.readouterr().out
     assert {"sft", "evaluate"} <= cli.scripts().keys() and all(f"\n  {name} " in out for name in cli.scripts())
-    with pytest.raises(UserError, match="Unknown command 'stf'. Did you mean 'sft'"):
+    with user_error("Unknown command 'stf'. Did you mean 'sft'"):
         cli.run(["stf", "x.yaml"])
 
 

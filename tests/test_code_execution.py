@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from conftest import GOLDEN, load_script, tiny_ouro, write_lines
 from processes import Program, python
+from raises import user_error
 
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_task, programs, sandbox
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
 
@@ -205,15 +205,15 @@ def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, tmp
     monkeypatch.setattr(LoopedLM, "generate_until", lambda self, requests: codes)
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     lm = LoopedLM(tiny_ouro(), tokenizer)
-    with pytest.raises(UserError, match="`bwrap` is not installed.*--allow_unsafe_code true"):
+    with user_error("`bwrap` is not installed.*--allow_unsafe_code true"):
         evaluate_tasks(lm, ["humaneval_plus"], limit=2)
     (result, *_) = evaluate_tasks(lm, ["humaneval_plus"], limit=2, allow_unsafe_code=True)
     assert result["value"] == 50
     recipe = ["quickstart.yaml", "--output_dir", str(tmp_path), "--benchmarks", "humaneval"]
-    with pytest.raises(UserError, match="`bwrap` is not installed"):
+    with user_error("`bwrap` is not installed"):
         load_script("recipes/sft.py").main(recipe)
     assert not list(tmp_path.iterdir())  # it is found before the training
-    with pytest.raises(UserError, match="lm-eval runs the programs of this task itself"):
+    with user_error("lm-eval runs the programs of this task itself"):
         sandbox.check_allowed("humaneval_instruct", False, can_be_sandboxed=False)
 
 

@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+from raises import user_error
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
@@ -26,7 +27,7 @@ def test_p_is_one_number_or_one_for_each_loop(config, p, same):
     ],
 )
 def test_wrong_fields_raise(config, fields, message):
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         config(**fields)
 
 
@@ -46,7 +47,7 @@ def test_defaults_are_the_papers_or_trls(config):
     assert LoopDropoutConfig("out").learning_rate == 1e-4
     assert LoopDropoutConfig.from_trl(SFTConfig("out", use_cpu=True), "user/model").learning_rate == 2e-5
     assert config(resume_from_checkpoint="false").resume_from_checkpoint is None
-    with pytest.raises(ValueError, match="LoopDropoutDPOConfig or DPOConfig, got a LoopDropoutConfig"):
+    with user_error("LoopDropoutDPOConfig or DPOConfig, got a LoopDropoutConfig"):
         LoopDropoutDPOConfig.from_trl(config(), "user/model")
 
 

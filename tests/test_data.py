@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 from conftest import ROOT, SAMPLES, TINY_OURO_PATH, byte_tokenizer, load_script, read_lines, tiny_ouro, write_lines
 from datasets import Dataset
+from raises import user_error
 from trl import SFTTrainer
 
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
 
@@ -207,7 +207,7 @@ def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
     longest = {"prompt": "p", "completion": "longer"} if "rejected" in row else row
     length = len(tokenize(longest, bpe_tokenizer)["input_ids"])
     assert len(load(None, [row], bpe_tokenizer, max_length=length)["train"]) == 1
-    with pytest.raises(UserError, match="`max_length` must be larger"):
+    with user_error("`max_length` must be larger"):
         load(None, [row], bpe_tokenizer, max_length=length - 1)
     assert f"1 examples are left out, because they have more than {length - 1} tokens." in log.messages
 
@@ -277,7 +277,7 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
     Path("broken.jsonl").write_text('{"a": \n')
     for name, rows in ROWS.items():
         write_lines(Path(f"{name}.jsonl"), rows)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_datasets(DataArguments(**fields), tokenizer, max_length=100)
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SAMPLES, TINY, load_script, python, tiny_hrm, tiny_ouro, with_adapter
+from raises import user_error
 from torch.nn import functional as F
 
 from loopdropout_trainer import diagnostics, use_gates
 from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batches, readouts, single_loop
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import own_benchmark
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model, set_depth
@@ -76,7 +76,7 @@ def test_diagnostics_equal_forward_passes(make, tokenizer):
     for batch in batches:
         batch["labels"].fill_(-100)
     for empty in (batches, []):
-        with pytest.raises(UserError, match="`batches` must have a target token"):
+        with user_error("`batches` must have a target token"):
             single_loop(model, empty)
 
 
@@ -108,7 +108,7 @@ def test_depth_matrix_keeps_depth_of_loop_parameters(rule, tokenizer):
     model, batches = adapted(tiny_ouro()), label_batches(EXAMPLES, tokenizer)
     add_gates(model, rule=make_rule(rule))
     assert [row["num_loops"] for row in depth_matrix(model, batches, [1, 2, 8])] == [4, 4]
-    with pytest.raises(UserError, match="`depths` must be an integer from 1"):
+    with user_error("`depths` must be an integer from 1"):
         depth_matrix(model, batches, [0, 2])
 
 
@@ -127,7 +127,7 @@ def test_compare_answers_equals_mcnemar(numbers, interval, p):
     found = diagnostics.compare_answers(ours, other)
     assert found == pytest.approx((100 * (gained - lost) / len(ours), *interval, p, len(ours)))
     assert str(found).endswith("not significant") == (p >= 0.05)
-    with pytest.raises(UserError, match=f"`baseline` must have {len(ours)} samples, got {len(ours) - 1}"):
+    with user_error(f"`baseline` must have {len(ours)} samples, got {len(ours) - 1}"):
         diagnostics.compare_answers(ours, other[1:])
 
 
@@ -142,7 +142,7 @@ def test_reference_examples_of_a_task():
     first, _ = diagnostics.reference_examples(task, 2)
     assert first["prompt"].startswith("Question: Janet") and first["prompt"].endswith("?\nAnswer:")
     assert first["completion"].startswith(" ") and "<<" not in first["completion"]
-    with pytest.raises(UserError, match="text column `solution` or `answer`"):
+    with user_error("text column `solution` or `answer`"):
         diagnostics.reference_examples(None)
 
 
@@ -214,7 +214,7 @@ def test_diagnose_explains_mistakes(saved, tmp_path):
         "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
         "--num_eval_examples 0": "`num_eval_examples`",
     }.items():
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             diagnose(saved, tmp_path, *words.split())
     assert not list(tmp_path.iterdir())
 

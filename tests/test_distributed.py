@@ -8,6 +8,7 @@ from conftest import Recorder, example_nll, randomise, tiny_ouro, trained_parame
 from layouts import LAYOUTS, RULES, RUNS, UNEVEN, Layout, alone, launched, start
 from packaging.version import Version
 from processes import wait_for
+from raises import user_error
 from transformers import DataCollatorForSeq2Seq
 
 from loopdropout_trainer import LoopDropoutConfig, use_gates
@@ -154,5 +155,5 @@ def test_unsupported_processes_raise(monkeypatch, environment, parallelism, mess
     args.parallelism_config = parallelism
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         check_processes(accelerator, args)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from conftest import FOREIGN, golden_adapted, tiny_dory
 from datasets import Dataset
+from raises import user_error
 from safetensors.torch import load_file
 from test_families import positions_of, token_logps
 from test_models import assert_close, change_weights, save_published
 
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, check_loops, load_model, merge_and_save
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model
 
 
@@ -28,9 +28,9 @@ def test_caches_that_do_not_fit_raise():
     looped.num_loops = 1
     cache = model(IDS).cache
     looped.num_loops = 2
-    with pytest.raises(UserError, match="`cache` must have 4 layers, got 3"):
+    with user_error("`cache` must have 4 layers, got 3"):
         model(IDS[:, :1], cache=cache)
-    with pytest.raises(UserError, match="`recurrent_kv_cache_mode` must be 'per_loop', got 'last_loop'"):
+    with user_error("`recurrent_kv_cache_mode` must be 'per_loop', got 'last_loop'"):
         check_loops(tiny_dory(recurrent_kv_cache_mode="last_loop"), input_ids=IDS)
 
 
@@ -69,9 +69,9 @@ def test_saved_models_have_the_published_names(golden, tmp_path):
 
 def test_checkpoints_of_another_layout_raise(golden, tmp_path):
     save_published(golden("dory"), tmp_path, layer_types=["full_attention"] * 12)
-    with pytest.raises(UserError, match='`layer_types` of .* must list "mlp" after each attention block'):
+    with user_error('`layer_types` of .* must list "mlp" after each attention block'):
         load_model(tmp_path)
     save_published(golden("dory"), tmp_path)
     change_weights(tmp_path, **{"backbone.layers.3.mlp_alpha": None})
-    with pytest.raises(UserError, match="got 1 missing weights, such as `model.layers.1.lambda_2`"):
+    with user_error("got 1 missing weights, such as `model.layers.1.lambda_2`"):
         load_model(tmp_path)

@@ -17,11 +17,11 @@ from conftest import GOLDEN, ROOT, SAMPLES, load_script, read_lines, tiny_ouro, 
 from datasets import Dataset
 from lm_eval.tasks.hendrycks_math.utils import is_equiv
 from processes import Program, python, wait_for
+from raises import user_error
 from transformers import set_seed
 
 from loopdropout_trainer import merge_and_save
 from loopdropout_trainer.diagnostics import answer_decomposition
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, looped_lm, own_benchmark, scorers
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.results import read_results
@@ -191,11 +191,11 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
     import lm_eval.tasks.ifeval.instructions_util  # noqa: F401 (its first import sets the path)
 
     monkeypatch.setattr("nltk.data.path", [])
-    with pytest.raises(UserError, match="python -m nltk.downloader punkt_tab"):
+    with user_error("python -m nltk.downloader punkt_tab"):
         own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", CAPITALS), like="ifeval_strict")
     load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
     monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
-    with pytest.raises(UserError, match="`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
+    with user_error("`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
         load_task("gsm9k")
 
 
@@ -234,7 +234,7 @@ def test_own_benchmark_explains_mistakes(tmp_path, monkeypatch, fields, message)
     monkeypatch.setitem(loading._FOLDERS, "gsm", "gsm_plus")
     own = {"name": "capitals", "files": write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN, **fields}
     name = own.pop("name")
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_benchmarks([name], {name: own})
 
 
@@ -249,12 +249,12 @@ def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
     rows = write_lines(tmp_path / "rows.jsonl", CAPITALS)
     fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
     path = write_task(tmp_path / "mine.yaml", rows, task="mine", **fields)
-    with pytest.raises(UserError, match=f"can run code.* Add `--import {path}` to the command line"):
+    with user_error(f"can run code.* Add `--import {path}` to the command line"):
         load_benchmarks([path])
     monkeypatch.setattr(loading, "IMPORTED", [path])
     (task,) = load_benchmarks([path])
     assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
-    with pytest.raises(UserError, match="must not have the name of a task .* got 'gsm8k'"):
+    with user_error("must not have the name of a task .* got 'gsm8k'"):
         load_task(write_task(tmp_path / "mine.yaml", rows, task="gsm8k", **fields))
 
 
@@ -266,7 +266,7 @@ def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_ow
     task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS[:1]), **OWN, chat=is_own)
     lm = LoopedLM(steady(), tokenizer)
     options = {"system_instruction": "Be brief.", "apply_chat_template": option, "max_new_tokens": 1}
-    with pytest.raises(UserError, match="`chat_template` must be set, because the prompts of `capitals`"):
+    with user_error("`chat_template` must be set, because the prompts of `capitals`"):
         evaluate_tasks(lm, [task], **options)
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     evaluate_tasks(lm, [task], output_dir=tmp_path, **options)
@@ -304,10 +304,10 @@ def test_settings_never_share_a_cache(tokenizer, tmp_path):
 
 def test_models_that_do_not_fit_raise(tokenizer):
     model = steady()
-    with pytest.raises(UserError, match="`num_loops` must be an integer from 1"):
+    with user_error("`num_loops` must be an integer from 1"):
         LoopedLM(model, tokenizer, num_loops=0)
     model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters
-    with pytest.raises(UserError, match="they are sharded"):
+    with user_error("they are sharded"):
         LoopedLM(model, tokenizer)
 
 
@@ -383,9 +383,9 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     assert len({row["samples"] for row in rows}) == len(rows)
     printed = capsys.readouterr().out
     assert "own, K = 4, loop 3" in printed and "Average " in printed and "own_gsm8k, missing" in printed
-    with pytest.raises(UserError, match=r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
+    with user_error(r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
-    with pytest.raises(UserError, match="`adapter` must give each adapter its own name"):
+    with user_error("`adapter` must give each adapter its own name"):
         SCRIPT.main([*command, "--adapter", "a/x", "b/x"])
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from conftest import DECODER, ROOT, tiny, tiny_hrm, trained_parameters, with_adapter
+from raises import user_error
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM, LlamaForCausalLM
 
@@ -85,7 +86,7 @@ def test_foreign_depth_and_readouts(tmp_path):
     model.model(ids)
     assert len(states) == looped.num_loops == 3
     torch.testing.assert_close(outputs, tuple(states), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="num_loops"):
+    with user_error("num_loops"):
         looped.num_loops = 0
     looped.num_loops = 5
     model.save_pretrained(tmp_path)
@@ -126,7 +127,7 @@ def test_wrong_descriptions_raise(monkeypatch):
         running_loop = lambda self, **kwargs: 0
 
     model, ids = tiny(LlamaForCausalLM, **DECODER)(), torch.tensor([[3]])
-    with pytest.raises(ValueError, match="must be a causal language model, got LlamaModel"):
+    with user_error("must be a causal language model, got LlamaModel"):
         register_looped(type(model.model), OneLoop)
     with pytest.raises(NotLoopedError):
         check_loops(model, input_ids=ids)

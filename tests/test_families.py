@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import DORY, TINY, example_nll, golden_adapted, golden_inputs, golden_model, load_script, tiny_hrm
+from raises import user_error
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from test_dpo import PAIRS
@@ -14,7 +15,6 @@ from test_models import assert_close, assert_gradients_match, change_weights, sa
 from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, load_model, use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
 from loopdropout_trainer.models.prelude_coda import philox, truncated_normals
@@ -140,7 +140,7 @@ def test_names_of_weights_tell_the_block_layout(raven, sharded, tmp_path):
         layout = auto_class.from_pretrained(tmp_path).config.block_layout
         assert layout == raven.meta["name"].removeprefix("raven_")
     if layout == "olmo":
-        with pytest.raises(UserError, match="unexpected weights, such as `transformer.*k_norm.weight`"):
+        with user_error("unexpected weights, such as `transformer.*k_norm.weight`"):
             AutoModelForCausalLM.from_pretrained(tmp_path, block_layout="llama")
 
 
@@ -172,7 +172,7 @@ def test_parcae_loads_published_files(golden, make_sft, tmp_path):
     readout = backbone(inputs["input_ids"], initial_state=inputs["initial_state"]).last_hidden_state
     assert_close(readout, parcae.tensors["unpadded/loop_hidden"][-1])
     torch.save({"lm_head.weight": head, "code": SimpleNamespace()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="pytorch_model.bin must hold tensors only"):
+    with user_error("pytorch_model.bin must hold tensors only"):
         load_model(tmp_path)
 
 
@@ -302,7 +302,7 @@ def test_preferences_are_scored_as_by_the_model(make, config, tokenizer):
 def test_hrm_rows_of_several_examples_raise(train):
     batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 4]])}
     assert find_looped_model(tiny_hrm(prefix_lm=False)).complete_batch(batch) is batch
-    with pytest.raises(UserError, match="`packing` and `padding_free` must be False"):
+    with user_error("`packing` and `padding_free` must be False"):
         train(tiny_hrm(), padding_free=True, max_length=None)
 
 

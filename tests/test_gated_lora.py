@@ -14,6 +14,7 @@ import torch
 from conftest import Recorder, randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from peft.tuners.lora import layer as lora_layer
+from raises import user_error
 
 from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.gates import make_rule
@@ -92,7 +93,7 @@ def test_backward_after_the_block_recomputes_its_gates(use_reentrant, make_tiny)
     ],
 )
 def test_use_gates_validates_gates(gates, message):
-    with pytest.raises(ValueError, match=message), use_gates(model := adapted(), gates):
+    with user_error(message), use_gates(model := adapted(), gates):
         model(IDS)
 
 
@@ -146,9 +147,9 @@ def test_later_adapters_are_checked(tmp_path):
     learned.save_pretrained(tmp_path)
     learned.load_adapter(str(tmp_path), "default")
     add_gates(model)
-    with pytest.raises(ValueError, match="has learned gates .* PEFT's `load_adapter` does not read"):
+    with user_error("has learned gates .* PEFT's `load_adapter` does not read"):
         model.load_adapter(str(tmp_path), "other")
-    with pytest.raises(ValueError, match="DoraLinearVariant has its own forward"):
+    with user_error("DoraLinearVariant has its own forward"):
         model.add_adapter("dora", LoraConfig(use_dora=True, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     model.add_adapter("mica", LoraConfig(init_lora_weights="mica", target_modules=["q_proj"], task_type="CAUSAL_LM"))
     model.set_adapter("mica")
@@ -156,12 +157,12 @@ def test_later_adapters_are_checked(tmp_path):
 
 
 def test_use_gates_needs_an_unmerged_adapter(model):
-    with pytest.raises(ValueError, match="Wrap it with peft.get_peft_model first"), use_gates(model, torch.ones(4)):
+    with user_error("Wrap it with peft.get_peft_model first"), use_gates(model, torch.ones(4)):
         pass
     for gated_first in (True, False):
         merged = two_adapters(gated_first)
         merged.merge_adapter()
-        with pytest.raises(ValueError, match="merged into the weights"):
+        with user_error("merged into the weights"):
             logits(merged, torch.zeros(4))
         merged.unmerge_adapter()
         logits(merged, torch.zeros(4))
@@ -187,21 +188,20 @@ UNKNOWN_VARIANT = ("brand_new", bool, field(default=True, metadata={"is_lora_var
 def test_unsupported_adapters_raise(model, config, message):
     if isinstance(config, dict):
         config = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **config})
-    with pytest.raises(ValueError, match=message) as error:
+    with user_error(message):
         check_peft_config(config)
         add_gates(get_peft_model(model, config))
-    assert "\n" not in str(error.value)
 
 
 def test_add_gates_checks_adapters_and_layers():
     model = two_adapters(gated_first=False)
     model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(ValueError, match="Exactly one adapter must be active"):
+    with user_error("Exactly one adapter must be active"):
         add_gates(model, rule=make_rule("loop_dropout"))
     # Some LoRA layers over quantized weights compute their own update.
     own_class = type("OwnForward", (lora_layer.Linear,), {"forward": lambda self, x: self.base_layer(x)})
     adapted_layers(model)[3].__class__ = own_class
-    with pytest.raises(ValueError, match="`model.layers.0.self_attn.o_proj` .*OwnForward"):
+    with user_error("`model.layers.0.self_attn.o_proj` .*OwnForward"):
         add_gates(model)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from raises import user_error
 
 from loopdropout_trainer.gates import RULES, Draw, GateRule, LoopDropout, make_rule, register_rule
 from loopdropout_trainer.gates.__main__ import main
@@ -162,12 +163,12 @@ def test_stream_values_are_pinned():
     ],
 )
 def test_make_rule_names_valid_fields(name, fields, message):
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         make_rule(name, **fields).check(K)
 
 
 def test_rule_without_dataclass_or_name_raises():
     without_name = dataclass(frozen=True)(type("Own", (LoopDropout,), {}))
     for rule in (type("Own", (GateRule,), {"name": "own"}), without_name):
-        with pytest.raises(ValueError, match="The rule Own must be a dataclass with its own `name`"):
+        with user_error("The rule Own must be a dataclass with its own `name`"):
             register_rule(rule)

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from conftest import DORY, tiny_hrm, tiny_ouro, varied, with_adapter
+from raises import user_error
 
 from loopdropout_trainer import generation, use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model
 
@@ -114,7 +114,7 @@ def test_on_text_streams_one_completion(tokenizer, make):
 def test_empty_prompts_and_gates_of_examples(tokenizer):
     model = with_adapter()
     assert generate_greedy(model, tokenizer, [], 4, progress=False) == []
-    with pytest.raises(UserError, match="`prompts` must not be empty texts, got one at index 1"):
+    with user_error("`prompts` must not be empty texts, got one at index 1"):
         generate_greedy(model, tokenizer, ["a", ""], 4, progress=False)
-    with use_gates(model, torch.full((4, 2), 0.5)), pytest.raises(UserError, match="same for all prompts"):
+    with use_gates(model, torch.full((4, 2), 0.5)), user_error("same for all prompts"):
         generate_greedy(model, tokenizer, PROMPTS, 4, progress=False)

@@ -5,6 +5,7 @@ import torch
 from conftest import Recording, assert_same_weights, logged, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from datasets import Dataset
 from peft import get_peft_model
+from raises import user_error
 from transformers import set_seed
 from trl import GRPOTrainer
 
@@ -107,9 +108,9 @@ def test_steps_under_gates_do_not_clip(make):
 
 def test_settings_that_do_not_fit_raise(make):
     model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name="math")
-    with pytest.raises(ValueError, match="adapter must .*, because TRL copies it .* Set `beta` to 0, or"):
+    with user_error("adapter must .*, because TRL copies it .* Set `beta` to 0, or"):
         make(model, beta=0.1)
     make(model).train()
     for fields in ({"num_iterations": 2}, {"steps_per_generation": 2}):  # which reuse completions
-        with pytest.raises(ValueError, match="`num_iterations` must be 1, and `steps_per_generation` must divide"):
+        with user_error("`num_iterations` must be 1, and `steps_per_generation` must divide"):
             make(**fields)

@@ -8,10 +8,10 @@ from conftest import read_lines, tiny_ouro, varied, write_lines
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from processes import python
+from raises import user_error
 from test_evaluation import adapted, saved, write_task  # noqa: F401 (`saved` is a fixture)
 
 from loopdropout_trainer import use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model, set_depth
@@ -87,7 +87,7 @@ def test_other_options_go_to_transformers(tokenizer):
     ],
 )
 def test_invalid_settings_raise(tokenizer, options, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         lm = LoopedLM(tiny_ouro(), tokenizer, **options)
         lm.generate_until(requests("generate_until", [("a", {"max_gen_toks": 16})]))
 

@@ -9,11 +9,11 @@ import transformers
 import trl
 from conftest import DORY, ROOT, Recorder, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from peft import LoraConfig, get_peft_model
+from raises import user_error
 from torch.utils.checkpoint import checkpoint
 from trl import SFTTrainer
 
 from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import gated_layers
@@ -129,7 +129,7 @@ def test_frozen_adapters_raise(make_sft):
     trainer.model.requires_grad_(False)
     in_inference = lambda model: make_sft(peft_config=LoraConfig(inference_mode=True))
     for make in (loop_dropout, make_sft, in_inference, lambda model: trainer.train()):
-        with pytest.raises(ValueError, match="must not be frozen.* `is_trainable=True`.* set `inference_mode=False`"):
+        with user_error("must not be frozen.* `is_trainable=True`.* set `inference_mode=False`"):
             make(frozen)
 
 
@@ -159,7 +159,7 @@ def test_remove_restores_the_model(make):
     newer = loop_dropout(peft_model)
     dropout.remove()
     assert gated_layers(peft_model) and newer.gate_state.dropout is newer
-    with pytest.raises(ValueError, match="Call `remove"):
+    with user_error("Call `remove"):
         loop_dropout(peft_model)
 
 
@@ -187,19 +187,19 @@ def test_recomputation_without_its_gates_raises(use_reentrant):
     peft_model = with_adapter(scale=0.1).train()
     dropout = loop_dropout(peft_model, seed=1)
     embeds = peft_model.get_input_embeddings()(IDS).detach().requires_grad_()
-    with pytest.raises(UserError, match="whole model must not be checkpointed"):
+    with user_error("whole model must not be checkpointed"):
         checkpoint(lambda x: peft_model(inputs_embeds=x).logits, embeds, use_reentrant=use_reentrant)
     peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     peft_model.enable_input_require_grads()
     loss = peft_model(IDS, labels=IDS, use_cache=False).loss
     dropout.remove()
-    with pytest.raises(UserError, match="must not be removed before its backward pass"):
+    with user_error("must not be removed before its backward pass"):
         loss.backward()
 
 
 @pytest.mark.parametrize("name", ["schedule", "adaptive", "lora_dropout"])
 def test_rules_of_trainers_raise(name):
-    with pytest.raises(ValueError, match="`rule` must only draw gates"):
+    with user_error("`rule` must only draw gates"):
         loop_dropout(with_adapter(), rule=make_rule(name))
 
 

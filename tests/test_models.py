@@ -23,12 +23,12 @@ from conftest import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from raises import user_error
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from loopdropout_trainer import check_loops, default_peft_config, load_model, merge_and_save, use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models.looped_modeling import CACHE
@@ -181,7 +181,7 @@ def test_adapters_stay_in_the_recurrent_block(make):
         adapted = get_peft_model(make(), config).get_base_model()
         assert [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)] == names
     config = default_peft_config(make(), LoraConfig(target_modules=[names[0], "lm_head"]))
-    with pytest.raises(UserError, match="or write `get_peft_model.model, default_peft_config.model, your_config"):
+    with user_error("or write `get_peft_model.model, default_peft_config.model, your_config"):
         add_gates(get_peft_model(make(), config))
 
 
@@ -232,7 +232,7 @@ def test_generate_takes_documented_arguments(make, name, tokenizer):
     if make is TINY["parcae"]:
         messages["embeddings"] = "`input_ids` must be set instead of `inputs_embeds`"
     if name in messages:
-        with pytest.raises(UserError, match=messages[name]):
+        with user_error(messages[name]):
             generate(**options)
         options = {}
     out = generate(tokenizer=tokenizer, **options)
@@ -243,7 +243,7 @@ def test_decoding_equals_decoding_without_cache(make_tiny):
     model, start = make_tiny().eval(), {"initial_state": torch.randn(2, 7, 32)}  # later tokens have the family's own
     starts = [model.generate(IDS, **start, **GREEDY, use_cache=use_cache) for use_cache in (True, False)]
     assert torch.equal(*starts)
-    with pytest.raises(UserError, match="`initial_state` must have shape .2, 6, 32., or less columns, got .2, 6, 33."):
+    with user_error("`initial_state` must have shape .2, 6, 32., or less columns, got .2, 6, 33."):
         model(input_ids=IDS, initial_state=torch.zeros(2, 6, 33))
     beams = [model.generate(IDS, num_beams=4, use_cache=use_cache, **GREEDY) for use_cache in (True, False)]
     assert torch.equal(*beams)
@@ -255,11 +255,11 @@ def test_cache_of_fewer_loops_raises(make_tiny):
     model = make_tiny().eval()
     cache = model(IDS).get(CACHE)
     model.config.num_loops += 1
-    with pytest.raises(UserError, match="The number of loops was raised"):
+    with user_error("The number of loops was raised"):
         model(IDS[:, :1], cache=cache)
-    with pytest.raises(UserError, match="`use_cache` must be False with `output_readouts`"):
+    with user_error("`use_cache` must be False with `output_readouts`"):
         model(IDS, use_cache=True, output_readouts=True)
-    with pytest.raises(UserError, match="Continuous batching"):
+    with user_error("Continuous batching"):
         model.generate_batch([[3]], generation_config=model.generation_config)
 
 
@@ -341,7 +341,7 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("name", "fields", "message"), UNSUPPORTED, ids=str)
 def test_unsupported_architectures_raise(name, fields, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         TINY[name](**fields)
 
 
@@ -361,9 +361,8 @@ def test_unsupported_models_raise(fields, message, tmp_path, make_sft):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
     for load in (load_model, make_sft):
-        with pytest.raises(UserError, match=message) as error:
+        with user_error(message):
             load(str(folder))
-        assert "\n" not in str(error.value)
 
 
 def test_model_of_an_unsupported_class_raises():
@@ -434,10 +433,10 @@ def test_incomplete_checkpoints_raise(make, tmp_path):
     name = max(load_file(tmp_path / "model.safetensors"), key=lambda name: "mlp" in name)
     other = name.replace(".weight", ".other")
     change_weights(tmp_path, **OF_OLD_CHECKPOINTS, **{other: torch.zeros(3)})
-    with pytest.raises(UserError, match=f"got 1 unexpected weights, such as `.*{other}`"):
+    with user_error(f"got 1 unexpected weights, such as `.*{other}`"):
         load(tmp_path)
     change_weights(tmp_path, **{other: None, name: None})
-    with pytest.raises(UserError, match=f"got 1 missing weights, such as `.*{name}`"):
+    with user_error(f"got 1 missing weights, such as `.*{name}`"):
         load(tmp_path)
 
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 from conftest import TINY, tiny_ouro, trained_parameters, with_adapter
+from raises import user_error
 
 from loopdropout_trainer import looped
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, find_looped_model
 from loopdropout_trainer.lora import add_gates, trained_lora_parameters
 from loopdropout_trainer.models.passes import plan_loops
@@ -110,7 +110,7 @@ def test_packed_pass_runs_the_model_s_loops():
         losses[num_loops, is_packed] = model(**inputs).loss.item()
     assert losses[2, True] == pytest.approx(losses[2, False]) != pytest.approx(losses[4, True])
     model.config.num_loops = 6
-    with pytest.raises(UserError, match="one row for each loop, got 4 rows, but the model runs loop 6"):
+    with user_error("one row for each loop, got 4 rows, but the model runs loop 6"):
         state.set(GatedBatch(MIXED, options=options))
         model(**inputs)
 

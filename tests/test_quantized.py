@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, assert_same_weights, load_script, tiny_ouro, trained_parameters, with_adapter
+from raises import user_error
 from transformers import BitsAndBytesConfig
 
 from loopdropout_trainer import LoopDropoutSFTTrainer, load_model, merge_and_save
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.recipe import dump_recipe, load_recipe
 
 
@@ -80,5 +80,5 @@ def test_merge_script_quantizes_as_in_training(saved_model, train):
 
 def test_8_bit_base_is_not_merged(saved_model, tmp_path):
     model = load_model(saved_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
-    with pytest.raises(UserError, match="load the base model unquantized"):
+    with user_error("load the base model unquantized"):
         merge_and_save(with_adapter(model), tmp_path / "merged")

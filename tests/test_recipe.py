@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from conftest import ROOT, load_script
+from raises import user_error
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments
 from loopdropout_trainer.data import PREPARATIONS, DataArguments
@@ -98,7 +99,7 @@ def test_load_recipe_extends_relative_paths(write):
 
 def test_parse_ignores_fields_of_other_scripts_in_recipes_only():
     assert parse((ModelArguments,), ["quickstart.yaml"], unread_types=SFT_TYPES)[0].dtype == "float32"
-    with pytest.raises(UserError, match="`p` is a field of trainings, which has no effect on this script"):
+    with user_error("`p` is a field of trainings, which has no effect on this script"):
         parse((ModelArguments,), ["quickstart.yaml", "--p", "0.5"], unread_types=SFT_TYPES)
 
 
@@ -148,7 +149,7 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     for _ in range(2):
         assert read("--name", "x", "--import", path).name == "x"
     assert (tmp_path / "count").read_text() == "x"
-    with pytest.raises(UserError, match="`--import` must be given Python files or task files, got nowhere.py"):
+    with user_error("`--import` must be given Python files or task files, got nowhere.py"):
         read("--name", "x", "--import", "nowhere.py")
 
 
@@ -158,7 +159,7 @@ def test_import_adds_a_preparation(write, monkeypatch):
     with patch.dict(PREPARATIONS):
         (args,) = parse((DataArguments,), ["--preparation", "mine", "--import", path])
     assert args.preparation == "mine"
-    with pytest.raises(UserError, match="`preparation` must be one of arithmetic, .*, got 'mine'"):
+    with user_error("`preparation` must be one of arithmetic, .*, got 'mine'"):
         parse((DataArguments,), ["--preparation", "mine"])
 
 

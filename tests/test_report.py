@@ -15,10 +15,10 @@ from expected import expected_results
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from processes import ROOT
+from raises import user_error
 from scipy import stats
 
 from loopdropout_trainer.diagnostics import compare_answers
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.plots import line_plot
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
@@ -163,10 +163,10 @@ def test_average_rejects_other_settings_and_results(tmp_path):
     write(tmp_path / "2", [{"value": 60.0}], {**recipe, "output_dir": "b", "eval_num_loops": [3], "seed": 2}, seed=2)
     assert cell(tmp_path) == "55.00 ± 7.07"
     write(tmp_path / "3", [{"value": 51.0}], recipe)
-    with pytest.raises(UserError, match="One seed has two results"):
+    with user_error("One seed has two results"):
         cell(tmp_path)
     write(tmp_path / "3", [{"value": 50.0}], {**recipe, "learning_rate": 0.002})
-    with pytest.raises(UserError, match="`recipe_learning_rate` differs .* between the results in .*1.*3"):
+    with user_error("`recipe_learning_rate` differs .* between the results in .*1.*3"):
         cell(tmp_path)
 
 
@@ -210,7 +210,7 @@ def test_select_defaults_to_trained_depth_and_gates(tmp_path):
 
 
 def test_load_results_joins_evaluation_and_training(tmp_path):
-    with pytest.raises(UserError, match="There are no results below"):
+    with user_error("There are no results below"):
         report.load_results(tmp_path)
     training, evaluation = tmp_path / "s/lora/lr_0.001/seed_1", tmp_path / "evaluation"
     recipe = {"learning_rate": 0.001, "run_name": "s/lora/lr_0.001/seed_1"}

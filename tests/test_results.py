@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from conftest import read_lines
+from raises import user_error
 
 from loopdropout_trainer import results
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.progress import finish_run, log_table
 from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
 
@@ -36,10 +36,10 @@ def test_read_results_joins_recipes(tmp_path):
         (folder / "recipe.yaml").write_text("learning_rate: 1e-4\np: [0.1, 0.2]\n")
     recipe = {"recipe_learning_rate": 1e-4, "recipe_p": [0.1, 0.2]}
     assert read_results(tmp_path) == [{**recipe, **row, "folder": str(folder)} for folder in folders]
-    with pytest.raises(UserError, match="nowhere does not exist"):
+    with user_error("nowhere does not exist"):
         read_results(tmp_path / "nowhere")
     (tmp_path / "results.jsonl").write_text('{"metric": \n')
-    with pytest.raises(UserError, match="results.jsonl is not a file of JSON lines"):
+    with user_error("results.jsonl is not a file of JSON lines"):
         read_results(tmp_path)
 
 

@@ -12,10 +12,10 @@ import torch
 from conftest import Recorder, assert_same_weights, make_tokenizer, tiny_ouro, trained_parameters
 from datasets import Dataset
 from processes import ended, fork
+from raises import user_error
 from transformers import TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, newest_checkpoint
 
@@ -83,7 +83,7 @@ def test_incomplete_checkpoint_is_not_used(tmp_path, make_trainer, kind):
     assert newest_checkpoint(tmp_path) == newest and newest_checkpoint(newest) is None
     damage(kind)(tmp_path / "checkpoint-4")
     assert newest_checkpoint(tmp_path) == older
-    with pytest.raises(UserError, match=rf"has .*({kind[:5]}|safetensors).*checkpoint is {older}"):
+    with user_error(rf"has .*({kind[:5]}|safetensors).*checkpoint is {older}"):
         trainer.train(resume_from_checkpoint=newest)
 
 
@@ -140,12 +140,12 @@ def test_other_data_is_not_continued(tmp_path, make_trainer):
     make_trainer(output_dir=str(tmp_path), max_steps=2).train()
     trainer = make_trainer(output_dir=str(tmp_path))
     trainer.train_dataset = trainer.train_dataset.select(range(8, 4, -1))
-    with pytest.raises(UserError, match=r"trained on \d+ examples \(digest \w+\), got 4 examples"):
+    with user_error(r"trained on \d+ examples \(digest \w+\), got 4 examples"):
         trainer.train(resume_from_checkpoint=True)
 
 
 def enter_locked_folder(folder):
-    with pytest.raises(UserError, match="Another process writes"), lock_folder(folder):
+    with user_error("Another process writes"), lock_folder(folder):
         pass
 
 
@@ -166,5 +166,5 @@ def test_full_disk_names_newest_checkpoint(make_trainer, monkeypatch):
                 raise OSError(28, "No space left on device")
             super().save_model(*args, **kwargs)
 
-    with pytest.raises(UserError, match="No space left on device. The newest complete checkpoint is .*checkpoint-2"):
+    with user_error("No space left on device. The newest complete checkpoint is .*checkpoint-2"):
         make_trainer(cls=Full).train()

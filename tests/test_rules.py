@@ -10,6 +10,7 @@ from conftest import assert_same_weights, example_nll, logged, randomise, tiny_o
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.conversion import convert_to_lora
+from raises import user_error
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
@@ -203,7 +204,7 @@ def test_independent_loops_start_differently():
 def test_equal_learned_gates_are_merged(make_trainer, tmp_path):
     trainer = make_trainer("learned")
     model = randomise(trainer.model).eval()
-    with pytest.raises(ValueError, match="each loop"):
+    with user_error("each loop"):
         model.merge_and_unload()
     model.base_model.lora_loop_gates["default"].data.fill_(0.5)
     ids = torch.arange(2, 14).view(2, 6)
@@ -215,10 +216,10 @@ def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
     make_trainer("independent").save_model(tmp_path)
     with pytest.raises(RuntimeError, match="size mismatch"):
         PeftModel.from_pretrained(tiny_ouro(), str(tmp_path))
-    with pytest.raises(ValueError, match="belongs to 4 loops, but the model runs 6"):
+    with user_error("belongs to 4 loops, but the model runs 6"):
         load_adapter(tiny_ouro(num_loops=6), tmp_path)
     loaded = load_adapter(tiny_ouro(), tmp_path, is_trainable=True)
-    with pytest.raises(ValueError, match="'loop_dropout' trains a shared adapter"):
+    with user_error("'loop_dropout' trains a shared adapter"):
         add_gates(loaded, rule=make_rule("loop_dropout"))
 
 
@@ -256,11 +257,11 @@ def test_trainers_of_one_model_keep_their_rules(make_trainer, make_sft):
 def test_wrong_samples_raise(make_gates, message, make_sft, monkeypatch):
     trainer = make_sft(per_device_train_batch_size=2)
     monkeypatch.setattr(LoopDropout, "sample", lambda self, draw: make_gates(K, len(draw.example_ids)))
-    with pytest.raises(ValueError, match=f"Gates of the rule 'loop_dropout' .*{message}"):
+    with user_error(f"Gates of the rule 'loop_dropout' .*{message}"):
         trainer.train()
     model = with_adapter().train()
     loop_dropout(model)
-    with pytest.raises(ValueError, match=f"Gates of `sample` .*{message}"):
+    with user_error(f"Gates of `sample` .*{message}"):
         model(torch.arange(2, 12).view(2, 5))
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from conftest import load_script
 from expected import expected_results
+from raises import user_error
 
-from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
@@ -106,7 +107,7 @@ def test_sft_never_saves_tokens(quickstart):
 
 def test_finished_run_is_made_longer(copy):
     words = [copy / "recipe.yaml", "--output_dir", copy, FEW_MEASUREMENTS, "--compare_with", "null", "--max_steps", 8]
-    with pytest.raises(UserError, match="`max_steps` changed from 6 to 8.*resume_from_checkpoint true"):
+    with user_error("`max_steps` changed from 6 to 8.*resume_from_checkpoint true"):
         run(*words)
     text = run(*words, "--resume_from_checkpoint", "true")
     assert f"continues   {copy / 'checkpoint-6'}" in text and "memory      about" in text
@@ -144,7 +145,7 @@ def test_folder_of_another_recipe_is_not_used(quickstart):
         "--learning_rate 2e-3": "`learning_rate` changed from 0.001 to 0.002",
         "--p 0.3 --resume_from_checkpoint true": "`p` changed from [0.5] to [0.3]",
     }.items():
-        with pytest.raises(UserError, match=re.escape(f"{folder} holds another run: {difference}.")):
+        with user_error(re.escape(f"{folder} holds another run: {difference}.")):
             run(WORDS, "--output_dir", folder, words)
 
 
@@ -193,7 +194,7 @@ def test_crafted_checkpoint_runs_no_code(copy, name):
 
 def test_non_finite_loss_is_recorded(tmp_path):
     words = "quickstart.yaml --learning_rate 1e30 --max_grad_norm 1e30 --benchmarks null --eval_num_loops null"
-    with pytest.raises(UserError, match="not finite"):
+    with user_error("not finite"):
         run(words, SHORT, "--single_loop_accuracy", "false", "--output_dir", tmp_path)
     assert read_run(tmp_path)["status"] == "non-finite"
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, TINY, tiny_ouro, varied, with_adapter
 from processes import Program, free_port, python, wait_for
+from raises import user_error
 from torch.nn import functional as F
 from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from loopdropout_trainer import load_model, merge_and_save, use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.models.layers import Attention
@@ -126,7 +126,7 @@ def test_engine_with_one_cache_per_layer_raises(monkeypatch, name):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, attend)
     config = tiny_ouro(num_loops=2).config
     config._attn_implementation = name
-    with pytest.raises(UserError, match="one cache .* each layer in 2 loops. Install loopdropout-trainer next to vL"):
+    with user_error("one cache .* each layer in 2 loops. Install loopdropout-trainer next to vL"):
         AutoModel.from_config(config)
     config.num_loops = 1
     assert AutoModel.from_config(config).config._attn_implementation == name
@@ -134,7 +134,7 @@ def test_engine_with_one_cache_per_layer_raises(monkeypatch, name):
 
 @pytest.mark.parametrize(("family", "kind"), [("ouro", "pipeline"), ("huginn", "tensor"), ("loopus", "tensor")])
 def test_plugin_refuses_parallelism(make_engine, family, kind):
-    with pytest.raises(UserError, match=f"`{kind}_parallel_size` must be 1"):
+    with user_error(f"`{kind}_parallel_size` must be 1"):
         make_engine(TINY[family]().config, **{f"{kind}_parallel_size": 2})
 
 

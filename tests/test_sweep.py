@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 from processes import ROOT, Program, python, wait_for
+from raises import user_error
 
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.recipe import load_recipe, parse
 
 
@@ -187,14 +187,14 @@ def test_sweep_extends_grid_at_its_edge(lab, scores, rates, best, remark):
 def test_sweep_names_a_changed_setting(lab):
     lab.run(learning_rates=[0.01])
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "max_steps": 5}))
-    with pytest.raises(UserError, match="seed_101: `max_steps` changed from 1 to 5"):
+    with user_error("seed_101: `max_steps` changed from 1 to 5"):
         lab.run(learning_rates=[0.01], seeds=[101, 103])
     assert len(lab.log) == 2
 
 
 def test_sweep_failure_shows_the_log(lab):
     lab.set_world(fails=True)
-    with pytest.raises(UserError, match=r"lora/lr_0.01/seed_101 ended with exit code 1: ValueError: it is broken"):
+    with user_error(r"lora/lr_0.01/seed_101 ended with exit code 1: ValueError: it is broken"):
         lab.run()
     lab.set_world()
     lab.run()
@@ -224,7 +224,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("fields", "message"), ERRORS, ids=lambda value: str(value)[:40])
 def test_sweep_rejects_invalid_fields(lab, fields, message):
-    with pytest.raises(UserError, match=re.escape(message)):
+    with user_error(re.escape(message)):
         lab.sweep(**fields)
 
 

@@ -7,6 +7,7 @@ import pytest
 from conftest import byte_tokenizer, tiny_ouro
 from datasets import Dataset
 from jinja2.exceptions import TemplateError
+from raises import user_error
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -181,5 +182,5 @@ def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
 def test_wrong_tokenizer_arguments(tmp_path, monkeypatch, fields, message):
     monkeypatch.chdir(tmp_path)
     byte_tokenizer(["<pad>"], pad_token="<pad>").save_pretrained("saved")
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_tokenizer(**{"name_or_path": "saved", **fields})

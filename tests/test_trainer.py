@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import Recorder, assert_same_weights, logged, tiny_ouro, trained_parameters
 from peft import LoraConfig
+from raises import user_error
 from transformers import TrainerCallback, set_seed
 from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
 import loopdropout_trainer
 from loopdropout_trainer import LoopDropoutSFTTrainer, LoRADropoutSFTTrainer, default_peft_config, use_gates
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import adapted_layers
@@ -196,7 +196,7 @@ ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "ste
     ids=str,
 )
 def test_settings_that_do_not_fit_raise(make_sft, fields, message):
-    with pytest.raises(ValueError, match=message):
+    with user_error(message):
         make_sft(**fields).train()
 
 
@@ -213,7 +213,7 @@ def test_settings_that_do_not_fit_raise(make_sft, fields, message):
 def test_fixed_args_raise_after_a_change(make_sft, before, name, value):
     trainer = make_sft(**before)
     setattr(trainer.args, name, value)
-    with pytest.raises(UserError, match=f"`{name}` must keep its value .* got"):
+    with user_error(f"`{name}` must keep its value .* got"):
         trainer.train()
 
 
