@@ -120,13 +120,11 @@ class _Ending:
         """Return whether each completion ends with its last token. Before that token it had not ended."""
         if self.on_text is not None:
             self.on_text(self.to_text(completions[0]))
-        tails = [""] * len(completions)
-        if self.window:
-            tails = self.decode([tokens[-self.window :] for tokens in completions])
-        return [
-            tokens[-1] in self.end_tokens or bool(self.stops.search(tail))
-            for tokens, tail in zip(completions, tails, strict=True)
-        ]
+        ended = [tokens[-1] in self.end_tokens for tokens in completions]
+        if not self.window:
+            return ended
+        tails = self.decode([tokens[-self.window :] for tokens in completions])
+        return [end or bool(self.stops.search(tail)) for end, tail in zip(ended, tails, strict=True)]
 
     def to_text(self, tokens: list[int]) -> str:
         """Return the text of a completion up to its end."""
@@ -218,35 +216,30 @@ def _decode_in_slots(
     cache = SlotCache(num_slots)
     waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
     rows: list[int] = []  # prompts of the slots in use, from the first slot
-    tokens = [list(prompt) for prompt in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
     while waiting or rows:
-        free = num_slots - len(rows)
-        if (
-            waiting and 4 * free >= num_slots
-        ):  # not for each free slot, because reading prompts takes a call of its own
+        free, first = num_slots - len(rows), 0
+        # Not for each free slot, because reading prompts takes a call of its own.
+        if reads_prompts := bool(waiting) and 4 * free >= num_slots:
             size = max(1, PREFILL_TOKENS // len(prompts[waiting[0]]))  # the first prompt is the longest
             first = len(rows)
             rows += [waiting.popleft() for _ in range(min(free, len(waiting), size))]
-            cache.num_columns = None
-        else:
-            first = 0
-            cache.num_columns = max(len(tokens[index]) for index in rows)
-        starts = [0 if cache.num_columns is None else len(tokens[index]) - 1 for index in rows[first:]]
-        new = [torch.tensor(tokens[index][start:]) for index, start in zip(rows[first:], starts, strict=True)]
+        lengths = [len(prompts[index]) + len(answers[index]) for index in rows[first:]]
+        cache.num_columns = None if reads_prompts else max(lengths)
+        new = [torch.tensor(answers[index][-1:] or prompts[index]) for index in rows[first:]]
+        starts = torch.tensor([[length - len(row)] for length, row in zip(lengths, new, strict=True)])
         ids = pad_sequence(new, batch_first=True).to(model.device)  # [B, S]
-        # Padding comes after a prompt, which does not attend to it, in the columns of the completion.
-        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(ids.shape[1])
         cache.slots = torch.arange(first, len(rows), device=model.device).unsqueeze(1)
-        cache.positions = positions.to(model.device)
+        # Padding comes after a prompt, which does not attend to it, in the columns of the completion.
+        cache.positions = (starts + torch.arange(ids.shape[1])).to(model.device)
         logits = _next_logits(model, cache, ids, [len(row) - 1 for row in new])
         for index, token in zip(rows[first:], logits.argmax(dim=-1).tolist(), strict=True):
-            tokens[index].append(token)
+            answers[index].append(token)
 
-        completions = [tokens[index][len(prompts[index]) :] for index in rows]
-        ended = find_ended(completions)
-        ended = [end or len(row) >= max_new_tokens for end, row in zip(ended, completions, strict=True)]
+        ended = find_ended([answers[index] for index in rows])
+        ended = [end or len(answers[index]) >= max_new_tokens for end, index in zip(ended, rows, strict=True)]
         if any(ended):
-            finished = [(index, row) for index, row, end in zip(rows, completions, ended, strict=True) if end]
+            finished = [(index, answers[index]) for index, end in zip(rows, ended, strict=True) if end]
             # The last rows move to the slots before them that are free: of rows [a, -, c, -, e], e moves to slot 1.
             kept = [slot for slot, end in enumerate(ended) if not end]
             sources = [slot for slot in kept if slot >= len(kept)]

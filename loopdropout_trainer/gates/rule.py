@@ -63,16 +63,8 @@ class GateRule:
     uses_steps: ClassVar[bool] = False  # gates depend on the optimizer step
     wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
     mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
-
-    @property
-    def alpha_factor(self) -> float:
-        """Factor on the `lora_alpha` of a new adapter."""
-        return 1.0
-
-    @property
-    def passes(self) -> int:
-        """Forward and backward passes per micro-batch, over which the loss is averaged."""
-        return 1
+    alpha_factor: ClassVar[float] = 1.0  # factor on the `lora_alpha` of a new adapter
+    passes: ClassVar[int] = 1  # forward and backward passes per micro-batch, over which the loss is averaged
 
     def check(self, num_loops: int) -> None:
         """Raise ValueError if the rule's fields do not fit a model of `num_loops` loops."""

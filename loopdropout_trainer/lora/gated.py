@@ -269,9 +269,8 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
 def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
     """Raise UserError for parameters that PEFT's `load_adapter` would silently drop."""
     parameters = {prefix + name for name, _ in tuner.named_parameters()}
-    for name in state_dict:
-        kind = next((kind for kind in ADAPTER_KINDS.values() if kind.is_own(name)), None)
-        if kind is not None and name not in parameters:
+    for kind in ADAPTER_KINDS.values():
+        for name in filter(kind.is_own, state_dict.keys() - parameters):
             raise UserError(
                 f"The adapter has {kind.description} (`{name}`), which PEFT's `load_adapter` does not read. Load it on "
                 "a new model with `loopdropout_trainer.load_adapter`."

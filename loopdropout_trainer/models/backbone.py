@@ -174,9 +174,9 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
 
 def _check_initial_state(initial_state: Tensor, shape: tuple[int, int, int]) -> None:
-    given = initial_state.shape
-    if len(given) != 3 or given[0] != shape[0] or given[2] != shape[2] or given[1] > shape[1]:
-        raise UserError(f"`initial_state` must have shape {list(shape)}, or less columns, got {list(given)}.")
+    given, (rows, columns, size) = list(initial_state.shape), shape
+    if given[:1] + given[2:] != [rows, size] or given[1] > columns:
+        raise UserError(f"`initial_state` must have shape {list(shape)}, or less columns, got {given}.")
 
 
 def _check_engine(config: PreTrainedConfig) -> None:

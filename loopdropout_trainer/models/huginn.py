@@ -34,6 +34,7 @@ from loopdropout_trainer.models.layers import (
     rotate_halves,
     swiglu,
 )
+from loopdropout_trainer.models.looped_modeling import published_rope
 from loopdropout_trainer.models.passes import LoopInputs
 from loopdropout_trainer.models.prelude_coda import (
     PreludeCodaConfig,
@@ -151,13 +152,9 @@ class HuginnConfig(PreludeCodaConfig):
         # The published class derives it from `tie_embeddings`, and does not accept both.
         fields.pop("tie_word_embeddings", None)
         fields["tie_embeddings"] = self.tie_word_embeddings
-        rope = dict(fields.pop("rope_parameters", None) or {})
-        if rope:
-            fields["rope_theta"] = rope.pop("rope_theta")
-            if rope.get("rope_type", "default") != "default":
-                fields["rope_scaling"] = rope
-        else:
-            fields.pop("max_position_embeddings", None)
+        if rope := fields.pop("rope_parameters", None):
+            return {**fields, **published_rope(rope)}
+        fields.pop("max_position_embeddings", None)
         return fields
 
 

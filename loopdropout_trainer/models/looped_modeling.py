@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -34,12 +34,12 @@ from loopdropout_trainer.models.layers import Attention, RecurrentLayer
 
 
 @dataclass
-class LoopedModelOutput(BaseModelOutputWithPast):
-    """Output of a backbone. `last_hidden_state` is the final loop's readout, ready for the head.
+class LoopOutputs(ModelOutput):
+    """Outputs of all loops, with `output_readouts`.
 
     Attributes:
-        readouts: The K readouts [B, S, H], with `output_readouts`.
-        loop_states: The K states [B, S, H] after the loops, with `output_readouts`.
+        readouts: The K readouts [B, S, H].
+        loop_states: The K states [B, S, H] after the loops.
     """
 
     readouts: tuple[Tensor, ...] | None = None
@@ -47,16 +47,13 @@ class LoopedModelOutput(BaseModelOutputWithPast):
 
 
 @dataclass
-class LoopedCausalLMOutput(CausalLMOutputWithPast):
-    """Output of a model with its head. `loss` and `logits` belong to the final loop.
+class LoopedModelOutput(LoopOutputs, BaseModelOutputWithPast):
+    """Output of a backbone. `last_hidden_state` is the final loop's readout, ready for the head."""
 
-    Attributes:
-        readouts: The backbone's.
-        loop_states: The backbone's.
-    """
 
-    readouts: tuple[Tensor, ...] | None = None
-    loop_states: tuple[Tensor, ...] | None = None
+@dataclass
+class LoopedCausalLMOutput(LoopOutputs, CausalLMOutputWithPast):
+    """Output of a model with its head. `loss` and `logits` belong to the final loop."""
 
 
 # Keywords of `forward`.
@@ -123,6 +120,11 @@ class LoopedConfigMixin:
         """Number of runs of attention layers in a forward pass."""
         return self.num_hidden_layers + (self.num_loops - 1) * self.num_recurrent_layers
 
+    def check_full_attention(self) -> None:
+        """Raise UserError if layers attend to a window only."""
+        if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
+            raise UserError(f"`use_sliding_window` must be False for `model_type: {self.model_type}`, got True.")
+
     def published_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields that transformers would save under the names of the published config.json."""
         return fields
@@ -153,9 +155,15 @@ class DecoderConfigMixin(LoopedConfigMixin):
     """Saves RoPE under the names of the published files."""
 
     def published_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        rope = dict(fields.pop("rope_parameters"))
-        theta = rope.pop("rope_theta")
-        return {**fields, "rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
+        rope = published_rope(fields.pop("rope_parameters"))
+        return {**fields, **rope}
+
+
+def published_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of RoPE under the names of transformers 4."""
+    rope = dict(rope_parameters)
+    theta = rope.pop("rope_theta")
+    return {"rope_theta": theta, "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope}
 
 
 # Models.

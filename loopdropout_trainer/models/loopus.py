@@ -87,8 +87,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
                 "`encoder_layer_indices`, `reasoning_layer_indices` and `decoder_layer_indices` must share the "
                 f"{len(layers)} base layers, with at least one to loop, got {stacks}."
             )
-        if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
-            raise UserError("`use_sliding_window` must be False for LoopUS, got True.")
+        self.check_full_attention()
         if self.lma_window:
             raise UserError(f"`lma_window` must be 0, got {self.lma_window}.")
 

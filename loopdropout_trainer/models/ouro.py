@@ -13,7 +13,6 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import Qwen2Config
 
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.backbone import DecoderBackbone
 from loopdropout_trainer.models.layers import DecoderLayer, RMSNorm
 from loopdropout_trainer.models.looped_modeling import DecoderConfigMixin, DecoderForCausalLM
@@ -51,8 +50,7 @@ class OuroConfig(DecoderConfigMixin, Qwen2Config):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
-        if self.use_sliding_window or set(self.layer_types) != {"full_attention"}:
-            raise UserError("`use_sliding_window` must be False for Ouro, got True.")
+        self.check_full_attention()
 
 
 class OuroDecoderLayer(DecoderLayer):
