@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loopdropout_trainer.errors import UserError, closest_match
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.rule import check_number, make_from_fields
 from loopdropout_trainer.gates.streams import Streams
 
@@ -104,14 +104,7 @@ DEPTH_SAMPLERS = {
 
 def make_depth_sampler(name: str, fields: Mapping[str, Any] | None = None) -> FixedDepth:
     """Return the depth sampler `name` with its fields."""
-    if name not in DEPTH_SAMPLERS:
-        choices = ", ".join(DEPTH_SAMPLERS)
-        raise UserError(
-            f"`depth_sampling` must be one of {choices}, got {name!r}.{closest_match(name, DEPTH_SAMPLERS)}"
-        )
-    return make_from_fields(
-        DEPTH_SAMPLERS[name], fields or {}, f"`depth_sampling: {name}`", " in `depth_sampling_args`"
-    )
+    return make_from_fields(DEPTH_SAMPLERS, "depth_sampling", name, fields or {})
 
 
 def sample_depth(sampler: FixedDepth, seed: int, step: int, num_loops: int) -> int:

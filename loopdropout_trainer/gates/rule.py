@@ -104,26 +104,30 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
 
 def make_rule(name: str, **fields: Any) -> GateRule:
     """Return the rule `name` with its fields, or raise UserError with the valid choices."""
-    if name not in RULES:
-        choices = ", ".join(sorted(RULES))
-        raise UserError(f"`rule` must be one of {choices}, got {name!r}.{closest_match(name, RULES)}{OWN_FILE_HINT}")
-    return make_from_fields(RULES[name], fields, f"The rule {name!r}")
+    return make_from_fields(RULES, "rule", name, fields, OWN_FILE_HINT)
 
 
-def make_from_fields(cls: type, fields: Mapping[str, Any], name: str, place: str = "") -> Any:
-    """Return a dataclass with these fields, or raise UserError for an unknown field.
+def make_from_fields(
+    classes: Mapping[str, type], option: str, name: str, fields: Mapping[str, Any], hint: str = ""
+) -> Any:
+    """Return the dataclass of a name with its fields, or raise UserError for an unknown name or field.
 
     Args:
-        cls: Dataclass.
+        classes: Dataclasses by name.
+        option: Field of the configuration that holds the name.
+        name: Name of a dataclass.
         fields: Values by field name.
-        name: Subject of the error message.
-        place: Location of the fields in the error message.
+        hint: End of the message about an unknown name.
     """
-    valid = [field.name for field in dataclasses.fields(cls) if field.init]
+    if name not in classes:
+        choices = ", ".join(sorted(classes))
+        raise UserError(f"`{option}` must be one of {choices}, got {name!r}.{closest_match(name, classes)}{hint}")
+    valid = [field.name for field in dataclasses.fields(classes[name]) if field.init]
     for field in fields:
         if field not in valid:
-            raise UserError(f"{name} has no field {field!r}{place}. It takes {', '.join(valid) or 'no fields'}.")
-    return cls(**fields)
+            takes = ", ".join(valid) or "no fields"
+            raise UserError(f"`{option}: {name}` has no field {field!r}. It takes {takes}.")
+    return classes[name](**fields)
 
 
 def check_number(name: str, value: Any, low: float, high: float, kind: type | tuple[type, ...] = (int, float)) -> None:

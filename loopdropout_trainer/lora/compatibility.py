@@ -55,25 +55,24 @@ def default_peft_config(
         peft_config.target_modules = None if targets == "all-linear" else targets
         return peft_config
     looped = find_looped_model(model)
-    names = looped.recurrent_linears()
+    names = set(looped.recurrent_linears())
+    takes_full_names = peft_config.layers_to_transform is None  # PEFT ignores that field for full names
     if targets in (None, "all-linear"):
-        peft_config.target_modules = set(looped.default_targets())
-        if peft_config.layers_to_transform is not None:  # PEFT ignores it for full names
-            peft_config.target_modules = {name.rpartition(".")[2] for name in looped.default_targets()}
+        defaults = looped.default_targets()
+        peft_config.target_modules = {name if takes_full_names else name.rpartition(".")[2] for name in defaults}
         return peft_config
     modules = dict(model.named_modules())
-    matches = {target: [name for name in modules if f".{name}".endswith(f".{target}")] for target in targets}
+    matches = {target: {name for name in modules if f".{name}".endswith(f".{target}")} for target in targets}
     if not any(matches.values()):
         known = sorted({name.rpartition(".")[2] for name in names})
         raise UserError(
             f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(targets)}."
         )
-    if peft_config.layers_to_transform is None:
+    if takes_full_names:
         peft_config.target_modules = set()
         for target, found in matches.items():  # names outside of the block too are replaced by full names inside
-            inside = {*found}.intersection(names)
-            is_outside = any(hasattr(modules[name], "in_features") for name in {*found} - inside)
-            peft_config.target_modules |= inside if inside and is_outside else {target}
+            is_outside = any(hasattr(modules[name], "in_features") for name in found - names)
+            peft_config.target_modules |= found & names if found & names and is_outside else {target}
     return peft_config
 
 

@@ -351,22 +351,6 @@ def gate_new_layers(model: PeftModel) -> None:
 
 
 @contextmanager
-def _all_gated(model: PeftModel) -> Iterator[None]:
-    """Gate every layer inside the block. Layers that were gated before stay gated, and all layers with a gradient.
-
-    Gradient checkpointing recomputes a pass in the backward pass, which may run after the block.
-    """
-    is_gated = bool(gated_layers(model))
-    stays = is_gated or torch.is_grad_enabled()
-    gate_new_layers(model) if is_gated else add_gates(model)
-    try:
-        yield
-    finally:
-        if not stays:
-            remove_gates(model)
-
-
-@contextmanager
 def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor | None = None) -> Iterator[GateState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
@@ -386,5 +370,12 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
     """
     looped = attach_looped_model(model)
     gates = as_gate_matrix(gates, looped.num_loops, len(adapted_layers(model)))
-    with _all_gated(model), applied_gates(looped.gate_state, gates, token_examples):
-        yield looped.gate_state
+    is_gated, has_gradient = bool(gated_layers(model)), torch.is_grad_enabled()
+    gate_new_layers(model) if is_gated else add_gates(model)
+    try:
+        with applied_gates(looped.gate_state, gates, token_examples):
+            yield looped.gate_state
+    finally:
+        # Gradient checkpointing recomputes a pass in the backward pass, which may run after the block.
+        if not is_gated and not has_gradient:
+            remove_gates(model)

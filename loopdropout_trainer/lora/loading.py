@@ -33,10 +33,10 @@ def attach_adapter(
     if not weights:
         raise UserError(f"The adapter in {folder} has no tensors. Save it again.")
     for name, weight in weights.items():
-        if not weight.is_floating_point():
-            raise UserError(f"The adapter in {folder} is damaged: `{name}` holds {weight.dtype} numbers.")
-        if not torch.isfinite(weight).all():
-            raise UserError(f"The adapter in {folder} is damaged: `{name}` holds numbers that are NaN or infinite.")
+        if not (weight.is_floating_point() and torch.isfinite(weight).all()):
+            raise UserError(
+                f"The adapter in {folder} is damaged: `{name}` holds numbers that are not finite or not real."
+            )
     depths = {kind: kind.saved_num_loops(weights) for kind in ADAPTER_KINDS.values()}
     kinds = [kind for kind, depth in depths.items() if depth is not None]
     num_loops = find_looped_model(model).num_loops

@@ -51,15 +51,10 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     base_model_tp_plan = {}
 
     base_config_dict: dict | None = None
-    base_model_name_or_path: str | None = None
     encoder_layer_indices: list[int] | None = None
     reasoning_layer_indices: list[int] | None = None
     decoder_layer_indices: list[int] | None = None
     N: int = 6
-    q_threshold: float = 0.9
-    q_eval_interval: int = 1
-    halting_strategy: str = "threshold"
-    convergence_epsilon: float = 1e-2
     lma_window: int = 0
 
     def __post_init__(self, **kwargs):

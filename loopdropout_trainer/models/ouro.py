@@ -23,9 +23,10 @@ from loopdropout_trainer.models.passes import LoopInputs
 class OuroConfig(DecoderConfigMixin, Qwen2Config):
     """Configuration of an Ouro model. It has Qwen2's fields and the following. The defaults are Ouro-1.4B's.
 
+    The published field `early_exit_threshold` is stored and not used: every forward pass runs K loops.
+
     Args:
         total_ut_steps: Recurrence depth K, also named `num_loops`. You can set it on a loaded model.
-        early_exit_threshold: Stored, but not used: every forward pass runs K loops.
     """
 
     model_type = "ouro"
@@ -44,7 +45,6 @@ class OuroConfig(DecoderConfigMixin, Qwen2Config):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 0
     total_ut_steps: int = 4
-    early_exit_threshold: float | None = 1.0
 
     def __post_init__(self, **kwargs):
         if self.head_dim is None:
