@@ -1,6 +1,7 @@
 """Fine-tune looped language models with Loop Dropout (Zhu et al. 2026, arXiv 2609.34218).
 
-The model families register with transformers' Auto classes before `AutoConfig` looks up its first configuration.
+The model families register with transformers' Auto classes before `AutoConfig` looks up its first configuration. Families of
+transformers itself are described as soon as their classes are imported.
 """
 
 # ruff: noqa: F401  (handed on)
@@ -110,3 +111,8 @@ __version__ = "0.1.0"
 
 _warn_about_untested_versions()
 register_post_import_hook(_register_families_when_used, "transformers.models.auto.configuration_auto")
+for _family in ("hrm_text", "dory"):
+    register_post_import_hook(
+        lambda modeling: import_module("loopdropout_trainer.models"),
+        f"transformers.models.{_family}.modeling_{_family}",
+    )

@@ -77,6 +77,11 @@ print((trainer_utils.PeftModel, trainer_utils.PeftMixedModel) == (peft.PeftModel
     assert (done.stdout, done.stderr) == ("ouro\nTrue\n", "")
 
 
+def test_foreign_class_is_described_when_imported():
+    code = "from loopdropout_trainer.looped import DESCRIPTIONS\nfrom transformers import HrmTextForCausalLM\n"
+    assert run("-c", f"{code}print(HrmTextForCausalLM in DESCRIPTIONS)").stdout == "True\n"
+
+
 def test_import_warns_about_untested_version(tmp_path):
     folder = tmp_path / "transformers-99.0.dist-info"
     folder.mkdir()

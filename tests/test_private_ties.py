@@ -156,6 +156,6 @@ def test_private_names_are_listed():
 def test_moved_name_makes_only_dory_unsupported():
     move = "import transformers.conversion_mapping, transformers.core_model_loading as moved\n"
     move += "vars(moved).pop('LayerPairCollapse', None)\n"
-    ask = "from loopdropout_trainer.looped import UNSUPPORTED\nprint(UNSUPPORTED['dory'])"
+    ask = "import loopdropout_trainer.models\nprint(loopdropout_trainer.models.UNSUPPORTED['dory'])"
     done = subprocess.run([sys.executable, "-c", move + ask], capture_output=True, text=True, cwd=ROOT)
     assert "it needs the interface of transformers 5.24" in done.stdout, done.stderr
