@@ -138,26 +138,27 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
     results = results.assign(label=results["method"])
     for _, rows in results.groupby("method"):
         for name in differing(rows.filter(like="recipe_")):
-            results.loc[rows.index, "label"] += [f", {name[7:]} = {value}" for value in rows[name]]
+            texts = [f", {name[7:]} = {value}" if pd.notna(value) else "" for value in rows[name]]
+            results.loc[rows.index, "label"] += texts
     return results
 
 
 def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
     """Return accuracies (%) by task, recurrence depth and method, mean ± SD over seeds, and differences to LoRA (points).
 
-    A method is compared with the LoRA of the same settings, or with the only LoRA. The 95% intervals are over seeds. For a
-    single seed they are over problems.
+    A method is compared with the LoRA whose settings it has, as far as those of LoRA differ. The 95% intervals are over seeds.
+    For a single seed they are over problems.
     """
     rows = labelled(select(results, {"metric": "accuracy", "num_loops": results["num_loops"]}))
     lines = []
     for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
-        by_label = dict(tuple(part.groupby("label", sort=False)))
+        by_label, parts = dict(tuple(part.groupby("label", sort=False))), lambda label: {*label.split(", ")}
         for label, ours in by_label.items():
             method = ours["method"].iloc[0]
-            lora = by_label.get(label.replace(method, "LoRA", 1), by_label.get("LoRA"))
+            loras = [each for each in by_label if {"LoRA"} <= parts(each) <= {"LoRA", *parts(label)}]
             line = {"task": task, "K": f"{depth:g}", "method": label, "accuracy": mean_sd(average(ours))}
-            is_compared = lora is not None and method not in ("LoRA", "base model")
-            lines.append({**line, "minus LoRA": difference(ours, lora) if is_compared else ""})
+            is_compared = loras and method not in ("LoRA", "base model")
+            lines.append({**line, "minus LoRA": difference(ours, by_label[loras[0]]) if is_compared else ""})
     return pd.DataFrame(lines).set_index(["task", "K", "method"])
 
 

@@ -272,6 +272,18 @@ def test_printed_table_has_80_columns(capsys):
     assert re.search("arithmetic_easy_test, +6.0 +7.0 +8.0 *\nlearning_rate = *\n0.001", parts[2])
 
 
+def test_report_compares_methods_at_equal_settings(tmp_path):
+    for rate, p in ((0.001, None), (0.001, 0.25), (0.002, None)):
+        for method in ["LoRA"] * (p is None) + ["Loop Dropout"]:
+            rows = [{"value": 1000 * rate * seed + 10 * (method != "LoRA"), "seed": seed} for seed in (1, 2)]
+            write(tmp_path / f"{method} {rate} {p}", rows, {"learning_rate": rate, "p": p}, method=method)
+    table = report.accuracy_table(report.load_results(tmp_path)).reset_index("method")
+    assert {method: gain for method, gain in table[["method", "minus LoRA"]].to_numpy() if gain} == dict.fromkeys(
+        [f"Loop Dropout, learning_rate = {text}" for text in ("0.001", "0.001, p = 0.25", "0.002")],
+        "+10.0 [+10.0, +10.0]",
+    )
+
+
 def test_overview_figure_has_three_panels(quickstart):
     folder = quickstart / "LoRA 0.001"
     again = {"gates": "loop 1", "loop": 1, "metric": "loss_reduction", "task": "development", "n": 50, "value": 77.0}
