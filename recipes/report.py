@@ -36,6 +36,7 @@ Missing runs are listed.
 #     single loop                      loss (nats) and loss_reduction (%) with gates "loop t" and loop t, or with gates
 #                                      "unit"; frozen loss: metric loss, gates "none", method "base model"
 #     readouts                         readout_loss (nats), loop t
+#     curvature                        curvature (nats), loop t, and curvature_term (nats)
 #
 # From recipe.yaml: recipe_learning_rate, recipe_lora_r, recipe_num_loops, recipe_model_name_or_path, recipe_rule, recipe_p,
 # recipe_run_name ("SWEEP/METHOD/lr_X/seed_S" for a run of a sweep, which gives the columns `sweep` and `variant`).
