@@ -105,7 +105,7 @@ def heat_plot(data: pd.DataFrame, x: str, y: str, title: str, x_label: str, y_la
 
 def save_figure(plot: p9.ggplot | Compose, path: str | Path) -> None:
     """Save a figure as PNG, PDF and SVG. The same numbers give the same files. `path` has no ending."""
-    dates: dict[str, dict[str, None] | None] = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    dates = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
         figure = plot.draw()
         for ending, date in dates.items():

@@ -201,15 +201,6 @@ def overview_figure(results: pd.DataFrame) -> Any:
     return line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
 
 
-def draw_results(job: Job) -> None:
-    """Draw the results of a job if they have other depths or single loops. Figures need plotnine."""
-    options, folder = job.script_args, Path(job.args.output_dir)
-    if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
-        from loopdropout_trainer.plots import save_figure
-
-        save_figure(overview_figure(load_results(folder)), folder / "figure")
-
-
 # Printed tables
 
 
@@ -252,9 +243,12 @@ def print_by_method(title: str, rows: pd.DataFrame, columns: Any, cell_format: s
         print_table(title, rows.pivot_table("value", "method", columns, sort=False), cell_format)
 
 
-def print_results(folders: list[str]) -> None:
-    """Print tables of the results of some folders."""
-    rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder)["results"]])
+def show_results(job: Job) -> None:
+    """Print tables of the results of a job, and draw them if they have other depths or single loops.
+
+    Figures need plotnine.
+    """
+    rows = pd.DataFrame([row for folder in job.folders for row in read_card_fields(folder)["results"]])
     rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
@@ -275,7 +269,12 @@ def print_results(folders: list[str]) -> None:
     for task, own in reductions.groupby("task", sort=False):
         examples = "" if task == DEVELOPMENT else f" on {task}"
         print_by_method(f"Loss reduction{examples} with the adapter in one loop only, in %", own, "gates")
-    print(f"\nEverything is in {', '.join(folders)}")
+    print(f"\nEverything is in {', '.join(job.folders)}")
+    options, folder = job.script_args, Path(job.args.output_dir)
+    if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
+        from loopdropout_trainer.plots import save_figure
+
+        save_figure(overview_figure(load_results(folder)), folder / "figure")
 
 
 def print_differences(accuracy: pd.DataFrame) -> None:

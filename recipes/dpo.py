@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     # These imports take seconds, so they come after the checks.
-    from _tables import draw_results, print_results
+    from _tables import show_results
 
     from loopdropout_trainer.training.dpo import LoopDropoutDPOTrainer
 
@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         job.finish_run(trainer, run)
 
     if training_args.process_index == 0:
-        print_results(job.folders)
-        draw_results(job)
+        show_results(job)
     job.push()
 
 
