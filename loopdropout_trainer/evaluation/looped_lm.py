@@ -142,28 +142,27 @@ class LoopedLM(HFLM):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Run the model at its depth and under its gates. The readout after loop t is the output of t loops."""
-        depth = self.readout or self.num_loops
-        with set_depth(self.model, depth), use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext():
-            yield
+        """Run the model at its depth and under its gates, with a cache of keys and values for generation only.
 
-    @contextmanager
-    def _scoring(self) -> Iterator[None]:
-        """Run the model without a cache of keys and values."""
-        config = self.looped.config
-        before, config.use_cache = config.use_cache, False
+        The readout after loop t is the output of t loops.
+        """
+        depth, config = self.readout or self.num_loops, self.looped.config
+        before, config.use_cache = config.use_cache, False  # generation asks for a cache itself
         try:
-            with self._running():
+            with (
+                set_depth(self.model, depth),
+                use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext(),
+            ):
                 yield
         finally:
             config.use_cache = before
 
     def loglikelihood(self, requests, disable_tqdm=False):
-        with self._scoring():
+        with self._running():
             return super().loglikelihood(requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        with self._scoring():
+        with self._running():
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def generate_until(self, requests, disable_tqdm=False):
