@@ -56,7 +56,7 @@ HELP_GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
 """Titles of the first groups of fields in `--help`. The classes of the fields have their titles as `help_title`."""
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
-"""Fields that were renamed, for the hint of an error."""
+"""Present names of fields in recipes of finished runs."""
 
 _SHOWN = """learning_rate num_train_epochs assistant_only_loss per_device_train_batch_size gradient_accumulation_steps seed
 lr_scheduler_type warmup_steps use_cpu logging_steps save_steps report_to push_to_hub hub_model_id beta num_generations

@@ -21,7 +21,7 @@ import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import write_file
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
 
 
 if TYPE_CHECKING:
@@ -91,9 +91,10 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:
-    """Return the recipe of the run in a folder, or an empty dict."""
+    """Return the recipe of the run in a folder, with the present names of its fields, or an empty dict."""
     path = Path(folder, RECIPE_FILE)
-    return load_recipe(path) if path.is_file() else {}
+    recipe = load_recipe(path) if path.is_file() else {}
+    return {FORMER_NAMES.get(name, name): value for name, value in recipe.items()}
 
 
 def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -102,10 +103,10 @@ def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def write_run(output_dir: str | Path, **facts: Any) -> None:
-    """Write `run.json`, which marks a run as finished, with the versions of the libraries and further facts."""
+    """Write `run.json`, which marks a run as finished, with the versions of the libraries, new facts and the facts before."""
     versions = {"python": platform.python_version(), "loopdropout-trainer": loopdropout_trainer.__version__}
     versions |= {name: version(name) for name in _LIBRARIES}
-    facts = {"status": "finished", **facts, "versions": versions}
+    facts = {**read_run(output_dir), "status": "finished", **facts, "versions": versions}
     write_file(Path(output_dir, RUN_FILE), json.dumps(facts, indent=2, default=str) + "\n")
 
 

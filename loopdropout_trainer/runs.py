@@ -263,7 +263,7 @@ class Job:
         is_trained = run.is_trained
         if trainer.is_world_process_zero():
             if (folder / RUN_FILE).exists():  # it is measured further, or made longer
-                write_run(folder, **{**read_run(folder), "status": "trained" if is_trained else "stopped"})
+                write_run(folder, status="trained" if is_trained else "stopped")
             dump_recipe(run.recipe, folder / RECIPE_FILE)
         if is_trained:
             load_trained(trainer, folder)
@@ -370,7 +370,7 @@ class Job:
         if run.script_args.merge:
             merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, hub_model_id)
         finish_run(trainer, card["results"])
-        write_run(folder, **{**read_run(folder), "status": "finished"})
+        write_run(folder)
 
     @property
     def folders(self) -> list[str]:

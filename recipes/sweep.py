@@ -285,7 +285,7 @@ class Sweep:
         folder.mkdir(parents=True, exist_ok=True)
         dump_recipe(self.run_settings(run), folder / SETTINGS_FILE)
         if is_finished(folder):  # it is measured again
-            write_run(folder, **{**read_run(folder), "status": "trained"})
+            write_run(folder, status="trained")
         launcher = shlex.split(self.launcher) or [sys.executable]
         script = Path(__file__).parent / f"{self.script}.py"
         imports = ["--import", *IMPORTED] if IMPORTED else []
