@@ -243,7 +243,7 @@ def test_decoding_equals_decoding_without_cache(make_tiny):
     model, start = make_tiny().eval(), {"initial_state": torch.randn(2, 7, 32)}  # later tokens have the family's own
     starts = [model.generate(IDS, **start, **GREEDY, use_cache=use_cache) for use_cache in (True, False)]
     assert torch.equal(*starts)
-    with user_error("`initial_state` must have shape .2, 6, 32., or less columns, got .2, 6, 33."):
+    with user_error("`initial_state` must have shape .2, number of tokens, 32., got .2, 6, 33."):
         model(input_ids=IDS, initial_state=torch.zeros(2, 6, 33))
     beams = [model.generate(IDS, num_beams=4, use_cache=use_cache, **GREEDY) for use_cache in (True, False)]
     assert torch.equal(*beams)

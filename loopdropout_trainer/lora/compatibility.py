@@ -12,7 +12,6 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.lora.variants import MiCALinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -106,7 +105,7 @@ def check_layers(model: nn.Module) -> None:
     """Raise UserError unless gates reach every adapter of a PEFT model, active or not.
 
     The forward of a layer must call its LoRA variant. PEFT's LoRA layers do so over linear and most quantized weights. Other
-    tuners' layers, quantized layers with their own forward and wrappers that train a copy of a module are not supported.
+    tuners' layers and quantized layers with their own forward are not supported.
     """
     if not isinstance(model, PeftModel):
         raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
@@ -114,7 +113,7 @@ def check_layers(model: nn.Module) -> None:
         check_peft_config(config)
     recurrent = set(find_looped_model(model).recurrent_linears())
     for name, module in model.get_base_model().named_modules():
-        if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        if not isinstance(module, BaseTunerLayer):
             continue
         if name not in recurrent:
             raise UserError(
@@ -128,8 +127,6 @@ def check_layers(model: nn.Module) -> None:
             raise UserError(
                 f"`{name}` is a {kind}, whose forward computes the update without a LoRA variant. Gates do not support it."
             )
-        for variant in module.lora_variant.values():
-            check_variant(variant)
 
 
 def check_trainable(model: PeftModel) -> None:

@@ -93,19 +93,20 @@ class LoopedBackbone(LoopedPreTrainedModel):
             inputs_embeds: [B, S, H] embeddings.
             use_cache: Whether to return a cache. Default: `config.use_cache`, and False in training or with
                 `output_readouts`.
-            initial_state: [B, S' <= S, H] state of the first S' tokens before the first loop. Further tokens start from the
-                family's own state, which is the default.
+            initial_state: [B, S', H] state of the first S' tokens of the text, with the cached ones, before the first loop.
+                Further tokens start from the family's own state, which is the default.
             output_readouts: Whether to return the K readouts and the K states.
         """
         embeddings = self._embed(input_ids, inputs_embeds)
         check_num_layers(self.config, self.num_layers)
-        if initial_state is not None:
-            _check_initial_state(initial_state, (*embeddings.shape[:2], self.config.hidden_size))
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(cache, use_cache, output_readouts)
+        cached = 0 if cache is None else cache.get_seq_length()
+        if initial_state is not None:
+            initial_state = self._select_states(initial_state, embeddings, int(cached))
         if position_ids is None:
-            position_ids = _positions(embeddings, attention_mask, 0 if cache is None else cache.get_seq_length())
+            position_ids = _positions(embeddings, attention_mask, cached)
         attention_inputs = self.attention_inputs(embeddings, position_ids, input_ids)
         inputs = LoopInputs(embeddings, None, position_ids, attention_inputs, cache, attention_kwargs=kwargs)
 
@@ -134,6 +135,14 @@ class LoopedBackbone(LoopedPreTrainedModel):
         # PEFT and TRL make the embeddings require a gradient for reentrant checkpointing, and nothing uses it.
         is_frozen = self.gate_state.batch.options.lora_parameters is not None and embeddings.is_leaf
         return embeddings.detach() if is_frozen else embeddings
+
+    def _select_states(self, initial_state: Tensor, embeddings: Tensor, cached: int) -> Tensor:
+        """Return the given initial states of the tokens that run."""
+        (rows, columns, _), size = embeddings.shape, self.config.hidden_size
+        given = list(initial_state.shape)
+        if given[:1] + given[2:] != [rows, size]:
+            raise UserError(f"`initial_state` must have shape [{rows}, number of tokens, {size}], got {given}.")
+        return initial_state[:, cached : cached + columns]
 
     def _fit_cache(self, cache: Cache | None, use_cache: bool, output_readouts: bool) -> Cache | None:
         """Return a cache with one layer for each (loop, layer), or None.
@@ -171,12 +180,6 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if may_pack and not is_recorded and is_complete:
             return PackedPass(self)
         return BatchPass(self)
-
-
-def _check_initial_state(initial_state: Tensor, shape: tuple[int, int, int]) -> None:
-    given, (rows, columns, size) = list(initial_state.shape), shape
-    if given[:1] + given[2:] != [rows, size] or given[1] > columns:
-        raise UserError(f"`initial_state` must have shape {list(shape)}, or less columns, got {given}.")
 
 
 def _check_engine(config: PreTrainedConfig) -> None:

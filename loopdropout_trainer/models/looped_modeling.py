@@ -291,15 +291,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
 
     init_continuous_batching = refuse_continuous_batching
 
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if (states := inputs.get("initial_state")) is not None:  # of the first tokens of the text
-            running = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
-            first = 0 if inputs.get(CACHE) is None else int(inputs[CACHE].get_seq_length())
-            inputs["initial_state"] = states[:, first : first + running.shape[1]]
-        return inputs
-
     @can_return_tuple
     def forward(
         self,
