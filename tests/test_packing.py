@@ -7,9 +7,9 @@ import torch
 from conftest import TINY, tiny_ouro, trained_parameters, with_adapter
 from raises import user_error
 
-from loopdropout_trainer import looped
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, find_looped_model
 from loopdropout_trainer.lora import add_gates, trained_lora_parameters
+from loopdropout_trainer.models import packing
 from loopdropout_trainer.models.passes import plan_loops
 
 
@@ -78,16 +78,16 @@ def assert_packed_equals_plain(peft_model, gates, inputs, token_examples=None):
 @pytest.mark.pairs
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", ["left", "right", "packed"])
-@pytest.mark.parametrize("seconds", [looped.LAUNCH_SECONDS, 0], ids=["costly launches", "free launches"])
+@pytest.mark.parametrize("seconds", [packing.LAUNCH_SECONDS, 0], ids=["costly launches", "free launches"])
 def test_packed_pass_equals_batch_pass(make_tiny, seconds, layout, checkpointing, monkeypatch):
-    monkeypatch.setattr(looped, "LAUNCH_SECONDS", seconds)  # free: as for large models, frozen examples run apart
+    monkeypatch.setattr(packing, "LAUNCH_SECONDS", seconds)  # free: as for large models, frozen examples run apart
     inputs, token_examples = make_batch(layout)
     assert_packed_equals_plain(adapted(make_tiny(), checkpointing), MIXED, inputs, token_examples)
 
 
 @pytest.mark.parametrize("name", GATES)
 def test_packed_pass_is_exact_for_all_gates(name, monkeypatch):
-    monkeypatch.setattr(looped, "LAUNCH_SECONDS", 0)
+    monkeypatch.setattr(packing, "LAUNCH_SECONDS", 0)
     assert_packed_equals_plain(adapted(tiny_ouro()), GATES[name], make_batch("left")[0])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from loopdropout_trainer.looped import example_starts, launches_pay
+from loopdropout_trainer.looped import example_starts
 
 
 try:
@@ -21,6 +21,35 @@ except ImportError:  # builds of torch without it
     varlen_attn = None
 
 logger = logging.get_logger(__name__)
+
+
+# Launches against arithmetic: the faster of two exact ways to compute something.
+#
+# Small tensors leave a device waiting for the next operation, and large tensors do not. Both are counted in floating-point
+# operations (FLOP). The rates are nominal, and a CPU's rate is the rate of one core, so that neither a busy machine nor the
+# number of cores changes the choice. On a CPU a launch is worth 5e-6 s * 50e9 FLOP/s = 250,000 FLOP.
+
+LAUNCH_SECONDS = 5e-6
+"""Seconds of one operation with its share of Python and autograd."""
+
+CORE_FLOPS = 50e9
+"""FLOP/s of one CPU core in products of matrices, float32."""
+
+MULTIPROCESSOR_FLOPS = {torch.float16: 3e12, torch.bfloat16: 3e12, torch.float32: 0.3e12, torch.float64: 0.15e12}
+"""FLOP/s of one multiprocessor of a GPU in products of matrices, by dtype."""
+
+
+def launch_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP that a device could do while one operation is launched."""
+    if device.type == "cuda":
+        # A slice of a GPU (MIG) has fewer multiprocessors.
+        rate = MULTIPROCESSOR_FLOPS[dtype] * torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        rate = CORE_FLOPS
+    return LAUNCH_SECONDS * rate
+
+
+# The packed row.
 
 
 @dataclass(frozen=True)
@@ -104,7 +133,7 @@ class PackedAttention:
             # One more example in a chunk of n tokens saves 12 launches, forward and backward, and adds 2 n `length` pairs of
             # tokens behind the mask. A pair takes 4 FLOP for each channel forward (q k, and the sum of v), and 10 backward.
             pairs = 2 * sum(self.chunks[-1]) * length
-            if launches_pay(12, 14 * pairs * num_heads * head_dim, state):
+            if 12 * launch_flops(state.device, state.dtype) > 14 * pairs * num_heads * head_dim:
                 self.chunks[-1].append(length)
             else:
                 self.chunks.append([length])
