@@ -63,9 +63,6 @@ def replay(monkeypatch, tokenizer, tmp_path):
     return run
 
 
-# Scorers
-
-
 def test_gsm8k_matches_golden(replay):
     rows = read_golden("gsm8k_strict")
     problems = [{"question": "?", "answer": row["target"]} for row in rows]
@@ -125,9 +122,6 @@ def test_answer_decomposition_matches_golden():
             gains = {row["metric"]: row["value"] for row in answer_decomposition(*samples)}
             expected = {metric: case["expected"][f"per_seed_{key}"][seed] for metric, key in metrics.items()}
             assert gains == pytest.approx(expected)
-
-
-# Tasks
 
 
 def test_tasks_have_the_prompts_of_the_paper():
@@ -199,9 +193,6 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
         load_task("gsm9k")
 
 
-# Own benchmarks
-
-
 CAPITALS = [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capital": "Lima"}]
 OWN = {"prompt": "The capital of {country} is", "target": "{capital}", "scorer": "exact_match"}
 
@@ -258,9 +249,6 @@ def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
         load_task(write_task(tmp_path / "mine.yaml", rows, task="gsm8k", **fields))
 
 
-# Evaluations
-
-
 @pytest.mark.parametrize(("is_own", "option"), [(True, None), (None, True)])
 def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_own, option):
     task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS[:1]), **OWN, chat=is_own)
@@ -309,9 +297,6 @@ def test_models_that_do_not_fit_raise(tokenizer):
     model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters
     with user_error("they are sharded"):
         LoopedLM(model, tokenizer)
-
-
-# recipes/evaluate.py
 
 
 SCRIPT = load_script("recipes/evaluate.py")

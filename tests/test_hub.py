@@ -73,9 +73,6 @@ def trained(base, train):
     return Path(trainer.args.output_dir)
 
 
-# Loading
-
-
 def test_load_model_loads_base_adapter_and_merged(base, trained, tmp_path):
     adapter = load_model(trained)
     assert isinstance(adapter, PeftModel) and not adapter.training
@@ -181,9 +178,6 @@ def test_end_tokens_are_saved_and_loaded(tmp_path):
     assert end_tokens(loaded) == [0, 7]
     merge_and_save(loaded, tmp_path / "merged", byte_tokenizer(["<eos>", "<pad>"], eos_token="<pad>"))
     assert load(tmp_path / "merged").generation_config.eos_token_id == [0, 7, 1]
-
-
-# Merging
 
 
 @pytest.mark.parametrize(
@@ -297,9 +291,6 @@ def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
     assert name_folders([str(trained / "merged")], "adapter") == ["--adapter", str(trained / "merged")]
 
 
-# Model cards
-
-
 def test_cards_state_the_training(base, trained, tmp_path):
     merged = merge_and_save(load_model(trained), tmp_path / "merged", card={"dataset": "GSM8K"})
     for card in (card_of(trained), card_of(merged)):
@@ -339,9 +330,6 @@ def test_card_names_programs_that_run_the_model(tmp_path, tokenizer, family, has
         model.get_base_model().config.auto_map = {key: f"x/y--{name}" for key, name in AUTO_MAP.items()}
     code = code_of(merge_and_save(model, tmp_path, tokenizer if has_tokenizer else None), "bash")
     assert len(code) == len(commands) and all(map(str.startswith, code, commands))
-
-
-# Pushes
 
 
 def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):

@@ -114,16 +114,6 @@ def test_packed_examples_have_their_own_gates(make):
     torch.testing.assert_close(packed.view_as(want), want, atol=1e-5, rtol=1e-5)
 
 
-def test_positions_among_further_keywords_are_found():
-    peft_model = with_adapter(tiny_causal_hrm()).train()
-    backbone = peft_model.get_base_model().model
-    run = backbone.forward
-    backbone.forward = lambda **kwargs: run(**kwargs)
-    dropout = loop_dropout(peft_model)
-    peft_model(IDS.view(1, -1), position_ids=torch.arange(9).repeat(1, 2))
-    assert dropout.drawn.sampled.shape == (3, 2)
-
-
 def test_frozen_adapters_raise(make_sft):
     frozen, trainer = with_adapter().requires_grad_(False), make_sft(with_adapter())
     trainer.model.requires_grad_(False)

@@ -1,15 +1,11 @@
-"""Results of a run, compared by their recipes, and the curves and tables that experiment trackers show of them."""
+"""Results of a run, compared by their recipes, and the curves that experiment trackers show of them."""
 
-import sys
-from types import SimpleNamespace
-
-import pandas as pd
 import pytest
 from conftest import read_lines
 from raises import user_error
 
 from loopdropout_trainer import results
-from loopdropout_trainer.progress import finish_run, log_table
+from loopdropout_trainer.progress import finish_run
 from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
 
 
@@ -97,10 +93,3 @@ def test_curves_are_logged_over_loops(make_sft, monkeypatch):
         (1, {"test_rho_by_loop/gsm8k": 5.0}),
         (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
     ]
-
-
-def test_tables_are_logged_to_running_trackers(config, monkeypatch):
-    logs, table = [], pd.DataFrame([{"step": 1, "completion": "2"}])
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(log=logs.append, Table=lambda dataframe: dataframe))
-    log_table(config(report_to=["tensorboard", "trackio"]), "samples", table)
-    assert logs == [{"samples": table}]
