@@ -1,8 +1,13 @@
-"""The structure of the package: its imports."""
+"""The structure of the package: its imports, and the length of the method's path."""
 
 import ast
 import re
+import sys
 from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
 
 import loopdropout_trainer
 
@@ -41,3 +46,31 @@ def test_public_names_are_imported_when_used():
     shown = {name.name: node.module for node in checked for name in node.names}
     assert shown == {name: f"{PACKAGE.name}.{home}" for name, home in loopdropout_trainer._HOMES.items()}
     assert all(hasattr(loopdropout_trainer, name) for name in shown)
+
+
+GATE = torch.tensor(1 / 0.7).item()  # of p = 0.3
+
+
+def holds_gates(value):
+    return torch.is_tensor(value) and value.is_floating_point() and {*value.unique().tolist(), 0.0} == {0.0, GATE}
+
+
+@pytest.mark.parametrize("fields", [{}, {"remove_padding": False}], ids=["optimized", "plain"])
+def test_gates_pass_through_few_functions(train, fields):
+    """From the Bernoulli draw to the multiplication of an activation, in one training step."""
+    names = []
+
+    def note(frame, event, value):
+        is_own = event == "return" and frame.f_code.co_filename.startswith(str(PACKAGE))
+        if is_own and any(map(holds_gates, (value, *frame.f_locals.values()))):
+            names.append(frame.f_code.co_qualname)
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            sys.setprofile(note)
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            sys.setprofile(None)
+
+    train(callbacks=[Watch()], max_steps=1, p=0.3, **fields)
+    assert names[0] == "MaskedRule.sample" and len(set(names)) <= 6, names
