@@ -1,4 +1,4 @@
-"""The private interfaces of other libraries in private_ties.md. A test fails with the name of a tie that changes."""
+"""The private interfaces of other libraries in docs/architecture.md. A test fails with the name of a tie that changes."""
 
 import ast
 import importlib
@@ -27,7 +27,7 @@ import loopdropout_trainer
 from loopdropout_trainer.looped import example_starts
 
 
-PAGE = (ROOT / "tests/private_ties.md").read_text()
+PAGE = (ROOT / "docs/architecture.md").read_text().partition("## Ties to other libraries")[2]
 TIES, library = {}, ""
 for bold, cell, use in re.findall(r"^\| (\**)(`.*?`)\** \| (.*?) ?\|$", PAGE, re.MULTILINE):
     place, *members = re.findall("`(.*?)`", cell)
@@ -120,7 +120,7 @@ def test_tie(name, make_sft):
             holds = bool(BEHAVIORS[name](make_sft) if name in BEHAVIORS else pkgutil.resolve_name(path))
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         holds = repr(error)
-    assert holds is True, f"The tie `{name}` of private_ties.md has changed: {holds}"
+    assert holds is True, f"The tie `{name}` of docs/architecture.md has changed: {holds}"
 
 
 def private_names():
