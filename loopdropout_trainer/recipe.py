@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -373,6 +374,7 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
 
 def _print_help(dataclass_types: Sequence[type], description: str | None, first_words: str) -> None:
     """Print the fields in groups, and exit."""
+    width = min(shutil.get_terminal_size().columns - 2, 118)
     groups: dict[str, list[str]] = {title: [] for title in HELP_GROUPS}
     for cls in dataclass_types:
         from_trl = getattr(getattr(cls, "trl_class", None), "__dataclass_fields__", ())
@@ -387,10 +389,11 @@ def _print_help(dataclass_types: Sequence[type], description: str | None, first_
             text += f" One of {', '.join(map(str, filter(None, choices)))}." if choices else ""
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             text += f" (default: {default})" if default not in (None, [], "", dataclasses.MISSING) else ""
-            lines = textwrap.wrap(text, 100, initial_indent=f"  --{name} ".ljust(33), subsequent_indent=" " * 33)
+            head = f"  --{name} ".ljust(26)
+            lines = textwrap.wrap(head + text, width, subsequent_indent=" " * 26, break_on_hyphens=False)
             groups.setdefault(title, []).extend(lines)
     usage = f"usage: loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]"
-    print(usage, description or "", sep="\n\n")
+    print(usage, (description or "").strip(), sep="\n\n")
     for title, lines in groups.items():
         if lines:
             print("", f"{title}:", *lines, sep="\n")
