@@ -77,6 +77,24 @@ print((trainer_utils.PeftModel, trainer_utils.PeftMixedModel) == (peft.PeftModel
     assert (done.stdout, done.stderr) == ("ouro\nTrue\n", "")
 
 
+def test_peft_is_imported_when_trainer_utils_needs_more_of_it():
+    code = """
+import sys
+from importlib.abc import MetaPathFinder
+class FailsOnce(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "transformers.trainer_utils":
+            sys.meta_path.remove(self)
+            raise ImportError("cannot import name 'another' from 'peft'")
+sys.meta_path.insert(0, FailsOnce())
+import loopdropout_trainer.training, peft
+from transformers import trainer_utils
+print(trainer_utils.PeftModel is peft.PeftModel, *[each for each in sys.meta_path if isinstance(each, FailsOnce)])
+"""
+    done = run("-c", code)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_foreign_class_is_described_when_imported():
     code = "from loopdropout_trainer.looped import DESCRIPTIONS\nfrom transformers import HrmTextForCausalLM\n"
     assert run("-c", f"{code}print(HrmTextForCausalLM in DESCRIPTIONS)").stdout == "True\n"

@@ -8,7 +8,6 @@ So a script tells a mistake in a recipe early. PEFT is imported as usual, but la
 
 import os
 import sys
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 
@@ -29,8 +28,9 @@ def _import_trainer_utils() -> None:
     stand_in.__path__ = []
     vars(stand_in).update({key: type(key, (), {}) for key in classes})
     try:
-        with suppress(ImportError):  # of other names of PEFT: both are imported later, then
-            import_module(name)
+        import_module(name)
+    except ImportError:  # of other names of PEFT: both modules are imported as usual, then
+        return
     finally:
         del sys.modules["peft"]
     register_post_import_hook(
