@@ -172,7 +172,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
 
 
-# Figures (plots.py is imported in the functions, because sweeps do not need plotnine)
+# Figures (plots.py is imported in the functions, because tables do not need plotnine)
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -224,9 +224,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tables", nargs="+", default=[], help="Names in recipes/tables, YAML files, or `all`.")
     parser.add_argument("--output_dir", default="report", type=Path, help="Folder of the report (default: report).")
     arguments = parser.parse_args(argv)
-
-    from loopdropout_trainer.plots import save_figure
-
     results, output_dir = load_results(*arguments.folders), arguments.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
 
@@ -239,6 +236,8 @@ def main(argv: list[str] | None = None) -> None:
         path = output_dir / Path(name).stem
         try:
             if "figure" in spec:
+                from loopdropout_trainer.plots import save_figure
+
                 save_figure(build_figure(spec, results), path)
             else:
                 table, missing = build_table(spec, results)
@@ -254,6 +253,8 @@ def main(argv: list[str] | None = None) -> None:
         if "accuracy" in {*results["metric"]}:
             note = "The 95% intervals are over seeds, or over problems if there is one seed."
             save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
+            from loopdropout_trainer.plots import save_figure
+
             save_figure(overview_figure(results), output_dir / "overview")
 
 

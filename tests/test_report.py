@@ -332,6 +332,13 @@ def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
     assert "Maximum sequence length" in text and "1024" in text and "101, 102, 103" in text
 
 
+def test_tables_do_not_need_plotnine(quickstart, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotnine", None)
+    monkeypatch.delitem(sys.modules, "loopdropout_trainer.plots", raising=False)
+    report.main([str(quickstart), "--tables", "recipes", "--output_dir", str(tmp_path / "report")])
+    assert (tmp_path / "report/recipes.md").exists()
+
+
 def test_readme_describes_the_recipes():
     lines = re.findall(r"\| `(\w+\.yaml)` \| (.*\d%.*) \|\n", (ROOT / "recipes/README.md").read_text())
     assert len(lines) == 3
