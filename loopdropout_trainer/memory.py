@@ -44,9 +44,8 @@ def estimate_memory(
     factor, *names = FAMILIES[kind]
     hidden, own_loops, layers, *outside = [config[name] for name in names]
     counts = [len(part) if isinstance(part, list) else part for part in (layers, *outside)]
-    layers, *outside = [
-        count // 2 if kind == "dory" else count for count in counts
-    ]  # Dory counts attention and MLP apart
+    # Dory counts attention and MLP apart.
+    layers, *outside = [count // 2 if kind == "dory" else count for count in counts]
     mlp, heads = config["intermediate_size"], config.get("num_attention_heads") or config["n_heads"]
     width = heads * (config.get("head_dim") or hidden // heads)
     kv_width = width * (config.get("num_key_value_heads") or heads) // heads

@@ -239,9 +239,8 @@ class Sweep:
             if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
                 raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
             score = self.score(run)
-            is_measured = is_finished(folder) and not compare_recipes(
-                saved, new, fields=new
-            )  # or it has further results
+            # A run may have further results, of fields that are no longer set.
+            is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
             if is_measured or score == NON_FINITE or run.selects and score is not None:
                 self.done.add(run)
         return run in self.done

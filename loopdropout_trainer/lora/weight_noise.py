@@ -48,9 +48,8 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         # Compute the thin products of all E events for each token, then select the events of its example.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
         is_mine = self.gate_state.per_token(is_mine, x)  # [B, 1 or S, E]
-        low_rank = F.linear(x, g_in.flatten(0, 1).to(x.dtype)).unflatten(
-            -1, (len(events), noise_rank)
-        )  # [B, S, E, r_n]
+        low_rank = F.linear(x, g_in.flatten(0, 1).to(x.dtype))
+        low_rank = low_rank.unflatten(-1, (len(events), noise_rank))  # [B, S, E, r_n]
         low_rank = (low_rank * (is_mine * scale).unsqueeze(-1)).to(x.dtype).flatten(-2)
         return updated + F.linear(low_rank, g_out.flatten(0, 1).T.to(x.dtype))
 

@@ -114,11 +114,9 @@ class AdapterTrainingMixin:
         self._made_with = _copy_fields(args)
         if self.rule.passes > 1 and not self.runs_passes:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
-        self.unit_gates, self.stop_callback, self.data_callback = (
-            UnitGatesCallback(),
-            StopCallback(),
-            TrainingDataCallback(),
-        )
+        self.unit_gates = UnitGatesCallback()
+        self.stop_callback = StopCallback()
+        self.data_callback = TrainingDataCallback()
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self.step_metrics = defaultdict(list)
         self._given_weights = {}
