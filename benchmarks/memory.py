@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from peft import get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, DoryConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import loopdropout_trainer.models  # noqa: F401  (registers the families)
 from loopdropout_trainer import default_peft_config
@@ -83,7 +83,12 @@ def small_model(fields: dict) -> torch.nn.Module:
     """Return a random model with the fields of its config.json, with the paper's adapter."""
     kind = fields["model_type"]
     others = {name: value for name, value in fields.items() if name != "model_type"}
-    config = DoryConfig.from_dict(fields) if kind == "dory" else AutoConfig.for_model(kind, **others)
+    if kind == "dory":
+        from transformers import DoryConfig  # not in older releases
+
+        config = DoryConfig.from_dict(fields)
+    else:
+        config = AutoConfig.for_model(kind, **others)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return get_peft_model(model, default_peft_config(model)).train()
 

@@ -42,7 +42,8 @@ def test_one_process_keeps_weights_in_every_run(reference):
         assert reference[name].distance(plain) == 0, name
     assert reference["packing"].distance(plain) > 100 * TOLERANCE, "packed rows are other batches"
     (resumed,) = reference["resuming"].records
-    assert resumed["train_loss"] == pytest.approx(plain.records[0]["losses"][2]), "it began again"
+    last = plain.records[0]["losses"][2]  # older releases of transformers divide it by the number of all steps
+    assert resumed["train_loss"] in (pytest.approx(last), pytest.approx(last / 3)), "it began again"
 
 
 @pytest.mark.parametrize("name", ["ddp, accumulation", "zero2", "zero3"])
@@ -78,7 +79,7 @@ def test_uneven_last_batch_equals_one_process(tmp_path, processes, batch, accumu
 
 @pytest.mark.parametrize("fields", [{}, {"padding_free": True, "max_length": None}], ids=str)
 def test_evaluation_loss_is_the_mean_over_tokens(make_sft, fields):
-    trainer = make_sft()
+    trainer = make_sft(loss_type="nll")  # whose model returns logits in every TRL
     batch = trainer.data_collator(list(trainer.eval_dataset))
     with torch.no_grad():
         total = example_nll(trainer.model(**batch).logits, batch["labels"]).sum()

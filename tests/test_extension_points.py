@@ -2,11 +2,13 @@
 
 import functools
 import re
+from importlib.metadata import version
 
 import pytest
 import torch
 from conftest import assert_same_weights, tiny_ouro
 from datasets import Dataset
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import TrainerCallback, set_seed
@@ -125,6 +127,9 @@ ARGUMENTS = {
 }
 
 
+NO_LOGITS = () if Version(version("trl")) >= Version("1.16") else (AttributeError, TypeError)
+
+
 def train(cls, config, tokenizer, point, fields):
     """Return a trained trainer of a class with one extension point."""
     arguments = dict(ARGUMENTS.get(point, {}))
@@ -154,6 +159,8 @@ def test_extension_point_equals_trl(config, tokenizer, point, mode):
         with pytest.raises(ValueError, match=re.escape(str(error))):
             train(LoopDropoutSFTTrainer, config, tokenizer, point, MODES[mode])
         return
+    except NO_LOGITS:
+        pytest.skip("Before TRL 1.16, TRL's own trainer gives this extension point no logits.")
     ours = train(LoopDropoutSFTTrainer, config, tokenizer, point, MODES[mode])
     assert getattr(ours, "shapes", None) == getattr(theirs, "shapes", None)
     for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
