@@ -1,11 +1,9 @@
-"""Callbacks: logged gates, sampled depths, the adaptive rule's estimate in checkpoints, and live diagnostics."""
+"""Callbacks: logged gates, sampled depths, and the adaptive rule's estimate in checkpoints."""
 
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, logged
-from raises import user_error
 
-from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.progress import SampleCompletionsCallback
 from loopdropout_trainer.results import training_results
@@ -45,19 +43,6 @@ def test_depths_are_sampled_for_each_step(make_sft):
 def test_sensitivity_is_summed_over_micro_batches(train):
     whole, split = (train(rule="adaptive", **EXACT, **fields) for fields in ({}, SPLIT))
     assert whole.rule.estimate.tolist() == pytest.approx(split.rule.estimate.tolist(), rel=2e-3)
-
-
-def test_live_diagnostics_leave_training_unchanged(train, config, dataset, model, tokenizer):
-    with user_error("`eval_dataset` must be given"):
-        args = config(live_diagnostics_steps=1)
-        LoopDropoutSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
-    live = train(live_diagnostics_steps=3, live_diagnostics_rows=4)
-    assert_same_weights(live, train())
-    logs = [log for log in live.state.log_history if "live/rho_loop_1" in log]
-    assert [log["step"] for log in logs] == [3, 4]
-    for log in logs:
-        assert {f"live/{name}_loop_{t}" for name in ("rho", "readout") for t in range(1, 5)} <= log.keys()
-    assert len(logged(live, "entropy")) == 4
 
 
 def test_samples_are_not_training_time(make_sft):

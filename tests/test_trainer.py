@@ -205,7 +205,6 @@ def test_settings_that_do_not_fit_raise(make_sft, fields, message):
     [
         ({}, "rule", "lora"),
         ({}, "depth_sampling", "uniform"),
-        ({}, "live_diagnostics_steps", 1),
         ({"cls": LoRADropoutSFTTrainer, "rule": "lora_dropout"}, "p", 0.1),
         ({"rule": "lora_dropout", "rule_args": {"num_masks": 1}}, "rule_args", {"num_masks": 2}),
     ],

@@ -1,27 +1,18 @@
-"""Callbacks: unit gates between training passes, logs of the gates, sampled depths and live diagnostics."""
+"""Callbacks: unit gates between training passes, logs of the gates and sampled depths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.depth import FixedDepth, sample_depth
 from loopdropout_trainer.looped import GateState
 from loopdropout_trainer.training.config import GateConfig
-from loopdropout_trainer.training.distributed import shards_weights
-
-
-logger = logging.get_logger(__name__)
 
 
 class UnitGatesCallback(TrainerCallback):
@@ -149,49 +140,6 @@ class DepthCallback(GatedStepCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()
         self.trainer.looped.num_loops = self.num_loops
-
-
-class LiveDiagnosticsCallback(TrainerCallback):
-    """Log diagnostics every `live_diagnostics_steps` steps and at the end, on the first evaluation examples.
-
-    It logs `live/rho_loop_t`, the loss reduction with the adapter in loop t only in percent of the frozen model's loss, and
-    `live/readout_loop_t`, the cross entropy of loop t's readout. Training continues with the same random state.
-
-    Args:
-        trainer: Trainer with an evaluation dataset.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        if shards_weights(trainer.args):
-            raise UserError("`live_diagnostics_steps` must be 0 under ZeRO-3 and FSDP, which shard the weights.")
-        dataset = trainer.eval_dataset
-        if isinstance(dataset, Mapping):
-            dataset = next(iter(dataset.values()), None)
-        if dataset is None:
-            raise UserError("`eval_dataset` must be given if `live_diagnostics_steps` is set.")
-        self.trainer = trainer
-        args = trainer.args
-        examples = list(islice(dataset, args.live_diagnostics_rows))
-        with torch.random.fork_rng():
-            self.batches = [*DataLoader(examples, args.per_device_eval_batch_size, collate_fn=trainer.data_collator)]
-        for batch in self.batches:
-            batch.pop("example_ids", None)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        from loopdropout_trainer.diagnostics import readouts, single_loop
-
-        if state.global_step % args.live_diagnostics_steps and not control.should_training_stop:
-            return
-        trainer = self.trainer
-        with torch.random.fork_rng(), trainer.accelerator.autocast():
-            rows = [*single_loop(trainer.model, self.batches), *readouts(trainer.model, self.batches)]
-        names = {"loss_reduction": "live/rho_loop_{loop}", "readout_loss": "live/readout_loop_{loop}"}
-        measured = [row for row in rows if "loop" in row and row["metric"] in names]
-        logs = {names[row["metric"]].format(**row): row["value"] for row in measured}
-        # TRL's `log` would add and clear the metrics that it has gathered, and a log ends the wait for the next one.
-        is_due = control.should_log
-        Trainer.log(trainer, logs)
-        control.should_log = is_due
 
 
 def make_step_callbacks(args: GateConfig, rule: GateRule) -> list[TrainerCallback]:

@@ -175,10 +175,6 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
             optimizer step (`"uniform"`, `"lognormal_poisson"` or `"poisson"`).
         depth_sampling_args (`dict[str, Any]`, *optional*):
             Fields of the depth sampling: `low` and `high`, or `rate`, `sigma` and `most`.
-        live_diagnostics_steps (`int`, *optional*, defaults to `0`):
-            Number of steps between two live diagnostics. 0: never.
-        live_diagnostics_rows (`int`, *optional*, defaults to `16`):
-            Number of evaluation examples that live diagnostics measure on.
     """
 
     trl_class = SFTConfig
@@ -199,12 +195,6 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     )
     depth_sampling_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
-    )
-    live_diagnostics_steps: int = field(
-        default=0, metadata={"help": "Number of steps between two live diagnostics. 0: never."}
-    )
-    live_diagnostics_rows: int = field(
-        default=16, metadata={"help": "Number of evaluation examples that live diagnostics measure on."}
     )
 
     def __post_init__(self):

@@ -44,7 +44,7 @@ from loopdropout_trainer.training.distributed import check_processes, float32_ad
 from loopdropout_trainer.training.stopping import StopCallback, TrainingDataCallback, check_finite
 
 
-_READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args", "live_diagnostics_steps")
+_READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
 """Fields that a trainer reads when it is made."""
 
 

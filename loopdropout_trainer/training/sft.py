@@ -17,7 +17,6 @@ from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.training.batches import collate_with_example_ids, reads_padding, score_targets_only
-from loopdropout_trainer.training.callbacks import LiveDiagnosticsCallback
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
@@ -167,8 +166,6 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         super().after_init()
         if self.padding_free:
             self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
-        if self.args.live_diagnostics_steps:
-            self.add_callback(LiveDiagnosticsCallback(self))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
