@@ -53,8 +53,7 @@ class Draw(Streams):
 class GateRule:
     """Base of all rules. A subclass is a dataclass whose fields are the rule's fields in YAML.
 
-    The docstring of a rule has lines `Gate:`, `Mean:`, `Covariance:` (over loops, of one example) and `Paper:`, which
-    `python -m loopdropout_trainer.gates` prints.
+    The docstring of a rule has lines `Gate:`, `Mean:`, `Covariance:` (over loops, of one example) and `Paper:`.
     """
 
     name: ClassVar[str]
