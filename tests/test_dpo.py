@@ -4,7 +4,17 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, Recording, assert_same_weights, logged, tiny_ouro, trained_parameters, with_adapter
+from conftest import (
+    DORY,
+    TINY,
+    Recording,
+    assert_same_weights,
+    logged,
+    tiny_hrm,
+    tiny_ouro,
+    trained_parameters,
+    with_adapter,
+)
 from datasets import Dataset
 from peft import get_peft_model
 from raises import user_error
@@ -43,7 +53,8 @@ def make(config, tokenizer):
 
 def log_probability(model, input_ids, attention_mask, completion_mask, **others):
     """Log probability of each row's completion, [2N]."""
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
+    marks = {"token_type_ids": attention_mask - completion_mask} if "hrm" in model.config.model_type else {}
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **marks).logits[:, :-1]
     tokens = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
     return (tokens * completion_mask[:, 1:]).sum(-1)
 
@@ -53,19 +64,22 @@ def dpo_loss(policy, reference):
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-@pytest.mark.parametrize("pretrained", [False, True], ids=["base model", "frozen adapter"])
+BASES = [(tiny_ouro, False), (tiny_ouro, True), (tiny_hrm, False), pytest.param(*DORY.values, False, marks=DORY.marks)]
+
+
+@pytest.mark.parametrize(("base", "pretrained"), BASES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gated_policy_and_ungated_reference(make, pretrained, checkpointing):
-    trainer = make(with_adapter() if pretrained else None, gradient_checkpointing=checkpointing)
+def test_gated_policy_and_ungated_reference(make, base, pretrained, checkpointing):
+    trainer = make(with_adapter(base()) if pretrained else base(), gradient_checkpointing=checkpointing)
     if not pretrained:  # a new adapter changes nothing
-        trainer.model.load_state_dict(with_adapter().state_dict())
+        trainer.model.load_state_dict(with_adapter(base()).state_dict())
     trainer.train()
     (seen,) = trainer.seen
-    draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(4)], num_loops=4)
+    draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(4)], num_loops=trainer.num_loops)
     gates = LoopDropout(0.5).sample(draw)
     assert torch.equal(seen.gates, torch.cat([gates, gates], dim=1))
 
-    oracle, frozen = with_adapter(), with_adapter() if pretrained else tiny_ouro()
+    oracle, frozen = with_adapter(base()), with_adapter() if pretrained else base()
     with torch.no_grad():
         reference = log_probability(frozen.eval(), **seen.batch)
     with use_gates(oracle, seen.gates):

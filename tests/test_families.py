@@ -1,20 +1,18 @@
 """Parts of single families: Ouro, Huginn and converted models, Parcae, LoopUS, Nanbeige, HRM-Text."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DORY, TINY, golden_inputs, load_script, tiny_hrm
+from conftest import TINY, golden_inputs, load_script, tiny_hrm
 from raises import user_error
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from test_dpo import PAIRS
 from test_models import assert_close, change_weights, save_published
 from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, load_model
+from loopdropout_trainer import load_model
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
 from loopdropout_trainer.models.prelude_coda import philox, truncated_normals
@@ -220,17 +218,6 @@ def test_nanbeige_depth_follows_loss_weights(tmp_path):
 # HRM-Text.
 
 
-def token_logps(model, ids, mask, temperature=1.0, **inputs):
-    """Log-probabilities of the tokens after the first, by the model's own forward."""
-    with torch.no_grad():
-        logits = model.eval()(ids, mask, use_cache=False, **inputs).logits[:, :-1]
-    return (logits / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-
-
-def positions_of(mask):
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
 def sharp_hrm(**config):
     """A model whose attention is far from uniform."""
     model = tiny_hrm(**config)
@@ -257,21 +244,6 @@ def test_hrm_batches_mark_the_prompt(make_sft):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert abs(causal - want) > 1e-4
     trainer.train()
-
-
-@pytest.mark.parametrize("make", [sharp_hrm, DORY])
-@torch.no_grad()
-def test_preferences_are_scored_as_by_the_model(make, config, tokenizer):
-    args, data = config(LoopDropoutDPOConfig), {"train_dataset": PAIRS, "processing_class": tokenizer}
-    trainer = LoopDropoutDPOTrainer(make(), args=args, **data)
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in (0, 3, 5)])
-    mask, answers = batch["attention_mask"], batch["completion_mask"]
-    kinds = {"token_type_ids": mask - answers} if make is sharp_hrm else {"position_ids": positions_of(mask)}
-    tokens = token_logps(make(), batch["input_ids"], mask, **kinds)
-    want = (tokens * answers[:, 1:]).sum(dim=1)[:3].mean().item()
-    loss = trainer.compute_loss(trainer.model.eval(), trainer._prepare_inputs(batch))
-    assert loss.item() == pytest.approx(math.log(2))  # the reference equals the policy
-    assert trainer._metrics["eval"]["logps/chosen"][-1] == pytest.approx(want, abs=1e-3)
 
 
 def test_hrm_rows_of_several_examples_raise(train):
