@@ -334,7 +334,8 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
     required = [row.verdict for row in claims.itertuples() if row.claim.gains is late_bias]
     words = ("ahead", "level", "behind")
     _, inside, grids = rates_table(studies)
-    can_solve = cells[cells["difficulty"] == "1 to 3"]  # as the base model
+    is_solved = cells["difficulty"] == "1 to 3"  # the problems of the pretraining
+    can_solve, harder = cells[is_solved], cells[~is_solved]
     accuracies = {f"two_{method}_8": f"{two.mean(method, depth=8)}%" for method in ("coto", "module_wise")}
     return {
         **accuracies,
@@ -363,6 +364,8 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
             f"map_few_{k}": ahead_of(can_solve[(can_solve["depth"] == k) & (can_solve["examples"] <= 128)])
             for k in (4, 8)
         },
+        "map_harder_4": ahead_of(harder[(harder["depth"] == 4) & (harder["examples"] <= 128)]),
+        **{f"map_some_{k}": ahead_of(cells[(cells["depth"] == k) & (cells["examples"] == 512)]) for k in (4, 8)},
         "map_cells": str(len(cells) // 2),
         "rates_inside": f"{inside} of {grids}",
         "before_8": unadjusted(before.gains("loop_dropout", "lora", depth=8)),
