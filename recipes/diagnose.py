@@ -78,13 +78,10 @@ def main(argv: list[str] | None = None) -> None:
     argv = name_folders(argv, "adapters")
     if argv[:1] == ["--adapters"]:
         adapter_folder(argv[1])  # a misspelled folder is not a missing `--model_name_or_path`
-    args, model_args, data_args = parse(
-        (DiagnoseArguments, ModelArguments, DataArguments),
-        argv,
-        __doc__,
-        unread_types=(SFTArguments, AdapterArguments, LoopDropoutConfig),
-    )
-
+    types, unread = (DiagnoseArguments, ModelArguments), (SFTArguments, AdapterArguments, LoopDropoutConfig)
+    args, model_args, data_args = parse((*types, DataArguments), argv, __doc__, unread)
+    if args.task != DEVELOPMENT:
+        parse(types, argv, __doc__, (*unread, DataArguments))  # a task has its own data
     if "curvature" in args.diagnostics and model_args.dtype != "float32":
         raise UserError(
             f"`dtype` must be float32 for `curvature`, got {model_args.dtype}, which rounds the differences of logits away. "

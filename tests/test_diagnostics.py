@@ -213,6 +213,7 @@ def test_diagnose_explains_mistakes(saved, tmp_path):
         "--diagnostics curvature --dtype bfloat16": "`dtype` must be float32 for `curvature`",
         "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
         "--num_eval_examples 0": "`num_eval_examples`",
+        "--task gsm8k --num_eval_examples 6": "`num_eval_examples` is a field of trainings, which has no effect",
     }.items():
         with user_error(message):
             diagnose(saved, tmp_path, *words.split())
