@@ -79,42 +79,34 @@ def write_authors_format(
     """
     tensors = {name.removeprefix(_PREFIX).removesuffix(".weight"): x.float() for name, x in weights.items()}
     layers = range(len(tensors) // (2 * len(_PROJECTIONS)))
-    names = {
-        f"layers.{layer}.{module}.lora_{factor}" for layer in layers for module in _PROJECTIONS for factor in "AB"
-    }
-    rule, p, num_loops = (metadata.get(name) for name in ("rule", "p", "num_loops"))
+    names = {f"layers.{layer}.{name}.lora_{factor}" for layer in layers for name in _PROJECTIONS for factor in "AB"}
+    if tensors.keys() != names or any(x.dim() != 2 for x in tensors.values()):
+        raise UserError(
+            f"The authors' format requires one update for all loops of the {len(_PROJECTIONS)} projections of every layer."
+        )
     required = {
-        f"the base model {MODEL_ID}, got {config.base_model_name_or_path}": _is_supported(
-            config.base_model_name_or_path
-        ),
-        f"revision {MODEL_REVISION} of the base model, got {config.revision}": config.revision
-        in (None, "main", MODEL_REVISION),
-        "the scale alpha / r, got `use_rslora`": not config.use_rslora,
-        "one rank and one alpha, got `rank_pattern` or `alpha_pattern`": not (
-            config.rank_pattern or config.alpha_pattern
-        ),
-        "one update for all loops, got factors or gates for each loop": all(x.dim() == 2 for x in tensors.values()),
-        f"the {len(_PROJECTIONS)} projections of every layer, got other modules": tensors.keys() == names,
-        f"the rule loop_dropout or lora with a single p, got {rule} with p {p}": rule in ("loop_dropout", "lora")
-        and not isinstance(p, list),
-        f"{NUM_LOOPS} loops in training, got {num_loops}": num_loops == NUM_LOOPS,
+        "base_model_name_or_path": [MODEL_ID],
+        "revision": [None, "main", MODEL_REVISION],
+        "use_rslora": [False],
+        "rank_pattern": [{}],
+        "alpha_pattern": [{}],
+        "rule": ["loop_dropout", "lora"],
+        "num_loops": [NUM_LOOPS],
     }
-    for requirement, is_met in required.items():
-        if not is_met:
-            raise UserError(f"The authors' format requires {requirement}.")
+    settings = {**vars(config), **metadata}
+    for name, values in required.items():
+        if (value := settings.get(name)) not in values:
+            raise UserError(f"The authors' format requires `{name}` {values[-1]!r}, got {value!r}.")
+    p = settings["p"] if settings["rule"] == "loop_dropout" else 0.0
+    if isinstance(p, list):
+        raise UserError(f"The authors' format requires a single `p`, got {p}.")
     fields = {
         "rank": config.r,
         "alpha": float(config.lora_alpha),
-        "dropout": p if rule == "loop_dropout" else 0.0,
+        "dropout": p,
         "model_id": MODEL_ID,
         "model_revision": MODEL_REVISION,
         "num_loops": NUM_LOOPS,
     }
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def _is_supported(base: str | None) -> bool:
-    """Return whether a base model's name is `MODEL_ID`, or a folder with an Ouro model."""
-    config = Path(base or MODEL_ID, "config.json")
-    return base == MODEL_ID or (config.is_file() and json.loads(config.read_text()).get("model_type") == "ouro")
