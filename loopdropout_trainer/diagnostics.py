@@ -212,7 +212,7 @@ def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequenc
     """Split a difference in accuracy by whether both models give an answer (Appendix "Answer Availability").
 
     Args:
-        samples: Lines of a `samples_<task>.jsonl`, with the columns `correct` (0 to 1) and `answered` (0 or 1).
+        samples: Lines of a file of samples, with the columns `correct` (0 to 1) and `answered` (0 or 1).
         baseline: Lines of the model to compare with, for the same problems in the same order.
 
     Returns:

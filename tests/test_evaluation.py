@@ -172,7 +172,7 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load_subject)
     lm = LoopedLM(steady(), tokenizer, batch_size=64)
     accuracy, *parts = evaluate_tasks(lm, ["mmlu_stem"], output_dir=tmp_path)
-    samples = read_lines(tmp_path / "samples_mmlu_stem.jsonl")
+    samples = read_lines(tmp_path / "samples_mmlu_stem_K4_none.jsonl")
     assert accuracy["value"] == pytest.approx(100 * np.mean([sample["correct"] for sample in samples]))
     assert 0 < accuracy["value"] < 100 and accuracy["n"] == len(samples)
     assert all((sample["answer"] == sample["target"]) == sample["correct"] for sample in samples)
@@ -238,7 +238,7 @@ def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_ow
         evaluate_tasks(lm, [task], **options)
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     evaluate_tasks(lm, [task], output_dir=tmp_path, **options)
-    (sample,) = read_lines(tmp_path / "samples_capitals.jsonl")
+    (sample,) = read_lines(tmp_path / "samples_capitals_K4_none.jsonl")
     assert sample["prompt"] == "<|system|>\nBe brief.\n<|user|>\nThe capital of France is\n<|assistant|>\n"
 
 
@@ -376,5 +376,5 @@ def test_processes_share_the_problems(saved, tmp_path):
         python(EVALUATE, *command, processes=count)
     assert num_answers(tmp_path / "3") == num_answers(tmp_path / "1") == 10
     for task in ("own_gsm8k", "arithmetic_test"):
-        texts = [path.read_text() for path in tmp_path.glob(f"*/samples/adapter/samples_{task}.jsonl")]
+        texts = [path.read_text() for path in tmp_path.glob(f"*/samples/adapter/samples_{task}_K4_unit.jsonl")]
         assert len(texts) == 3 and len({*texts}) == 1

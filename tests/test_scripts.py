@@ -79,7 +79,9 @@ def test_sft_writes_the_expected_results(quickstart):
 def test_sft_saves_recipe_card_and_merged_model(quickstart):
     files = {path.relative_to(quickstart[0]).as_posix(): path for path in quickstart[0].rglob("*")}
     written = "README.md recipe.yaml results.jsonl run.json adapter_config.json merged/config.json"
-    assert files.keys() >= {*written.split(), "samples_arithmetic_easy_test.jsonl"} and "lora/merged" not in files
+    assert (
+        files.keys() >= {*written.split(), "samples_arithmetic_easy_test_K4_unit.jsonl"} and "lora/merged" not in files
+    )
     card = files["merged/README.md"].read_text()
     assert "rule: loop_dropout" in card and "arithmetic_easy_test" in card
 

@@ -18,7 +18,6 @@ from lm_eval.api.group import Group
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate as run_lm_eval
-from peft import PeftModel
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.loading import load_task, preserved_random_states
@@ -55,7 +54,7 @@ def evaluate_tasks(
         tasks: Tasks of the package, tasks and groups of lm-eval, or `own_benchmark(...)`.
         limit: Number of problems of each task.
         cache_dir: Folder that keeps each answer. An interrupted evaluation generates only the missing answers.
-        output_dir: Folder for `samples_<task>.jsonl`, which has one line for each problem.
+        output_dir: Folder for `samples_<task>_K<num_loops>_<gates>.jsonl`, which has one line for each problem.
         allow_unsafe_code: Whether to run generated programs outside of the sandbox.
         apply_chat_template: Whether prompts are turns of a chat. Default: as each task defines.
         system_instruction: System turn of the chat.
@@ -170,7 +169,8 @@ def _collect(
         for group, correct in lines.groupby(column, sort=False)["correct"] if lines[column].nunique() > 1 else ():
             rows.append(percentage(f"accuracy_by_{column}", correct, group=str(group)))
     if output_dir is not None:
-        path = Path(output_dir, f"samples_{name}{_suffix(lm)}.jsonl")
+        gates, readout = lm.columns["gates"].replace(" ", "_"), f"_readout_{lm.readout}" if lm.readout else ""
+        path = Path(output_dir, f"samples_{name}_K{lm.num_loops}_{gates}{readout}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         lines.to_json(path, orient="records", lines=True, force_ascii=False)
         rows[0]["samples"] = path.name
@@ -178,7 +178,7 @@ def _collect(
 
 
 def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return the columns of one line of `samples_<task>.jsonl`."""
+    """Return the columns of one line of a file of samples."""
     arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
     completion, answer, target = responses[0], sample["filtered_resps"][0], sample["target"]
     if not isinstance(completion, str):  # log-likelihoods of choices, or of a text
@@ -199,12 +199,3 @@ def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
         "correct": float(value) if isinstance(value, Real | np.bool_) else np.nan,
         **{column: sample["doc"][column] for column in _GROUPS if column in sample["doc"]},
     }
-
-
-def _suffix(lm: LoopedLM) -> str:
-    """Return the part of a file name that tells a setting from the model's own depth, at unit gates."""
-    gates = lm.columns["gates"].replace("none", "base").replace(" ", "_")
-    parts = [f"K{lm.num_loops}"] if lm.num_loops != lm.looped.num_loops else []
-    parts += [gates] if isinstance(lm.model, PeftModel) and gates != "unit" else []
-    parts += [f"readout_{lm.readout}"] if lm.readout else []
-    return "".join(f"_{part}" for part in parts)
