@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from processes import python
 from raises import user_error
-from test_evaluation import adapted, saved, write_task  # noqa: F401 (`saved` is a fixture)
+from test_evaluation import adapted, saved  # noqa: F401 (`saved` is a fixture)
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import LoopedLM
@@ -92,6 +92,7 @@ def test_invalid_settings_raise(tokenizer, options, message):
         lm.generate_until(requests("generate_until", [("a", {"max_gen_toks": 16})]))
 
 
+SOURCE = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}}, "test_split": "test"}
 KINDS = {
     "multiple_choice": {"doc_to_choice": ["0", "1"], "doc_to_target": 0},
     "generate_until": {"doc_to_target": "text", "generation_kwargs": {"max_gen_toks": 6}},
@@ -110,7 +111,7 @@ def test_command_line_takes_depth_and_gates(saved, tmp_path):  # noqa: F811
     write_lines(tmp_path / "rows.jsonl", [{"text": text} for text in [*texts, "more"]])
     for kind, fields in KINDS.items():
         names = {"task": f"own_{kind}", "output_type": kind, "doc_to_text": "text"}
-        write_task(tmp_path / f"{kind}.yaml", "rows.jsonl", **names, **fields)
+        (tmp_path / f"{kind}.yaml").write_text(json.dumps({**SOURCE, **names, **fields}))
     options = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks"
     tasks = ",".join(f"own_{kind}" for kind in KINDS)
     model = f"pretrained={saved / 'base'},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2,dtype=float32"
