@@ -1,4 +1,7 @@
-"""Gate rules: sample gates, with one file for each kind of rule."""
+"""Gate rules: sample gates, with one file for each kind of rule.
+
+`python -m loopdropout_trainer.gates` prints all rules with their fields.
+"""
 
 # ruff: noqa: F401  (re-exported)
 from loopdropout_trainer.gates.loop_dropout import DoseControl, Independent, Learned, LoopDropout, ModuleWise, Unscaled

@@ -53,7 +53,8 @@ class Draw(Streams):
 class GateRule:
     """Base of all rules. A subclass is a dataclass whose fields are the rule's fields in YAML.
 
-    The docstring of a rule has lines `Gate:`, `Mean:`, `Covariance:` (over loops, of one example) and `Paper:`.
+    The docstring of a rule has lines `Gate:`, `Mean:`, `Covariance:` (over loops, of one example) and `Paper:`, which
+    `python -m loopdropout_trainer.gates` prints.
     """
 
     name: ClassVar[str]

@@ -31,7 +31,7 @@ class GateConfig:
 
     Args:
         rule (`str`, *optional*, defaults to `"loop_dropout"`):
-            Rule that draws the gates in training, such as `"loop_dropout"`, `"lora"` or `"schedule"`.
+            Rule that draws the gates in training. `python -m loopdropout_trainer.gates` lists the rules and their fields.
         p (`float` or `list[float]`, *optional*):
             Drop probability of an adapter application, one number in [0, 1) or one for each loop. Defaults to the
             rule's own value, which is 0.5 for `loop_dropout`.
@@ -55,7 +55,7 @@ class GateConfig:
 
     rule: str = field(
         default="loop_dropout",
-        metadata={"help": "Rule that draws the gates, such as `loop_dropout`, `lora` or `schedule`."},
+        metadata={"help": "Rule that draws the gates. `python -m loopdropout_trainer.gates` lists the rules."},
     )
     p: Probabilities = field(
         default=None,
@@ -172,7 +172,7 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
             Loss of a step: the mean over its `"tokens"`, or the mean of the means of its `"micro_batches"`.
         depth_sampling (`str`, *optional*, defaults to `"fixed"`):
             Number of loops of a training step: the model's own K (`"fixed"`, as in the paper), or drawn for each
-            optimizer step (`"uniform"` or `"lognormal_poisson"`).
+            optimizer step (`"uniform"`, `"lognormal_poisson"` or `"poisson"`).
         depth_sampling_args (`dict[str, Any]`, *optional*):
             Fields of the depth sampling: `low` and `high`, or `rate`, `sigma` and `most`.
     """
@@ -191,7 +191,7 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     )
     depth_sampling: str = field(
         default="fixed",
-        metadata={"help": "Number of loops of a training step: `fixed`, `uniform` or `lognormal_poisson`."},
+        metadata={"help": "Number of loops of a training step: `fixed`, `uniform`, `lognormal_poisson` or `poisson`."},
     )
     depth_sampling_args: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
