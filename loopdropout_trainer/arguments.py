@@ -144,6 +144,9 @@ class TaskArguments:
     own_benchmarks: dict[str, Any] | None = option(
         None, "Own benchmarks by name, as mappings with files, prompt, target and scorer (JSON).", "measurement"
     )
+    benchmark_revisions: dict[str, str] | None = option(
+        None, "Revisions of the tasks' datasets on the Hub, as a mapping (JSON).", "score"
+    )
 
 
 @dataclass
@@ -166,7 +169,9 @@ class ScriptArguments(BenchmarkArguments):
     compare_with: list[str] | None = option(
         None, "Other rules to train from the same initial adapter, in subfolders.", "never"
     )
-    benchmarks: list[str] | None = option(None, "Tasks of the package or lm-eval, or `own_benchmarks`.", "measurement")
+    benchmarks: list[str] | None = option(
+        None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).", "measurement"
+    )
     evaluate_base: bool = option(True, "Whether to evaluate the base model, too.", "measurement")
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths at which to evaluate the first task.", "measurement"

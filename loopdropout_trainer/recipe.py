@@ -83,7 +83,7 @@ choice is made by hand, because the libraries have hundreds of fields and do not
 
 _EPILOG = """Trainings take all fields of TRL's configuration, too. `--field null` resets an
 inherited field. `--import FILE ...` first runs Python files, which can register
-rules, models and rewards."""
+rules, models and rewards, and allows task files of lm-eval."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -134,17 +134,21 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
 
 
 def import_files(paths: Sequence[str]) -> None:
-    """Run Python files of the user, which register rules, looped models, or rewards."""
+    """Run Python files of the user, and allow task files of lm-eval (.yaml), which can run code.
+
+    A Python file registers rules, looped models, or rewards.
+    """
     for path in map(Path, paths):
-        if not path.is_file() or path.suffix != ".py":
-            raise UserError(f"`--import` must be given Python files, got {path}.")
+        if not path.is_file():
+            raise UserError(f"`--import` must be given Python files or task files, got {path}.")
         absolute = str(path.resolve())
         if absolute in IMPORTED:
             continue
         IMPORTED.append(absolute)
-        spec = spec_from_file_location(f"imported_{path.stem}", absolute)
-        module = sys.modules[spec.name] = module_from_spec(spec)
-        spec.loader.exec_module(module)
+        if path.suffix == ".py":
+            spec = spec_from_file_location(f"imported_{path.stem}", absolute)
+            module = sys.modules[spec.name] = module_from_spec(spec)
+            spec.loader.exec_module(module)
 
 
 def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -210,6 +210,7 @@ class Job:
         options = self.script_args
         sources = (
             options.own_benchmarks,
+            options.benchmark_revisions,
             options.benchmark_limit,
             self.runs[0].recipe.get("preparation"),
             held_out,

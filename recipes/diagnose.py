@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.task == DEVELOPMENT:
             examples = load_datasets(data_args, tokenizer, args.max_length).get("eval")
         else:
-            (task,) = load_benchmarks([args.task], args.own_benchmarks)
+            (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
             examples = reference_examples(task, args.num_examples)
     if examples is None:
         raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")

@@ -41,7 +41,7 @@ class EvaluationArguments(BenchmarkArguments):
 
     first_words = "[RECIPE.yaml] [MODEL ...]"
 
-    benchmarks: list[str] = option([], "Tasks of the package or lm-eval, or `own_benchmarks`.")
+    benchmarks: list[str] = option([], "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).")
     adapter: list[str] = option(
         ["none"], "Adapters and models as PATH or NAME=PATH, folders or Hub names. `none` is the base model."
     )
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.output_dir} holds results of another model: {difference}. Set another `output_dir`.")
 
     # Tasks, adapters and models
-    tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_limit)
+    tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
     with state.main_process_first():
         models = {name: find_model(name, path) for name, path in args.adapters.items()}
 

@@ -236,7 +236,7 @@ def test_recipes_pin_the_revisions_of_authors():
         for name, revision in (("model_name_or_path", "model_revision"), ("dataset_name", "dataset_revision")):
             assert recipe.get(revision) == REVISIONS.get(recipe.get(name)), path
             pinned += revision in recipe
+        for task, revision in (recipe.get("benchmark_revisions") or {}).items():
+            dataset = re.search(r"^dataset_path: (\S+)", (TASKS / f"{task}.yaml").read_text(), re.MULTILINE)
+            assert revision == REVISIONS[dataset[1]], path
     assert pinned > 60
-    for path in TASKS.glob("*.yaml"):
-        for dataset in re.findall(r"^dataset_path: (\S+)", text := path.read_text(), re.MULTILINE):
-            assert REVISIONS.get(dataset, "") in text, path

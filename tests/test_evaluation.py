@@ -229,6 +229,26 @@ def test_own_benchmark_explains_mistakes(tmp_path, monkeypatch, fields, message)
         load_benchmarks([name], {name: own})
 
 
+def write_task(path, rows, **fields):
+    """Write a task file of lm-eval over a JSONL file."""
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": rows}}, "test_split": "test"}
+    path.write_text(json.dumps({**source, **fields}))
+    return str(path)
+
+
+def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
+    rows = write_lines(tmp_path / "rows.jsonl", CAPITALS)
+    fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
+    path = write_task(tmp_path / "mine.yaml", rows, task="mine", **fields)
+    with user_error(f"can run code.* Add `--import {path}` to the command line"):
+        load_benchmarks([path])
+    monkeypatch.setattr(loading, "IMPORTED", [path])
+    (task,) = load_benchmarks([path])
+    assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
+    with user_error("must not have the name of a task .* got 'gsm8k'"):
+        load_task(write_task(tmp_path / "mine.yaml", rows, task="gsm8k", **fields))
+
+
 @pytest.mark.parametrize(("is_own", "option"), [(True, None), (None, True)])
 def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_own, option):
     task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS[:1]), **OWN, chat=is_own)

@@ -149,7 +149,7 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     for _ in range(2):
         assert read("--name", "x", "--import", path).name == "x"
     assert (tmp_path / "count").read_text() == "x"
-    with user_error("`--import` must be given Python files, got nowhere.py"):
+    with user_error("`--import` must be given Python files or task files, got nowhere.py"):
         read("--name", "x", "--import", "nowhere.py")
 
 

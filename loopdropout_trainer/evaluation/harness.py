@@ -51,7 +51,7 @@ def evaluate_tasks(
 
     Args:
         lm: Model with its depth, gates and readout.
-        tasks: Tasks of the package, tasks and groups of lm-eval, or `own_benchmark(...)`.
+        tasks: Tasks of the package, tasks and groups of lm-eval, task files, or `own_benchmark(...)`.
         limit: Number of problems of each task.
         cache_dir: Folder that keeps each answer. An interrupted evaluation generates only the missing answers.
         output_dir: Folder for `samples_<task>_K<num_loops>_<gates>.jsonl`, which has one line for each problem.

@@ -1,4 +1,4 @@
-"""Tasks of the package and of lm-eval by name, own benchmarks, and held-out examples as a task."""
+"""Tasks of the package and of lm-eval by name, task files, own benchmarks, and held-out examples as a task."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match
+from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
 
@@ -60,6 +60,7 @@ def preserved_random_states() -> Iterator[None]:
 def load_benchmarks(
     names: Sequence[str],
     own_benchmarks: Mapping[str, Mapping[str, Any]] | None = None,
+    revisions: Mapping[str, str] | None = None,
     limit: int | None = None,
     preparation: str | None = None,
     held_out: Dataset | None = None,
@@ -67,8 +68,9 @@ def load_benchmarks(
     """Load the tasks that a recipe names.
 
     Args:
-        names: Tasks of the package or of lm-eval, or keys of `own_benchmarks`.
+        names: Tasks of the package or of lm-eval, keys of `own_benchmarks`, or task files that `--import` allows.
         own_benchmarks: Arguments of `own_benchmark` by name.
+        revisions: Branch, tag or commit of the dataset on the Hub by task.
         limit: Number of generated problems.
         preparation: Preparation of the training data, for the task `development`.
         held_out: Held-out examples, for the task `development`.
@@ -85,8 +87,12 @@ def load_benchmarks(
             tasks.append(own_benchmark(name, **fields))
         elif name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
+        elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
+            raise UserError(
+                f"{name} can run code, as any task file of lm-eval. Add `--import {name}` to the command line."
+            )
         else:
-            tasks += load_task(name, limit).values()
+            tasks += load_task(name, (revisions or {}).get(name), limit).values()
     return tasks
 
 
@@ -119,8 +125,7 @@ def own_benchmark(
     Raises:
         UserError: if the files cannot be read, or the arguments do not describe a task.
     """
-    if name in (DEVELOPMENT, *_load_manager(None, False).all_tasks) or (_LM_EVAL / name).exists():
-        raise UserError(f"An own benchmark must not have the name of a task of lm-eval or the package, got {name!r}.")
+    _check_own_name(name)
     if not files or (None in (prompt, target, scorer) if like is None else scorer):
         raise UserError(
             f"The benchmark `{name}` must have `files`, and either `prompt`, `target` and `scorer` or `like`."
@@ -143,6 +148,11 @@ def own_benchmark(
     options = {option: value for option, value in options.items() if value is not None}
     task.set_config("generation_kwargs", options, update=True)
     return task
+
+
+def _check_own_name(name: str) -> None:
+    if name in (DEVELOPMENT, *_load_manager(None, False).all_tasks) or (_LM_EVAL / name).exists():
+        raise UserError(f"An own benchmark must not have the name of a task of lm-eval or the package, got {name!r}.")
 
 
 def task_of_rows(name: str, like: str, rows: Dataset, **config: Any) -> Task:
@@ -185,27 +195,44 @@ def development_task(preparation: str | None, examples: Dataset | None) -> Task:
 
 
 @preserved_random_states()
-def load_task(name: str, limit: int | None = None) -> dict[str, Task | Group]:
+def load_task(name: str, revision: str | None = None, limit: int | None = None) -> dict[str, Task | Group]:
     """Load a task, or a group of tasks, by name. A tag of lm-eval gives several tasks.
 
     Args:
-        name: Task of the package or of lm-eval.
+        name: Task of the package or of lm-eval, or a task file of lm-eval (.yaml), which can run code.
+        revision: Branch, tag or commit of the dataset on the Hub.
         limit: Number of generated problems.
 
     Raises:
         UserError: if there is no such task, or its data cannot be loaded.
     """
-    if name.startswith("arithmetic_") and limit:
-        return {name: task_of_rows(name, name, arithmetic_problems(name.removeprefix("arithmetic_"), limit))}
+    if name.endswith(".yaml"):
+        with _explained(name):
+            tasks = _load_manager(None, False).load([name])["tasks"]
+        for own_name in tasks:
+            _check_own_name(own_name)
+        return tasks
     manager = _find_manager(name)
+    overrides: dict[str, Any] = {"dataset_kwargs": {"revision": revision}} if revision else {}
+    if name.startswith("arithmetic_") and limit:
+        overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
     with _explained(name):
-        tasks = manager.load([name])["tasks"]
+        # lm-eval applies overrides only to the tasks of a new group.
+        specs = [{"task": member, **overrides} for member in _members(manager, name)]
+        tasks = manager.load([{"group": "selected", "task": specs}] if overrides else [name])["tasks"]
     if name not in manager.all_groups:
         return tasks
     group = Group(name)
     for task in tasks.values():
         group.add(task)
     return {name: group}
+
+
+def _members(manager: TaskManager, name: str) -> list[str]:
+    """Return the names of all tasks of a task, a group or a tag."""
+    entry = manager.task_index[name]
+    parts = entry.cfg["task"] if name in manager.all_groups else sorted(entry.tags) if name in manager.all_tags else []
+    return [member for part in parts for member in _members(manager, part)] or [name]
 
 
 def _find_manager(name: str) -> TaskManager:
