@@ -190,6 +190,10 @@ class GateState:
     def __init__(self) -> None:
         self.reset()
 
+    def __repr__(self) -> str:
+        gates = "unit gates" if self.gates is None else f"gates={short_repr(self.gates.tolist())}"
+        return f"GateState({gates}, loop={self.loop})"
+
     @property
     def loop(self) -> int:
         """Index of the running loop, from 0."""
@@ -321,6 +325,8 @@ def as_gate_matrix(
         gates = torch.as_tensor(gates)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{name} must be numbers, got {short_repr(gates)}.") from error
+    if gates.is_complex() or gates.is_meta:
+        raise UserError(f"{name} must be real numbers, got {gates.dtype} on the device {gates.device}.")
     if not gates.is_floating_point():
         gates = gates.to(torch.float32)
     if gates.dim() == 1:
@@ -448,6 +454,10 @@ class LoopedModelMixin:
     def attach(self) -> None:
         """Put a description and its hooks on its model. A class of this interface has none."""
 
+    def enable_input_require_grads(self) -> None:
+        """Let the embeddings require a gradient, by a hook that `torch.save` can keep."""
+        self._require_grads_hooks = [self.get_input_embeddings().register_forward_hook(_require_gradient)]
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, without TRL's `forward`, which would run this very model in the copy."""
         state = dict(self.__dict__)
@@ -456,18 +466,34 @@ class LoopedModelMixin:
         return state
 
 
+def _require_gradient(module: nn.Module, args: tuple, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
 DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
 """Descriptions of foreign model classes, by class."""
 
 
-UNSUPPORTED: dict[str, str] = {}
-"""Model types that the installed libraries do not support, with the reason."""
+UNSUPPORTED = {
+    "inkling2": ("Inkling-2", "its looped layers are mixtures of experts that also read the pass before"),
+    "sensenova": ("SenseNova-Loop", "it has linear attention and hyper-connections"),
+    "iquestloop": ("IQuest-Coder-Loop", "its second loop also attends to the keys of the first loop"),
+    "iquestplt": ("LoopCoder-V2", "its second loop also attends to the keys of the first loop"),
+    "loopie": ("Loopie", "its looped layers are mixtures of experts"),
+    "loopedlm-p": ("IFM's LoopedLM", "its checkpoints have the format of xLLM, which transformers cannot read"),
+    "looplm": ("LoopLM-135M", "only the code in its repository knows its architecture, and no remote code runs here"),
+}
+"""Names and reasons of looped models that are not supported, by a part of their model type, class or name in lower case."""
 
 
-def check_supported(model_type: str | None) -> None:
-    """Raise NotLoopedError if the installed libraries do not support a model type."""
-    if model_type in UNSUPPORTED:
-        raise NotLoopedError(f"`model_type: {model_type}` is not supported: {UNSUPPORTED[model_type]}.")
+def check_supported(*names: str | None) -> None:
+    """Raise NotLoopedError if a model type or a class belongs to a looped model that is not supported."""
+    text = " ".join(filter(None, names)).lower()
+    for part, (name, reason) in UNSUPPORTED.items():
+        if part in text:
+            raise NotLoopedError(
+                f"{name} is not supported: {reason}. The supported looped models are in docs/models.md."
+            )
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
@@ -481,7 +507,7 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
         for cls in type(module).__mro__:
             if cls in DESCRIPTIONS:
                 return vars(module).get("loop_description") or DESCRIPTIONS[cls](module)
-    check_supported(getattr(getattr(model, "config", None), "model_type", None))
+    check_supported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None))
     raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}.")
 
 

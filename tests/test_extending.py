@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM, LlamaForCausalLM
 
 from loopdropout_trainer import LoopDescription, check_loops, load_model, register_looped, use_gates
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, attach_looped_model, find_looped_model
 
 
@@ -101,6 +102,11 @@ def test_trainer_loads_an_own_class_by_name(make_sft, monkeypatch, tmp_path):
 def test_incomplete_descriptions_raise():
     with pytest.raises(TypeError, match="recurrent_layers.*running_loop"):
         LoopDescription(tiny_hrm())
+    wrong = type("Wrong", (DESCRIPTIONS[HrmTextForCausalLM],), {"depth_field": "cycles"})(tiny_hrm())
+    with pytest.raises(
+        UserError, match="`depth_field` of Wrong must name the field of HrmTextConfig .*, got 'cycles'"
+    ):
+        wrong.num_loops  # noqa: B018
 
 
 def test_wrong_descriptions_raise(monkeypatch):

@@ -5,6 +5,7 @@
 
 import copy
 import functools
+import pickle
 from contextlib import nullcontext
 from dataclasses import field, make_dataclass
 
@@ -210,10 +211,11 @@ def test_base_preserving_inits_train(init, model, train):
 
 
 @pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm], ids=["ouro", "hrm_text"])
-def test_copied_models_have_separate_gates(train, make):
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copied_models_have_separate_gates(train, make, duplicate):
     # TRL replaces `forward` on the instance. Copies of models of this package do not take it over.
     model = train(make(), max_steps=2).model.eval() if make is tiny_ouro else with_adapter(make(), scale=0.3).eval()
-    again, gates = copy.deepcopy(model), torch.eye(find_looped_model(model).num_loops)[0]
+    again, gates = duplicate(model), torch.eye(find_looped_model(model).num_loops)[0]
     ungated, gated = logits(model), logits(model, gates)
     assert not torch.equal(gated, ungated)
     with use_gates(again, gates):

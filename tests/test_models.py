@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
-from loopdropout_trainer import check_loops, default_peft_config, load_model, looped, merge_and_save, use_gates
-from loopdropout_trainer.looped import attach_looped_model, find_looped_model
+from loopdropout_trainer import check_loops, default_peft_config, load_model, merge_and_save, use_gates
+from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models.looped_modeling import CACHE
 
@@ -328,7 +328,10 @@ def test_unsupported_architectures_raise(name, fields, message):
 
 
 UNSUPPORTED_MODELS = [
-    ({"model": {"arch": "huginn"}}, "must have a supported `model_type`, got None"),
+    ({"model_type": "inkling2_loop"}, "Inkling-2 is not supported: its looped layers"),
+    ({"model_type": "new", "architectures": ["IQuestLoopCoderForCausalLM"]}, "IQuest-Coder-Loop is not supported"),
+    ({"model_type": "new", "_name": "SenseNova-Loop-9B"}, "SenseNova-Loop is not supported: it has linear attention"),
+    ({"model": {"arch": "huginn"}, "_name": "LoopedLM-P1-dense-huginn-336b"}, "IFM's LoopedLM is not supported"),
     ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
     ({"model_type": "new"}, "supported `model_type`, got 'new'. Code in a checkpoint is never run.*`--import FILE`"),
 ]
@@ -336,17 +339,18 @@ UNSUPPORTED_MODELS = [
 
 @pytest.mark.parametrize(("fields", "message"), UNSUPPORTED_MODELS, ids=str)
 def test_unsupported_models_raise(fields, message, tmp_path, make_sft):
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    folder = tmp_path / fields.get("_name", "base")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
     for load in (load_model, make_sft):
         with user_error(message):
-            load(str(tmp_path))
+            load(str(folder))
 
 
-def test_unsupported_model_types_raise(monkeypatch):
-    monkeypatch.setitem(looped.UNSUPPORTED, "dory", "its interface has moved")
+def test_model_of_an_unsupported_class_raises():
     model = torch.nn.Module()
-    model.config = SimpleNamespace(model_type="dory")
-    with user_error("`model_type: dory` is not supported: its interface has moved"):
+    model.config = SimpleNamespace(model_type="inkling2_loop_text")
+    with pytest.raises(NotLoopedError, match="Inkling-2 is not supported"):
         find_looped_model(model)
 
 

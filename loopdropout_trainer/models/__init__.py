@@ -25,7 +25,7 @@ except (
     TypeError,
 ) as error:  # an older transformers, or a newer one that moved a private name
     _reason = f"{version('transformers')} is installed: {str(error).partition(' (')[0]}"
-    UNSUPPORTED["dory"] = f"it needs the interface of transformers 5.24, but {_reason}"
+    UNSUPPORTED["dory"] = ("Dory", f"it needs the interface of transformers 5.24, but {_reason}")
 
 for _model in (OuroForCausalLM, HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, ParcaeForCausalLM):
     AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)

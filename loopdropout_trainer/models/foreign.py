@@ -127,7 +127,13 @@ class LoopDescription(LoopedModelMixin, ABC):
 
     @property
     def num_loops(self) -> int:
-        return getattr(self.model.config, self.depth_field)
+        config, field = self.model.config, getattr(type(self), "depth_field", "")
+        if not hasattr(config, field):
+            raise UserError(
+                f"`depth_field` of {type(self).__name__} must name the field of {type(config).__name__} with the depth, got "
+                f"{field!r}."
+            )
+        return getattr(config, field)
 
     @num_loops.setter
     def num_loops(self, num_loops: int) -> None:

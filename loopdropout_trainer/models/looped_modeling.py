@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -184,7 +185,10 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
     check_name(name)
     fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     model_type = fields.get("model_type")
-    check_supported(model_type)
+    # The name tells if the model has code of its own.
+    check_supported(
+        model_type, *fields.get("architectures") or (), None if model_type in CONFIG_MAPPING else Path(name).name
+    )
     if model_type not in CONFIG_MAPPING:
         raise NotLoopedError(
             f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. The supported "
