@@ -23,6 +23,8 @@ def lognormal_poisson(rate, sigma, most):
         ("uniform", {"low": 3, "high": 7}, [3, 4, 5, 6, 7] * 400),
         ("lognormal_poisson", {}, lognormal_poisson(4, 0.5, 1024)),
         ("lognormal_poisson", {"rate": 16, "sigma": 0.8, "most": 40}, lognormal_poisson(16, 0.8, 40)),
+        ("poisson", {}, np.random.default_rng(0).poisson(4, 400_000).clip(1)),
+        ("poisson", {"rate": 8, "most": 10}, np.random.default_rng(0).poisson(8, 400_000).clip(1, 10)),
     ],
 )
 def test_depths_follow_distribution(name, fields, reference):

@@ -189,6 +189,7 @@ ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "ste
         ({"rule": "lora_dropout"}, "must be trained with `LoRADropoutSFTTrainer`"),
         ({"rule": "learned", "depth_sampling": "uniform"}, "`depth_sampling` must be 'fixed'"),
         ({"packing": True, "packing_strategy": "wrapped"}, "`packing_strategy` must be 'bfd'"),
+        ({"depth_sampling": "poisson", "depth_sampling_args": {"rate": -1}}, "`rate` must be .* got -1"),
         ({"depth_sampling": "lognormal_poisson", "depth_sampling_args": {"rate": -1}}, "`rate` must be .* got -1"),
         ({"warmup_from_first_step": True, **ON_PLATEAU}, "`warmup_from_first_step` must be false"),
     ],
@@ -228,4 +229,4 @@ def test_changed_p_and_adapter_take_effect(make_sft):
     variants = [layer.lora_variant["second"] for layer in adapted_layers(trainer.model) if "second" in layer.lora_A]
     assert len(variants) == 2 and all(variant.rule is trainer.rule for variant in variants)
     with use_gates(trainer.model, [0, 2, 0, 2]):
-        assert trainer.gate_state.gates.tolist() == [[0.0], [2.0], [0.0], [2.0]]
+        assert repr(trainer.gate_state) == "GateState(gates=[[0.0], [2.0], [0.0], [2.0]], loop=0)"

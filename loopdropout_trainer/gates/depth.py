@@ -48,7 +48,31 @@ class UniformDepth(FixedDepth):
 
 
 @dataclass(frozen=True)
-class LogNormalPoissonDepth(FixedDepth):
+class PoissonDepth(FixedDepth):
+    """The distribution of Parcae's pretraining: r ~ max(1, Poisson(rate)), at most `most` (default of `rate`: K)."""
+
+    rate: float | None = None
+    most: int = 1024
+
+    def __post_init__(self) -> None:
+        check_number("rate", 1 if self.rate is None else self.rate, 1e-3, 1e4)
+        check_number("most", self.most, 1, 1024, int)
+
+    def limits(self, num_loops: int) -> tuple[int, int]:
+        return 1, self.most
+
+    def sample(self, u: tuple[float, float], num_loops: int) -> int:
+        return self.quantile(u[0], self.rate or num_loops)
+
+    def quantile(self, u: float, rate: float, shift: int = 0) -> int:
+        """Return the Poisson number of a uniform in [0, 1) plus a shift, at least 1 and at most `most`."""
+        import scipy.stats  # takes half a second
+
+        return min(max(int(scipy.stats.poisson.ppf(u, rate)) + shift, 1), self.most)
+
+
+@dataclass(frozen=True)
+class LogNormalPoissonDepth(PoissonDepth):
     """The distribution of Huginn's pretraining: few deep steps, many shallow ones (Geiping et al. 2025, Section 3.3).
 
         r ~ Poisson(exp(tau)) + 1,   tau ~ N(log(rate) - sigma^2 / 2, sigma^2)
@@ -56,27 +80,26 @@ class LogNormalPoissonDepth(FixedDepth):
     Its mean is `rate` + 1 (default of `rate`: K). Depths above `most` become `most`, which bounds the memory of a step.
     """
 
-    rate: float | None = None
-    most: int = 1024
     sigma: float = 0.5
 
     def __post_init__(self) -> None:
-        check_number("rate", 1 if self.rate is None else self.rate, 1e-3, 1e4)
-        check_number("most", self.most, 1, 1024, int)
+        super().__post_init__()
         check_number("sigma", self.sigma, 0, 10)
-
-    def limits(self, num_loops: int) -> tuple[int, int]:
-        return 1, self.most
 
     def sample(self, u: tuple[float, float], num_loops: int) -> int:
         import scipy.stats  # takes half a second
 
         normal = scipy.stats.norm.ppf(u[0] + 2.0**-54)
         tau = math.log(self.rate or num_loops) - self.sigma**2 / 2 + self.sigma * normal
-        return min(max(int(scipy.stats.poisson.ppf(u[1], math.exp(tau))) + 1, 1), self.most)
+        return self.quantile(u[1], math.exp(tau), shift=1)
 
 
-DEPTH_SAMPLERS = {"fixed": FixedDepth, "uniform": UniformDepth, "lognormal_poisson": LogNormalPoissonDepth}
+DEPTH_SAMPLERS = {
+    "fixed": FixedDepth,
+    "uniform": UniformDepth,
+    "lognormal_poisson": LogNormalPoissonDepth,
+    "poisson": PoissonDepth,
+}
 
 
 def make_depth_sampler(name: str, fields: Mapping[str, Any] | None = None) -> FixedDepth:
