@@ -172,7 +172,8 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     steps = [0, *(log["step"] for log in history if "loss" in log)]
     rewards = [log["reward"] for log in history if "reward" in log]
     tenth = max(1, len(rewards) // 10)
-    seconds = last.get("train_runtime", math.nan) * num_steps / max(1, num_steps - first_step)
+    sampling = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
+    seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / max(1, num_steps - first_step)
     num_tokens = last.get("num_tokens", math.nan)
     values = {
         "train_loss": np.dot(losses, np.diff(steps)) / num_steps,

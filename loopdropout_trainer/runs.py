@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, Trainer, TrainerState
 
+    from loopdropout_trainer.progress import JobProgressCallback
     from loopdropout_trainer.training.config import GateConfig
 
 
@@ -125,6 +126,7 @@ class Job:
             run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
         self.tasks: list[Task | Group] = []
         self.references: list[dict[str, str]] = []
+        self.progress: JobProgressCallback | None = None
         if self.args.process_index == 0:
             self.print_plan()
 
@@ -248,12 +250,16 @@ class Job:
         """
         import torch
 
+        from loopdropout_trainer.progress import JobProgressCallback
         from loopdropout_trainer.training.stopping import NonFiniteGradientError
 
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
                 self._evaluate(trainer, run, self.tasks)
         folder = Path(trainer.args.output_dir)
+        if self.progress is None:
+            self.progress = JobProgressCallback(sum(not run.is_trained for run in self.runs))
+        self.progress.attach(trainer, run.title)
         is_trained = run.is_trained
         if trainer.is_world_process_zero():
             if (folder / RUN_FILE).exists():  # it is measured further, or made longer
@@ -262,8 +268,6 @@ class Job:
         if is_trained:
             load_trained(trainer, folder)
             return
-        if trainer.is_world_process_zero():
-            print(f"Training {run.title} in {folder}", flush=True)
         checkpoint = trainer.args.resume_from_checkpoint
         state = load_state(checkpoint) if checkpoint else None
         if torch.cuda.is_available():
@@ -354,6 +358,7 @@ class Job:
 
     def finish_run(self, trainer: Trainer, run: Run) -> None:
         """Write the card with the results and, if `merge` is set, the merged model. Mark the run as finished."""
+        from loopdropout_trainer.progress import finish_run
         from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
         from loopdropout_trainer.saving.merging import merge_and_save
 
@@ -364,10 +369,7 @@ class Job:
         write_model_card(folder, trainer.model, repo_id=hub_model_id, **card)
         if run.script_args.merge:
             merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, hub_model_id)
-        if "wandb" in trainer.args.report_to:  # transformers keeps its run open, also for the next training
-            import wandb
-
-            wandb.finish()
+        finish_run(trainer, card["results"])
         write_run(folder)
 
     @property

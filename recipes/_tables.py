@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +244,10 @@ def print_by_method(title: str, rows: pd.DataFrame, columns: Any, cell_format: s
 
 
 def show_results(job: Job) -> None:
-    """Print tables of the results of a job."""
+    """Print tables of the results of a job, and draw them if they have other depths or single loops.
+
+    Figures need plotnine.
+    """
     rows = pd.DataFrame([row for folder in job.folders for row in read_card_fields(folder)["results"]])
     rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
     training = rows.query("task == 'training'")
@@ -266,6 +270,11 @@ def show_results(job: Job) -> None:
         examples = "" if task == DEVELOPMENT else f" on {task}"
         print_by_method(f"Loss reduction{examples} with the adapter in one loop only, in %", own, "gates")
     print(f"\nEverything is in {', '.join(job.folders)}")
+    options, folder = job.script_args, Path(job.args.output_dir)
+    if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
+        from loopdropout_trainer.plots import save_figure
+
+        save_figure(overview_figure(load_results(folder)), folder / "figure")
 
 
 def print_differences(accuracy: pd.DataFrame) -> None:

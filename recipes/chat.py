@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def read_prompt_template(folder: Path) -> str | None:
     """Return the format of the prompts of a training, a text with a {field}, from the recipe in its folder."""
-    (data_args,) = build([DataArguments], read_recipe(folder) or read_recipe(folder.parent))  # of a checkpoint
+    (data_args,) = build([DataArguments], read_recipe(folder))
     return data_args.template and data_args.template + data_args.prompt_end
 
 

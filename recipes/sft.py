@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     # These imports take seconds, so they come after the checks.
     from _tables import show_results
 
+    from loopdropout_trainer.progress import SampleCompletionsCallback
     from loopdropout_trainer.training.multipass import LoRADropoutSFTTrainer
     from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
@@ -60,6 +61,8 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
+        if "eval" in dataset:
+            trainer.add_callback(SampleCompletionsCallback(trainer))
         job.train(trainer, run)
         job.save(trainer, run)
         job.measure(trainer, run)

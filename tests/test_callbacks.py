@@ -5,6 +5,8 @@ import torch
 from conftest import Recorder, assert_same_weights, logged
 
 from loopdropout_trainer.gates.depth import sample_depth
+from loopdropout_trainer.progress import SampleCompletionsCallback
+from loopdropout_trainer.results import training_results
 
 
 EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}
@@ -41,3 +43,11 @@ def test_depths_are_sampled_for_each_step(make_sft):
 def test_sensitivity_is_summed_over_micro_batches(train):
     whole, split = (train(rule="adaptive", **EXACT, **fields) for fields in ({}, SPLIT))
     assert whole.rule.estimate.tolist() == pytest.approx(split.rule.estimate.tolist(), rel=2e-3)
+
+
+def test_samples_are_not_training_time(make_sft):
+    trainer = make_sft(eval_strategy="steps", eval_steps=1)
+    trainer.add_callback(samples := SampleCompletionsCallback(trainer))
+    trainer.train()
+    (seconds,) = (row["value"] for row in training_results(trainer) if row["metric"] == "train_seconds")
+    assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)

@@ -1,10 +1,11 @@
-"""Results of a run, compared by their recipes."""
+"""Results of a run, compared by their recipes, and the curves that experiment trackers show of them."""
 
 import pytest
 from conftest import read_lines
 from raises import user_error
 
 from loopdropout_trainer import results
+from loopdropout_trainer.progress import finish_run
 from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
 
 
@@ -74,3 +75,21 @@ def test_fields_declare_when_they_matter():
     assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= uncompared
     assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= measured
     assert not uncompared & measured and not {"seed", "num_loops", "lora_r"} & (uncompared | measured)
+
+
+def test_curves_are_logged_over_loops(make_sft, monkeypatch):
+    logs, trainer = [], make_sft()
+    log = lambda args, state, control, values: logs.append((state.global_step, values))
+    monkeypatch.setattr(trainer.callback_handler, "on_log", log)
+    rows = [
+        ROW, {**ROW, "num_loops": 2, "value": 20.0}, {**ROW, "gates": "none"}, {**ROW, "metric": "loss_reduction"},
+        {**ROW, "gates": "loop 3", "loop": 3, "value": 30.0},
+        {**ROW, "metric": "loss_reduction", "gates": "loop 1", "loop": 1, "value": 5.0},
+    ]  # fmt: skip
+    finish_run(trainer, rows)
+    assert logs == [
+        (2, {"test_accuracy_by_depth/gsm8k": 20.0}),
+        (4, {"test_accuracy_by_depth/gsm8k": 70.0}),
+        (1, {"test_rho_by_loop/gsm8k": 5.0}),
+        (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
+    ]

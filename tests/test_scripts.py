@@ -46,6 +46,12 @@ def quickstart(tmp_path_factory):
     return folder, run(WORDS, "--output_dir", folder)
 
 
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Only the short quickstart draws its figure."""
+    monkeypatch.setattr("_tables.find_spec", lambda name: None)
+
+
 @pytest.fixture
 def copy(quickstart, tmp_path):
     """A copy of that folder."""
@@ -78,7 +84,7 @@ def test_sft_writes_the_expected_results(quickstart):
 
 def test_sft_saves_recipe_card_and_merged_model(quickstart):
     files = {path.relative_to(quickstart[0]).as_posix(): path for path in quickstart[0].rglob("*")}
-    written = "README.md recipe.yaml results.jsonl run.json adapter_config.json merged/config.json"
+    written = "README.md recipe.yaml results.jsonl run.json adapter_config.json merged/config.json figure.png"
     assert (
         files.keys() >= {*written.split(), "samples_arithmetic_easy_test_K4_unit.jsonl"} and "lora/merged" not in files
     )
@@ -88,10 +94,11 @@ def test_sft_saves_recipe_card_and_merged_model(quickstart):
 
 def test_sft_prints_plan_and_tables(quickstart):
     folder, text = quickstart
-    lines = ["rules       Loop Dropout (p = 0.5), Input dropout", "6 steps, 16 examples per step", "{'loss': "]
-    lines += [f"Training Loop Dropout in {folder}", f"Training Input dropout in {folder}/lora"]
+    lines = ["rules       Loop Dropout (p = 0.5), Input dropout", "6 steps, 16 examples per step", "completion: "]
     lines += ["Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod", f"Everything is in {folder}"]
     assert [line for line in (*lines, "loop 1  loop 2  loop 3  loop 4  all loops") if line not in text] == []
+    for method in ("Loop Dropout", "Input dropout"):
+        assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
 
 
 def test_sft_never_saves_tokens(quickstart):
@@ -163,7 +170,7 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     assert names_it == (last_step > 0)
     text = run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
-    assert (f"continues   {copy}/checkpoint-{last_step}" in text) == (last_step > 0)
+    assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
     values = lambda at: {row["metric"]: row["value"] for row in read_results(at) if row["folder"] == str(at)}
     resumed, whole = values(copy), values(quickstart[0])
     for metric in ("train_loss", "num_tokens"):

@@ -1,6 +1,6 @@
 """Trainers: gates drawn in `compute_loss`, callbacks, and the setup of an adapter.
 
-Modules here may import all folders but `integrations`. Only scripts, `runs.py` and the package itself import them.
+Modules here may import all folders but `integrations`. Only scripts, `progress.py` and the package itself import them.
 
 Training arguments do without transformers' modeling code, which takes most of the seconds of a start, until a model is loaded.
 So a script tells a mistake in a recipe early. PEFT is imported as usual, but later.

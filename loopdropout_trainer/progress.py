@@ -1,0 +1,144 @@
+"""Show a job of several trainings: its progress and sample completions, and its results in W&B, Trackio or MLflow."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+
+from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.training.distributed import IGNORED, shards_weights
+
+
+CURVES = {
+    ("accuracy", "num_loops"): "test_accuracy_by_depth",
+    ("accuracy", "loop"): "test_accuracy_by_loop",
+    ("loss_reduction", "loop"): "test_rho_by_loop",
+}
+"""Curves by metric and axis: over depths, or over the loop that alone has the adapter."""
+
+
+class JobProgressCallback(ProgressCallback):
+    """Show the trainings of a job, with the method's name and the expected time until the end of the job.
+
+    The time includes the evaluations as soon as the first training has been evaluated. Attach one object to all trainers.
+
+    Args:
+        trainings: Number of trainings of the job. It may be set before the first one.
+    """
+
+    evaluation_seconds = trained_at = None
+
+    def __init__(self, trainings: int = 1) -> None:
+        super().__init__()
+        self.trainings = trainings
+
+    def attach(self, trainer: Trainer, title: str) -> None:
+        """Show the progress of a trainer under a title, instead of transformers' own display."""
+        self.title = title
+        for display in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(display)
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.current_step = self.first_step = state.global_step
+        self.start = time.monotonic()
+        self.evaluation_seconds = self.trained_at and self.start - self.trained_at
+        hidden = args.disable_tqdm or not state.is_world_process_zero
+        self.training_bar = tqdm(desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden)
+        if state.global_step:
+            self.training_bar.write(f"Continuing from checkpoint-{state.global_step} of {state.max_steps}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        step_seconds = (time.monotonic() - self.start) / (state.global_step - self.first_step)
+        left = (self.trainings * state.max_steps - state.global_step) * step_seconds
+        left += self.trainings * (self.evaluation_seconds or 0)
+        without = "" if self.evaluation_seconds else " without evaluations"
+        self.training_bar.set_postfix_str(f"job: {timedelta(seconds=round(left))} left{without}", refresh=False)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None:
+            values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
+            self.training_bar.write(f"{self.title}, {self.training_bar.postfix}: {values}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        self.trainings -= 1
+        self.trained_at = time.monotonic()
+
+
+class SampleCompletionsCallback(TrainerCallback):
+    """Print a greedy completion of the first evaluation example, and log it to W&B and Trackio.
+
+    It does so at each evaluation, and after the last step.
+
+    Args:
+        trainer: Trainer with an evaluation dataset.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.seconds = 0.0  # of all samples, which are not part of a training's time
+        with torch.random.fork_rng():
+            batch = trainer.data_collator(list(islice(trainer.eval_dataset, 1)))
+        ids, trained = batch["input_ids"][0], batch["labels"][0] != IGNORED
+        start = int(trained.int().argmax()) or len(ids) // 2  # a text without prompt is divided in the middle
+        self.prompt, self.reference = ids[:start].tolist(), ids[start:][trained[start:]]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_training_stop and not control.should_evaluate:
+            self.on_evaluate(args, state, control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        trainer, tokenizer, start = self.trainer, self.trainer.processing_class, time.monotonic()
+        if state.is_world_process_zero and not shards_weights(args):
+            with torch.random.fork_rng(), trainer.accelerator.autocast():
+                (text,) = generate_greedy(trainer.model, tokenizer, [self.prompt], max_new_tokens=64, progress=False)
+            sample = {"step": state.global_step, "prompt": tokenizer.decode(self.prompt), "completion": text}
+            sample["reference"] = tokenizer.decode(self.reference, skip_special_tokens=True)
+            tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
+            log_table(args, "samples", pd.DataFrame([sample]))
+        self.seconds += time.monotonic() - start
+
+
+def log_table(args: TrainingArguments, name: str, table: pd.DataFrame) -> None:
+    """Log a table to the running runs of W&B and Trackio."""
+    for tracker in {"wandb", "trackio"}.intersection(args.report_to):
+        module = sys.modules[tracker]
+        module.log({name: module.Table(dataframe=table)})
+
+
+def finish_run(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Log results to the run of a training, and end the run. The next training then starts another run.
+
+    The results are `CURVES`. The step of a point is the depth or the loop.
+
+    Args:
+        trainer: Trainer after its training.
+        rows: Results of its folder.
+    """
+    args = trainer.args
+    modules = {name: sys.modules[name] for name in args.report_to if name in sys.modules}
+    if mlflow := modules.get("mlflow"):  # transformers has ended its run
+        ended = mlflow.last_active_run()
+        if ended and ended.info.run_name == args.run_name:
+            mlflow.start_run(run_id=ended.info.run_id)
+    for row in sorted(rows, key=lambda row: (row["num_loops"], row.get("loop") or 0)):
+        axis = "loop" if row.get("loop") else "num_loops"
+        if row["gates"] != "none" and (name := CURVES.get((row["metric"], axis))):
+            state = replace(trainer.state, global_step=row[axis])
+            logs = {f"{name}/{row['task']}": row["value"]}
+            trainer.callback_handler.on_log(args, state, trainer.control, logs)
+    for name, end in {"wandb": "finish", "trackio": "finish", "mlflow": "end_run"}.items():
+        if name in modules:
+            getattr(modules[name], end)()
