@@ -2,7 +2,7 @@
 
     loopdropout merge outputs/gsm8k
     loopdropout merge outputs/gsm8k --output_dir merged --hub_model_id user/name
-    loopdropout merge outputs/gsm8k --standalone true
+    loopdropout merge outputs/gsm8k --scale 0.3 --standalone true
 
 `adapter_config.json` names the base model. If the base model has moved, set
 `--model_name_or_path`. A base model that was quantized in the training is
@@ -40,6 +40,7 @@ class MergeArguments:
         "Data type of the merged weights. Default: the base model's.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    scale: float = option(1.0, "Factor of the update.")
     standalone: bool = option(
         False, "Whether to write the code of the model class, so that the model loads without this package."
     )
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer,
         read_card_fields(folder),
         args.hub_model_id,
+        scale=args.scale,
         standalone=args.standalone,
     )
     print(f"The merged model is in {merged}")

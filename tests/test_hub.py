@@ -22,11 +22,13 @@ from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.cards import write_model_card
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import end_tokens
 
 
 IDS = torch.arange(2, 42).view(4, 10)
 OURO = "ByteDance/Ouro-1.4B"
+TOKEN = "hf_averysecrettokenaverysecrettoken12"
 load = AutoModelForCausalLM.from_pretrained
 
 
@@ -56,9 +58,10 @@ def config_of(folder):
 
 @pytest.fixture
 def base(tmp_path, tokenizer):
-    """A folder with a tiny Ouro."""
+    """A folder with a tiny Ouro and a card that names its license."""
     tiny_ouro().save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     return tmp_path / "base"
 
 
@@ -173,14 +176,19 @@ def test_end_tokens_are_saved_and_loaded(tmp_path):
     assert load(tmp_path / "merged").generation_config.eos_token_id == [0, 7, 1]
 
 
-@pytest.mark.parametrize("lora", [{"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}])
-def test_merged_logits_equal_unit_gates(tmp_path, lora):
+@pytest.mark.parametrize(
+    ("lora", "scale"), [({}, 0.3), ({"use_rslora": True}, 1.0), ({"target_modules": ["q_proj", "down_proj"]}, 1.0)]
+)
+def test_merged_logits_equal_gates_of_the_scale(tmp_path, lora, scale):
     model = with_adapter(None, **lora).eval()
     before = model(IDS).logits
     with use_gates(model, torch.full((4,), 3.0)):
-        merge_and_save(model, tmp_path)
+        card = card_of(merge_and_save(model, tmp_path, scale=scale))
     assert torch.equal(model(IDS).logits, before)  # it stays unmerged
-    assert_close(load(tmp_path)(IDS).logits, before)
+    with use_gates(model, torch.full((4,), scale)):
+        assert_close(load(tmp_path)(IDS).logits, model(IDS).logits)
+    said = ("the update scaled by 0.3", "merged update | 0.3 |", "scaled")
+    assert [text for text in said if text in card] == [text for text in said if scale < 1]
 
 
 def test_merged_bfloat16_weights_are_rounded_once(tmp_path):
@@ -215,7 +223,7 @@ def test_merge_never_replaces_base_or_adapter(base, trained):
 AUTO_MAP = {"AutoConfig": "configuration_ouro.OuroConfig", "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}
 
 
-def test_auto_map_names_the_code_on_the_hub(tmp_path):
+def test_auto_map_names_the_code_on_the_hub(tmp_path, log):
     model = adapted(base=OURO)
     model.get_base_model().config.auto_map = dict(AUTO_MAP)
     on_hub = {key: f"{OURO}--{value}" for key, value in AUTO_MAP.items()}
@@ -224,7 +232,8 @@ def test_auto_map_names_the_code_on_the_hub(tmp_path):
     assert model.get_base_model().config.auto_map == AUTO_MAP
     model.peft_config["default"].base_model_name_or_path = "no-such-folder"
     folder = merge_and_save(model, tmp_path / "without")
-    assert "auto_map" not in config_of(folder) and "trust_remote_code=True" not in card_of(folder)
+    assert "auto_map" not in config_of(folder) and "has no `auto_map`" in log.text
+    assert "transformers alone does not load the model" in card_of(folder)
 
 
 RUN_CARDS = """import os, runpy, sys, torch
@@ -241,10 +250,13 @@ for folder in sys.argv[1:]:
 
 
 def test_merged_models_load_without_this_package(tmp_path):
+    (tmp_path / "base").mkdir()
+    with_code = adapted(base=str(tmp_path / "base"))  # a base model with its own code
+    with_code.get_base_model().config.auto_map = write_code(with_code.get_base_model(), tmp_path / "base")
     families = [adapted(TINY[name]()) for name in ("ouro", "huginn", "loopus", "nanbeige", "parcae")]
-    models = {tmp_path / str(i): model for i, model in enumerate(families)}
+    models = {tmp_path / str(i): model for i, model in enumerate([with_code, *families])}
     for folder, model in models.items():
-        merge_and_save(model, folder, standalone=True)
+        merge_and_save(model, folder, standalone=model is not with_code)
         (folder / "card.py").write_text(code_of(folder)[1])
     env = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
     python("-c", RUN_CARDS, *models, env=env, fresh=True)
@@ -280,7 +292,7 @@ def test_cards_state_the_training(base, trained, tmp_path):
     for card in (card_of(trained), card_of(merged)):
         for stated in ("Training rule | Loop Dropout", "probability p | 0.25", "alpha | 16 / 32", "depth K | 4"):
             assert f"{stated} |" in card
-        assert "| Base model | base |" in card and "arXiv 2609.34218" in card
+        assert "license: apache-2.0" in card and "| Base model | base |" in card and "arXiv 2609.34218" in card
         assert "None" not in card and "base_model:" not in card and str(base) not in card
     assert "| Training data | GSM8K |" in card_of(merged)
     card = write_model_card(tmp_path, adapted(base=OURO, depths=[2, 6])).read_text()
@@ -298,6 +310,24 @@ def test_code_of_cards_runs(trained, tmp_path, tokenizer, monkeypatch):
     assert config_of(trained / "merged") == config_of(merged)  # the code of the adapter merges
 
 
+VLLM, MLX = "vllm serve .", "mlx_lm.generate --model . "
+SERVED = [  # family, with the base's code, with a tokenizer, the beginnings of the card's commands
+    ("ouro", True, True, [VLLM]),
+    ("ouro", True, False, []),
+    ("nanbeige", False, True, [VLLM, MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile"]),
+    ("huginn", True, True, [VLLM]),
+]
+
+
+@pytest.mark.parametrize(("family", "has_code", "has_tokenizer", "commands"), SERVED)
+def test_card_names_programs_that_run_the_model(tmp_path, tokenizer, family, has_code, has_tokenizer, commands):
+    model = adapted(TINY[family]())
+    if has_code:
+        model.get_base_model().config.auto_map = {key: f"x/y--{name}" for key, name in AUTO_MAP.items()}
+    code = code_of(merge_and_save(model, tmp_path, tokenizer if has_tokenizer else None), "bash")
+    assert len(code) == len(commands) and all(map(str.startswith, code, commands))
+
+
 def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):
     folder = merge_and_save(adapted(), tmp_path / "merged", repo_id="someone/model")
     create = Mock(return_value=SimpleNamespace(repo_id="someone/model"))
@@ -310,11 +340,16 @@ def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):
     assert "# someone/model\n" in card_of(folder) and '_pretrained("someone/model", ' in card_of(folder)
 
 
-def test_failed_push_keeps_the_model(tmp_path, monkeypatch):
+def test_failed_push_keeps_the_model_and_hides_the_token(tmp_path, monkeypatch):
+    with user_error("merge_and_save"):
+        push_merged_to_hub(tmp_path, "someone/model")
     folder = merge_and_save(adapted(), tmp_path / "merged")
     nothing = SimpleNamespace(headers={}, request=None)
-    refusal = HfHubHTTPError("403 Forbidden\nmore lines", response=nothing)
+    refusal = HfHubHTTPError(f"403 Forbidden for {TOKEN} and mine\nmore lines", response=nothing)
     monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=refusal))
-    with user_error(f"403 Forbidden.* The merged model is saved in {folder}"):
-        push_merged_to_hub(folder, "someone/model")
+    with user_error("403 Forbidden .* The merged model is saved in ") as error:
+        push_merged_to_hub(folder, "someone/model", token="mine")
+    message = str(error.value)
+    assert TOKEN not in message and "mine" not in message and str(folder) in message
+    assert error.value.__cause__ is None and error.value.__suppress_context__
     load(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
@@ -31,6 +32,7 @@ def write_model_card(
     recipe: str | None = None,
     results: Iterable[Mapping[str, Any]] = (),
     merged: bool = False,
+    scale: float = 1.0,
 ) -> Path:
     """Write the model card of an adapter or of a merged model.
 
@@ -42,19 +44,25 @@ def write_model_card(
         recipe: YAML text of the training settings.
         results: Rows of `results.jsonl`. The card shows the scores at unit gates next to the base model's scores.
         merged: Whether the folder holds a merged model.
+        scale: Factor of the update in a merged model.
     """
     folder = Path(folder)
     adapter, looped = model.active_adapters[0], find_looped_model(model)
     lora, num_loops = model.peft_config[adapter], looped.num_loops
     metadata, base = getattr(looped, "trained_with", {}), base_name(model)
     rule, depths = metadata.get("rule"), metadata.get("depths") or [num_loops]
+    is_quantized = getattr(looped.config, "quantization_config", None) is not None
     public_name = lambda name: name if name is None or is_hub_name(name) else Path(name).name
+    license_fields = _license_of(base)
     facts = {
         "Base model": public_name(base),
+        "License of the base model": license_fields.get("license"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": metadata.get("p"),
         "Trained from the adapter": public_name(metadata.get("initial_adapter")),
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
+        "Factor of the merged update": None if scale == 1 else scale,
+        "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
         "Training data": dataset,
@@ -65,17 +73,17 @@ def write_model_card(
             pipeline_tag="text-generation",
             base_model=base if is_hub_name(base) else None,
             tags=["looped-language-model", "lora", "loop-dropout"],
+            **license_fields,
         ),
         template_path=str(Path(__file__).with_name("model_card.jinja")),
         title=repo_id or folder.resolve().name,
         name=repo_id if repo_id and _HUB_NAME.fullmatch(repo_id) else ".",
         facts={name: value for name, value in facts.items() if value is not None},
-        scores=_scores(results),
+        scores=_scores(results) if scale == 1 else [],
         recipe=recipe and without_folders(recipe),
         merged=merged,
         shared=not kind_of(model, adapter).one_depth,
-        has_code=merged and "auto_map" in PreTrainedConfig.get_config_dict(folder)[0],
-        is_standalone=(folder / "looped.py").is_file(),
+        **(_loading_facts(folder) if merged else {}),
     )
     card.save(folder / CARD_FILE)
     return folder / CARD_FILE
@@ -116,6 +124,19 @@ def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     return [(*key(row), row["value"], row["n"], base.get(key(row))) for row in tasks if row["gates"] == "unit"]
 
 
+def _loading_facts(folder: Path) -> dict[str, Any]:
+    """Return how the files of a merged model can be loaded."""
+    config, _ = PreTrainedConfig.get_config_dict(folder)
+    config_class = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else None  # noqa: SIM401
+    return {
+        "model_type": config["model_type"],
+        "has_tokenizer": (folder / "tokenizer_config.json").is_file(),
+        "has_code": "AutoModelForCausalLM" in config.get("auto_map", {}),
+        "is_standalone": (folder / "looped.py").is_file(),
+        "in_transformers": getattr(config_class, "__module__", "").startswith("transformers."),
+    }
+
+
 def base_name(model: PeftModel) -> str | None:
     """Return the Hub name or folder of the model that an adapter was trained on."""
     config = model.peft_config[model.active_adapters[0]]
@@ -124,6 +145,16 @@ def base_name(model: PeftModel) -> str | None:
 
 def is_hub_name(name: str | None) -> bool:
     return name is not None and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+@functools.cache
+def _license_of(base: str | None) -> dict[str, str]:
+    """Return the license fields of a base model's own card, if the card can be read."""
+    try:
+        data = ModelCard.load(base if is_hub_name(base) else Path(base or "?", CARD_FILE)).data.to_dict()
+    except Exception:  # no card, or no network: the new card does without the license
+        return {}
+    return {name: str(data[name]) for name in ("license", "license_name", "license_link") if data.get(name)}
 
 
 def without_folders(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,19 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, first_line
+from loopdropout_trainer.errors import UserError, first_line, hide_secrets
 from loopdropout_trainer.lora import check_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, read_authors_config, write_authors_format
-from loopdropout_trainer.saving.cards import base_name, is_hub_name, without_folders, write_model_card
+from loopdropout_trainer.saving.cards import CARD_FILE, base_name, is_hub_name, without_folders, write_model_card
 from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config, read_adapter_metadata, read_weights
 from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
+
+
+logger = logging.get_logger(__name__)
 
 
 def export_authors_format(adapter: str | Path, output_dir: str | Path) -> Path:
@@ -54,10 +59,14 @@ def export_authors_format(adapter: str | Path, output_dir: str | Path) -> Path:
 
 
 @torch.no_grad()
-def merged_state_dict(model: PeftModel) -> dict[str, Tensor]:
+def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]:
     """Return the base model's state dict with the adapter's update added.
 
-    W + (alpha / r) B A is summed in float32 and rounded once. A 4-bit W is dequantized first. The model stays unmerged.
+    W + scale (alpha / r) B A is summed in float32 and rounded once. A 4-bit W is dequantized first. The model stays unmerged.
+
+    Args:
+        model: PEFT model over a looped model.
+        scale: Factor of the update. It has the effect of this gate in every loop.
 
     Raises:
         UserError: If the adapter cannot be merged, or the base weights are sharded, or quantized to other than 4 bits.
@@ -78,7 +87,7 @@ def merged_state_dict(model: PeftModel) -> dict[str, Tensor]:
                 f"`{name}` is quantized or sharded. Save the adapter, load the base model unquantized in one process, "
                 "and merge there."
             )
-        merged[weight_name] = (weight.float() + update.float()).to(weight.dtype)
+        merged[weight_name] = (weight.float() + scale * update.float()).to(weight.dtype)
     return {name.replace(".base_layer.", "."): tensor for name, tensor in merged.items()}
 
 
@@ -109,6 +118,7 @@ def merge_and_save(
     card: Mapping[str, Any] | None = None,
     repo_id: str | None = None,
     *,
+    scale: float = 1.0,
     standalone: bool = False,
 ) -> Path:
     """Merge the adapter and save an ordinary checkpoint of the base model.
@@ -122,6 +132,7 @@ def merge_and_save(
         processing_class: Tokenizer to save with the model.
         card: Keyword arguments `dataset`, `recipe` and `results` of `write_model_card`. The recipe is saved, too.
         repo_id: Name on the Hub (`user/name`). The title and the code of the model card name it.
+        scale: Factor of the update.
         standalone: Whether to write the code of this package's model class, so that transformers loads the model without this
             package, with `trust_remote_code=True`.
 
@@ -137,16 +148,13 @@ def merge_and_save(
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
     if processing_class is not None:
         add_end_tokens(base, end_token_ids(processing_class))
-    weights = merged_state_dict(model)
+    weights = merged_state_dict(model, scale)
     saved = base if getattr(base.config, "quantization_config", None) is None else _without_quantization(base)
     saved.save_pretrained(output_dir, state_dict=weights)
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
-    repository, auto_map = base_name(model), config.pop("auto_map", None) or {}
-    if is_hub_name(repository):  # it has the files that the entries name
-        auto_map = {key: name if "--" in name else f"{repository}--{name}" for key, name in auto_map.items()}
-    else:
-        auto_map = {key: name for key, name in auto_map.items() if "--" in name}
-    auto_map = write_code(base, output_dir) if standalone else auto_map
+    auto_map = config.pop("auto_map", None) or {}
+    own_map = write_code(base, output_dir) if standalone else {}
+    auto_map = own_map or _copy_code(auto_map, base_name(model), output_dir)
     config |= {"auto_map": auto_map} if auto_map else {}
     config |= {"use_cache": True} if "use_cache" in config else {}  # training sets it to False
     (output_dir / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -154,8 +162,28 @@ def merge_and_save(
         processing_class.save_pretrained(output_dir)
     if card.get("recipe"):
         (output_dir / RECIPE_FILE).write_text(without_folders(card["recipe"]), encoding="utf-8")
-    write_model_card(output_dir, model, repo_id=repo_id, merged=True, **card)
+    write_model_card(output_dir, model, repo_id=repo_id, merged=True, scale=scale, **card)
     return output_dir
+
+
+def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> dict[str, str]:
+    """Return the `auto_map` of a merged model, under which other programs find the base model's own code.
+
+    The entries of a base model name Python files next to its `config.json`. A merged model refers to the base model's
+    repository (`org/name--file.Class`), or gets copies of the files. They are never run here.
+    """
+    if is_hub_name(base):
+        return {key: name if "--" in name else f"{base}--{name}" for key, name in auto_map.items()}
+    files = {path.name: path for path in Path(base or "?").glob("*.py")}
+    found = {key: name for key, name in auto_map.items() if "--" in name or f"{name.split('.')[0]}.py" in files}
+    if len(found) < len(auto_map):
+        logger.warning(
+            "The merged model has no `auto_map`, because the base model's own code was not found next to it. To load the "
+            "model without this package, merge with `standalone=True`."
+        )
+    for file in files.values() if found else ():
+        shutil.copy2(file, folder)
+    return found
 
 
 def push_merged_to_hub(
@@ -173,15 +201,22 @@ def push_merged_to_hub(
         The address of the repository.
 
     Raises:
-        UserError: If the push fails.
+        UserError: If the folder does not hold a merged model, or the push fails.
     """
+    folder = Path(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
+    card = folder / CARD_FILE
+    if card.is_file() and repo_id not in card.read_text(encoding="utf-8"):
+        logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
     try:
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload merged model")
     except Exception as error:  # the Hub's client raises the errors of several libraries
+        reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
         raise UserError(
-            f"The push to {repo_id} failed ({type(error).__name__}: {first_line(error)}). The merged model is saved in "
-            f"{folder}. Log in with `hf auth login` or set HF_TOKEN, and push again."
-        ) from error
+            f"The push to {repo_id} failed ({type(error).__name__}: {reason}). The merged model is saved in {folder}. Log in "
+            "with `hf auth login` or set HF_TOKEN, and push again."
+        ) from None
     return str(commit.repo_url)
