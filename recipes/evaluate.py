@@ -19,7 +19,6 @@ from pathlib import Path
 import pandas as pd
 import torch
 from accelerate import PartialState
-from transformers.utils import find_adapter_config_file
 
 from loopdropout_trainer.arguments import AdapterArguments, BenchmarkArguments, ModelArguments, SFTArguments, option
 from loopdropout_trainer.data import DataArguments
@@ -30,7 +29,7 @@ from loopdropout_trainer.looped import expand_gates, find_looped_model
 from loopdropout_trainer.recipe import dump_recipe, name_folders, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
 from loopdropout_trainer.saving.cards import find_adapter
-from loopdropout_trainer.saving.loading import load_model
+from loopdropout_trainer.saving.loading import is_adapter, load_model
 from loopdropout_trainer.tokenizers import load_tokenizer
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
@@ -160,7 +159,7 @@ def find_model(name: str, path: str) -> tuple[Path | None, dict]:
     """Return the folder of an adapter, or None for a model, and the columns of its results."""
     if path == "none":
         return None, {"method": "base model"}
-    if find_adapter_config_file(model_path(path)) is not None:
+    if is_adapter(model_path(path)):
         return find_adapter(path, name)
     return None, {"method": name, "model": path}
 

@@ -128,11 +128,15 @@ def test_load_adapter_warns_about_another_base(base, tmp_path, log):
         load_adapter(TINY["huginn"](), tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("size", [258, 300])
-def test_trained_adapters_of_any_vocabulary_load(base, train, size):
+@pytest.mark.parametrize(("names", "size"), [(["math"], 258), (["default", "second"], 258), (["default"], 300)])
+def test_trained_adapters_of_any_name_and_vocabulary_load(base, train, names, size):
     model = load(base)
     model.resize_token_embeddings(size)
-    trainer = train(get_peft_model(model, default_peft_config(model)), max_steps=2)
+    model = get_peft_model(model, default_peft_config(model), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, model.peft_config[names[0]])
+        model.set_adapter(name)
+    trainer = train(model, max_steps=2)
     trainer.save_model()
     folder, want = trainer.args.output_dir, trainer.model.eval()(IDS).logits
     loaded = load_model(folder)
@@ -143,25 +147,25 @@ def test_trained_adapters_of_any_vocabulary_load(base, train, size):
 
 
 def test_folders_without_one_whole_adapter_raise(tmp_path):
-    model = adapted(base="tiny-ouro")
-    model.add_adapter("math", model.peft_config["default"])
-    model.set_adapter("math")
-    model.save_pretrained(tmp_path)
-    save_adapter_metadata(model, tmp_path)
-    with user_error("must be the folder of one adapter, such as .*math, got "):
-        load_model(tmp_path)
+    for name in "ab":
+        with_adapter().save_pretrained(tmp_path / name)
+    with user_error("must be the folder of one adapter, got .* with the adapters a, b"):
+        load_adapter(tiny_ouro(), tmp_path)
     for file in ("loop_dropout.json", "adapter_config.json"):
-        (tmp_path / "math" / file).write_text("{")
+        (tmp_path / "a" / file).write_text("{")
         with user_error("cannot be loaded: "):
-            load_adapter(tiny_ouro(), tmp_path / "math")
+            load_adapter(tiny_ouro(), tmp_path / "a")
 
 
 def test_adapters_of_tiny_ouro_load_in_another_installation(tmp_path):
     model = with_adapter(load_model("tiny-ouro")).eval()
     model.save_pretrained(tmp_path)
+    save_adapter_metadata(model, tmp_path)
     file = tmp_path / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    assert fields["base_model_name_or_path"] == "tiny-ouro"
     for name in ("tiny-ouro", "/venv/loopdropout_trainer/tiny_ouro"):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": name}))
+        file.write_text(json.dumps({**fields, "base_model_name_or_path": name}))
         assert torch.equal(load_model(tmp_path)(IDS).logits, model(IDS).logits)
 
 

@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import find_adapter_config_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, first_line
-from loopdropout_trainer.files import model_path, write_file
+from loopdropout_trainer.files import TINY_OURO_PATH, model_path, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config
 from loopdropout_trainer.models.foreign import loading_fields
@@ -77,7 +78,7 @@ def load_model(
     """
     check_name(name := str(model_path(name_or_path)))
     with explain_loading(str(name_or_path)):
-        if find_adapter_config_file(name) is not None:
+        if is_adapter(name):
             name, adapter = None, adapter or name
         if adapter is not None:
             adapter = adapter_folder(adapter)
@@ -85,10 +86,11 @@ def load_model(
             if name is None:
                 config = read_adapter_config(adapter)
                 name, revision = config.base_model_name_or_path, revision or config.revision
+                file = find_saved(adapter) / CONFIG_FILE
                 check_name(
                     name,
-                    f" It is `base_model_name_or_path` in {adapter / CONFIG_FILE}, the base model of the adapter. Change it "
-                    "there, or give the base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
+                    f" It is `base_model_name_or_path` in {file}, the base model of the adapter. Change it there, or give the "
+                    "base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
                 )
         check_checkpoint(name, revision or "main")
         if num_loops is not None:
@@ -171,17 +173,21 @@ def adapter_folder(adapter: str | Path) -> Path:
         raise UserError(f"`adapter` must be a folder or a Hub name, got {adapter} ({first_line(error)}).") from error
 
 
+def is_adapter(name: str | Path) -> bool:
+    """Return whether a folder or a repository on the Hub has an adapter, and not a model."""
+    is_named = Path(name).is_dir() and not Path(name, "config.json").is_file() and find_saved(name) != Path(name)
+    return is_named or find_adapter_config_file(str(name)) is not None
+
+
 def load_saved_tokenizer(folder: Path, model: PreTrainedModel, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer in the folder of an adapter or model, or the tokenizer of the loaded model."""
     is_saved = (folder / "tokenizer.json").is_file()
     return load_tokenizer(folder if is_saved else find_looped_model(model).config.name_or_path, revision)
 
 
-def read_adapter_config(folder: Path) -> LoraConfig:
+def read_adapter_config(folder: str | Path) -> LoraConfig:
     """Return the LoRA configuration of a saved adapter."""
-    trained = sorted(path.parent for path in folder.glob(f"*/{ADAPTER_METADATA}"))
-    if trained and not (folder / ADAPTER_METADATA).is_file():  # PEFT saves an adapter in a folder with its name
-        raise UserError(f"`adapter` must be the folder of one adapter, such as {trained[-1]}, got {folder}.")
+    folder = find_saved(folder)
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             raise UserError(f"{folder} must hold an adapter in safetensors, but it has no {file}.")
@@ -191,8 +197,29 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     return config
 
 
-def read_adapter_metadata(folder: Path) -> dict[str, Any]:
+def find_saved(folder: str | Path) -> Path:
+    """Return the folder of the adapter in the folder of a run.
+
+    PEFT saves the adapter `default` in the folder, and another adapter in a subfolder with its name. Of several adapters it is
+    the trained one, which has `ADAPTER_METADATA`.
+
+    Raises:
+        UserError: If there are several adapters in subfolders.
+    """
+    folder = Path(folder)
+    named = sorted(path.parent for path in folder.glob(f"*/{CONFIG_FILE}"))
+    named = [path for path in named if not path.name.startswith(PREFIX_CHECKPOINT_DIR)]
+    found = [path for path in (folder, *named) if (path / CONFIG_FILE).is_file()]
+    found = [path for path in found if (path / ADAPTER_METADATA).is_file()] or found
+    if len(found) > 1 and folder not in found:
+        names = ", ".join(path.name for path in found)
+        raise UserError(f"`adapter` must be the folder of one adapter, got {folder} with the adapters {names}.")
+    return folder if folder in found or not found else found[0]
+
+
+def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
     """Return the training settings that were saved with an adapter; an empty dict if there are none."""
+    folder = find_saved(folder)
     path = folder / ADAPTER_METADATA
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -201,7 +228,7 @@ def read_adapter_metadata(folder: Path) -> dict[str, Any]:
 
 
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any) -> None:
-    """Save training settings next to the active adapter.
+    """Save training settings next to the active adapter, and the name of `tiny-ouro` instead of its folder here.
 
     Args:
         model: Trained model, whose end tokens are saved as well.
@@ -209,11 +236,16 @@ def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any)
         **settings: `num_loops`, `rule`, `p`, ...
     """
     settings["eos_token_id"] = end_tokens(model.get_base_model())
-    adapter = model.active_adapters[0]
-    path = Path(folder, "" if adapter == "default" else adapter, ADAPTER_METADATA)
-    write_file(path, json.dumps(settings, indent=1) + "\n")
+    for adapter in model.peft_config:
+        own = Path(folder) if adapter == "default" else Path(folder, adapter)
+        if adapter == model.active_adapters[0]:
+            write_file(own / ADAPTER_METADATA, json.dumps(settings, indent=1) + "\n")
+        config = own / CONFIG_FILE
+        if config.is_file() and str(TINY_OURO_PATH) in (text := config.read_text(encoding="utf-8")):
+            write_file(config, text.replace(json.dumps(str(TINY_OURO_PATH)), '"tiny-ouro"'))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return a saved adapter's tensors under PEFT's names."""
+    folder = find_saved(folder)
     return load_file(folder / WEIGHTS_FILE) if read_authors_config(folder) is None else to_peft_weights(folder)
