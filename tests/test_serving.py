@@ -1,33 +1,141 @@
-"""Serving: the command `serve`, and the plugin in vLLM itself (`.ci/serving`)."""
+"""Serving: the command `serve`, the plugin for vLLM against an emulated engine, and vLLM itself (`.ci/serving`)."""
 
+import copy
+import importlib
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import openai
 import pytest
+import torch
 from conftest import ENVIRONMENT, TINY, tiny_ouro, varied, with_adapter
 from processes import Program, free_port, python, wait_for
 from raises import user_error
+from torch.nn import functional as F
 from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.tokenizers import load_tokenizer
+
+
+class Cached(torch.nn.Module):
+    """The engine's attention of one layer, over one sequence, from [1, heads, tokens, d] to all keys so far."""
+
+    def __init__(self, layer_name):
+        super().__init__()
+        self.layer_name, self.seen = layer_name, []
+
+    def forward(self, query, key, value):
+        self.seen.append((key, value))
+        keys, values = (torch.cat(states, dim=2) for states in zip(*self.seen, strict=True))
+        mask = torch.ones(keys.shape[2], keys.shape[2], dtype=torch.bool).tril()[-query.shape[2] :]
+        return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+
+def attend(module, query, key, value, attention_mask, **kwargs):
+    return module.attn(query, key, value).transpose(1, 2), None
+
+
+class Engine(torch.nn.Module):
+    """vLLM's Transformers backend, as far as the plugin uses it, in float32 and for one sequence."""
+
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__()
+        self.config, self.compilation_config = vllm_config.model_config.hf_config, vllm_config.compilation_config
+        self.config._attn_implementation = "vllm"
+        self.model = AutoModel.from_config(self.config).eval()
+        modules = {f"model.{name}": module for name, module in self.model.named_modules()}
+        attentions = {name: module for name, module in modules.items() if isinstance(module, Attention)}
+        self.attention_fusers = {module.layer_idx: (name, None) for name, module in attentions.items()}
+        self.recursive_replace()
+        self._create_attention_instances(prefix)
+
+    def recursive_replace(self):
+        self.replaced = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
+
+    def _create_attention_instances(self, prefix=""):
+        for name, _ in self.attention_fusers.values():
+            attention = Cached(f"{prefix}.{name}.attn")
+            assert attention.layer_name not in self.compilation_config.static_forward_context
+            self.compilation_config.static_forward_context[attention.layer_name] = attention
+            self.get_submodule(name).attn = attention
+
+    def generate(self, ids, new_tokens, head):
+        """Complete a prompt greedily, after a prefill in two chunks."""
+        done, row = 0, list(ids)
+        for end in (len(ids) // 2, *range(len(ids), len(ids) + new_tokens)):
+            inputs = {"input_ids": torch.tensor([row[done:end]]), "position_ids": torch.arange(done, end)[None]}
+            hidden = self.model(**inputs, use_cache=False, return_dict=False)[0][0, -1]
+            done = end
+            row += [int(head(hidden).argmax())] if end == len(row) else []
+        return row[len(ids) :]
+
+
+@pytest.fixture
+def make_engine(monkeypatch):
+    """`make_engine(config, **parallel)`: the plugin's model over the emulated engine."""
+    backend = "vllm.model_executor.models.transformers"
+    contents = {
+        "vllm": {}, "vllm.config": {"VllmConfig": None}, "vllm.model_executor": {}, "vllm.model_executor.models": {},
+        backend: {"VLLM_ATTN_ATTR": "attn", "TransformersForCausalLM": Engine},
+    }  # fmt: skip
+    for name, attributes in contents.items():
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        vars(module).update(attributes)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attend)
+    monkeypatch.delitem(sys.modules, "loopdropout_trainer.integrations.vllm", raising=False)
+    plugin = importlib.import_module("loopdropout_trainer.integrations.vllm").LoopedForCausalLM
+
+    def make(config, **parallel):
+        model_config = SimpleNamespace(hf_config=copy.deepcopy(config))
+        sizes = SimpleNamespace(**{"pipeline_parallel_size": 1, "tensor_parallel_size": 1, **parallel})
+        compilation = SimpleNamespace(static_forward_context={})
+        parts = {"model_config": model_config, "parallel_config": sizes, "compilation_config": compilation}
+        return plugin(vllm_config=SimpleNamespace(**parts))
+
+    yield make
+    sys.modules.pop("loopdropout_trainer.integrations.vllm")
+
+
+@pytest.mark.parametrize("family", TINY)
+@torch.no_grad()
+def test_plugin_generates_as_transformers(make_engine, family):
+    model, ids = varied(TINY[family](), 0.15), torch.arange(5, 24)[None]
+    texts = set()
+    for num_loops in (1, 4, 6):
+        model.config.num_loops = num_loops
+        want = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 19:]
+        engine = make_engine(model.config)
+        assert len(engine.compilation_config.static_forward_context) == model.config.num_layer_runs
+        assert not any("lm_head" in name or ".gate." in name for name in engine.replaced)
+        engine.model.load_state_dict(model.base_model.state_dict(), strict=False)
+        assert engine.generate(ids[0].tolist(), 12, model.get_output_embeddings()) == want.tolist()
+        texts.add(tuple(want.tolist()))
+    assert len(texts) >= 2
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_engine_with_one_cache_per_layer_raises(monkeypatch, name):
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, print)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, attend)
     config = tiny_ouro(num_loops=2).config
     config._attn_implementation = name
     with user_error("one cache .* each layer in 2 loops. Install loopdropout-trainer next to vL"):
         AutoModel.from_config(config)
     config.num_loops = 1
     assert AutoModel.from_config(config).config._attn_implementation == name
+
+
+@pytest.mark.parametrize(("family", "kind"), [("ouro", "pipeline"), ("huginn", "tensor"), ("loopus", "tensor")])
+def test_plugin_refuses_parallelism(make_engine, family, kind):
+    with user_error(f"`{kind}_parallel_size` must be 1"):
+        make_engine(TINY[family]().config, **{f"{kind}_parallel_size": 2})
 
 
 @pytest.fixture
@@ -112,19 +220,6 @@ def check_vllm(folder, model, tokenizer, adapter=None, least=15, **options):
 
 
 needs_vllm = [pytest.mark.peer, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
-
-
-PARALLEL = [("ouro", "pipeline"), ("huginn", "tensor"), ("loopus", "tensor")]
-
-
-@pytest.mark.parametrize(("family", "kind"), [pytest.param(*case, marks=needs_vllm) for case in PARALLEL])
-def test_plugin_refuses_parallelism(family, kind):
-    from loopdropout_trainer.integrations.vllm import LoopedForCausalLM
-
-    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, f"{kind}_parallel_size": 2}
-    model = SimpleNamespace(hf_config=TINY[family]().config)
-    with user_error(f"`{kind}_parallel_size` must be 1"):
-        LoopedForCausalLM(vllm_config=SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**sizes)))
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=needs_vllm) for name in TINY if name != "parcae"])
