@@ -6,18 +6,26 @@ This module imports torch, transformers and PEFT only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
 from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, attach_looped_model, find_examples
-from loopdropout_trainer.lora import adapted_layers, add_gates, check_trainable, gate_new_layers, physical_layers
+from loopdropout_trainer.lora import (
+    adapted_layers,
+    add_gates,
+    check_trainable,
+    gate_new_layers,
+    gated_layers,
+    physical_layers,
+)
 
 
 def loop_dropout(
@@ -42,7 +50,7 @@ def loop_dropout(
         seed: Seed of the draws. Default: `torch.initial_seed()`, which `torch.manual_seed` sets.
 
     Returns:
-        A handle. Its `remove()` ends the draws, which leaves plain LoRA.
+        A handle, whose `remove()` restores the model.
 
     Raises:
         UserError: If the model has gates already, or the adapter or the rule is not supported.
@@ -70,10 +78,12 @@ class LoopDropoutHandle:
             )
         self.rule = rule
         self.seed = torch.initial_seed() if seed is None else seed
+        is_described = any("loop_description" in vars(module) for module in model.modules())
         check_trainable(model)
         self.looped = attach_looped_model(model)
         rule.check(self.looped.num_loops)
         layers = adapted_layers(model)
+        before = _variants(layers)
         casts_inputs = all(layer.cast_input_dtype_enabled for layer in layers)  # PEFT's arithmetic
         self.gate_state = add_gates(model, in_activation_dtype=not casts_inputs, rule=rule)
         self.gate_state.dropout = self
@@ -87,6 +97,7 @@ class LoopDropoutHandle:
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),
             backbone.register_forward_hook(self._reset_gates, always_call=True),
         ]
+        self._before = before, is_described
 
     def sample(self, example_ids: Sequence[tuple[int, int]]) -> Tensor:
         """Return gates [K, N] for the N examples of a pass, each of them a (row, segment)."""
@@ -102,11 +113,29 @@ class LoopDropoutHandle:
         return self.rule.sample(draw)
 
     def remove(self) -> None:
-        """Draw no more gates. All gates stay one, with which the layers are PEFT's bit for bit."""
+        """Restore the model: PEFT's LoRA layers without gates. A second call has no effect.
+
+        If the model's class was described before, Dory keeps its `ScaledHead`, whose weights and output are equal.
+        """
+        if not self._hooks:
+            return  # another handle may have set gates since
+        layers, is_described = self._before
         for hook in self._hooks:
             hook.remove()
-        if self.gate_state.dropout is self:
-            self.gate_state.dropout = None
+        self._hooks = []
+        for layer, variants, casts_inputs in layers:
+            layer.lora_variant, layer.cast_input_dtype_enabled = variants, casts_inputs
+        self.gate_state.dropout = None
+        self.gate_state.is_read = bool(gated_layers(self.model))
+        if not is_described:
+            self.looped.detach()
+
+    def _gate_new_layers(self) -> None:
+        """Gate the layers of adapters that were added after the handle."""
+        gated = gated_layers(self.model)
+        self._before[0].extend(_variants(layer for layer in adapted_layers(self.model) if layer not in gated))
+        gate_new_layers(self.model)
+        self.physical_layers, self._adapters = physical_layers(self.model), dict(self.model.peft_config)
 
     @torch.compiler.disable
     def _draw_gates(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -120,8 +149,7 @@ class LoopDropoutHandle:
         if not torch.is_grad_enabled():
             return
         if self.model.peft_config != self._adapters:
-            gate_new_layers(self.model)
-            self.physical_layers, self._adapters = physical_layers(self.model), dict(self.model.peft_config)
+            self._gate_new_layers()
         inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
         ids, token_examples = find_examples({name: x for name, x in inputs.items() if x is not None})
         shape = (self.looped.num_loops, len(self.physical_layers), len(ids))
@@ -133,6 +161,11 @@ class LoopDropoutHandle:
     def _reset_gates(self, backbone: nn.Module, args: tuple, output: Any) -> None:
         if self.gate_state.batch is self.drawn:
             self.gate_state.reset()
+
+
+def _variants(layers: Iterable[LoraLayer]) -> list[tuple[LoraLayer, dict, bool]]:
+    """Return the attributes of LoRA layers that gates replace."""
+    return [(layer, layer.lora_variant, layer.cast_input_dtype_enabled) for layer in layers]
 
 
 def _is_checkpointed() -> bool:

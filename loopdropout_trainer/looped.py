@@ -179,11 +179,13 @@ class GateState:
         running: Running loop, with the gates of its pass. The recurrent layers set it inside their checkpointed `forward`, so
             that recomputation in the backward pass sets the right loop again, although loops run backwards there.
         dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
+        is_read: Whether gated layers read the gates. False once they are removed.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
     """
 
     must_draw = False
+    is_read = True
     ignores_padding = False
     dropout: Any = None
 
@@ -215,6 +217,8 @@ class GateState:
 
     def set_loop(self, loop: RunningLoop) -> None:
         """Set the running loop, and the tokens that run in it."""
+        if not self.is_read and loop.gate is not None:
+            raise UserError("The gates of a pass must not be removed before its backward pass, which runs it again.")
         self.running = loop
 
     def check_drawn(self, layer: nn.Module) -> None:
@@ -453,6 +457,9 @@ class LoopedModelMixin:
 
     def attach(self) -> None:
         """Put a description and its hooks on its model. A class of this interface has none."""
+
+    def detach(self) -> None:
+        """Reverse `attach`."""
 
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient, by a hook that `torch.save` can keep."""

@@ -38,6 +38,17 @@ def test_description_sets_every_loop():
     assert find_looped_model(peft_model) is looped and looped.recurrent_linears() == names
 
 
+def test_detached_description_leaves_no_hooks():
+    model = tiny_hrm()
+    look = lambda: [(type(module), *module._forward_pre_hooks, *vars(module)) for module in model.modules()]
+    before = look()
+    assert find_looped_model(model).num_loops == 3 and look() == before
+    description = attach_looped_model(model)
+    assert look() != before and attach_looped_model(model) is description
+    description.detach()
+    assert look() == before
+
+
 def logits_by_hand(ids, weights, gates):
     """Return the logits of one example under W + g Delta, without a description."""
     model, gates = tiny_hrm().train(), list(gates)

@@ -19,7 +19,7 @@ from raises import user_error
 from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.lora import adapted_layers, add_gates, check_peft_config
+from loopdropout_trainer.lora import adapted_layers, add_gates, check_peft_config, gated_layers, remove_gates
 
 
 adapted = functools.partial(with_adapter, r=4, lora_alpha=8)
@@ -53,14 +53,18 @@ def test_gate_multiplies_rank_width_activations():
 
 def test_use_gates_restores_state():
     model = adapted()
-    with pytest.raises(KeyError), use_gates(model, torch.zeros(4)) as state:
+    with pytest.raises(KeyError), torch.no_grad(), use_gates(model, torch.zeros(4)):
+        assert gated_layers(model)
         raise KeyError
-    assert state.gates is None
+    assert not gated_layers(model)
+    state = add_gates(model)
     with use_gates(model, torch.full((4,), 2.0)):
         with use_gates(model, torch.zeros(4)):
             assert not state.gates.any()
         assert (state.gates == 2).all()
-    assert state.gates is None
+    assert state.gates is None and gated_layers(model)
+    remove_gates(model)
+    assert not gated_layers(model)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -120,6 +124,7 @@ def test_active_adapters_are_gated(active, gated_first, fields):
     assert torch.equal(logits(model, torch.zeros(4)), frozen)
     assert not torch.equal(logits(model, torch.eye(4)[3]), frozen)
     gated = logits(model, torch.full((4,), 1.75))
+    assert bool(gated_layers(model)) == gated_first
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data *= 1.75
@@ -146,6 +151,9 @@ def test_later_adapters_are_checked(tmp_path):
         model.load_adapter(str(tmp_path), "other")
     with user_error("DoraLinearVariant has its own forward"):
         model.add_adapter("dora", LoraConfig(use_dora=True, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.add_adapter("mica", LoraConfig(init_lora_weights="mica", target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("mica")
+    assert all("lora_A" in name for name in trained_parameters(model))
 
 
 def test_use_gates_needs_an_unmerged_adapter(model):
@@ -197,7 +205,7 @@ def test_add_gates_checks_adapters_and_layers():
         add_gates(model)
 
 
-FACTORS = {True: {"B"}, False: {"A", "B"}, "gaussian": {"B"}, "orthogonal": {"A", "B"}}
+FACTORS = {True: {"B"}, False: {"A", "B"}, "gaussian": {"B"}, "orthogonal": {"A", "B"}, "mica": {"A"}}
 
 
 @pytest.mark.parametrize("init", FACTORS)

@@ -137,37 +137,37 @@ def test_draws_depend_on_seed_pass_and_process(monkeypatch):
 
 
 @FAMILIES
-def test_removed_handles_leave_plain_lora(make):
-    peft_model = with_adapter(make(), scale=0.1).train()
-    want = peft_model(IDS).logits
+def test_remove_restores_the_model(make):
+    peft_model = with_adapter(make())
+    modules = [module for name, module in peft_model.named_modules() if name != "base_model"]
+    look = lambda: [(type(m), *m._forward_pre_hooks, *m._forward_hooks, *vars(m)) for m in modules]
+    before = look()
     dropout = loop_dropout(peft_model)
-    assert not torch.equal(peft_model(IDS).logits, want)
+    assert look() != before and gated_layers(peft_model)
     dropout.remove()
-    assert torch.equal(peft_model(IDS).logits, want)
+    assert look() == before and not gated_layers(peft_model)
     newer = loop_dropout(peft_model)
     dropout.remove()
-    assert newer.gate_state.dropout is newer and not torch.equal(peft_model(IDS).logits, want)
+    assert gated_layers(peft_model) and newer.gate_state.dropout is newer
     with user_error("Call `remove"):
         loop_dropout(peft_model)
 
 
 def test_later_active_adapter_has_gates():
     peft_model = with_adapter(target_modules=["q_proj"]).train()
-    loop_dropout(peft_model, p=0.9, seed=1)
+    dropout = loop_dropout(peft_model, p=0.9, seed=1)
     peft_model.add_adapter("second", LoraConfig(target_modules=["v_proj", "down_proj"], init_lora_weights=False))
     peft_model.set_adapter("second")
     assert not torch.equal(peft_model(IDS).logits, peft_model(IDS).logits)
     assert len(gated_layers(peft_model)) == 6
+    dropout.remove()
+    assert not gated_layers(peft_model)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_keeps_the_gates_of_a_removed_handle(use_reentrant):
+def test_recomputation_without_its_gates_raises(use_reentrant):
     peft_model = with_adapter(scale=0.1).train()
     dropout = loop_dropout(peft_model, seed=1)
-    peft_model(IDS, labels=IDS).loss.backward()
-    want = gradients(peft_model)
-    peft_model.zero_grad()
-    dropout.num_draws = 0
     embeds = peft_model.get_input_embeddings()(IDS).detach().requires_grad_()
     with user_error("whole model must not be checkpointed"):
         checkpoint(lambda x: peft_model(inputs_embeds=x).logits, embeds, use_reentrant=use_reentrant)
@@ -175,8 +175,8 @@ def test_recomputation_keeps_the_gates_of_a_removed_handle(use_reentrant):
     peft_model.enable_input_require_grads()
     loss = peft_model(IDS, labels=IDS, use_cache=False).loss
     dropout.remove()
-    loss.backward()
-    torch.testing.assert_close(gradients(peft_model), want, atol=1e-6, rtol=1e-4)
+    with user_error("must not be removed before its backward pass"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("name", ["schedule", "adaptive", "lora_dropout"])

@@ -17,6 +17,7 @@ from loopdropout_trainer.lora.gated import (
     kind_of,
     merged_update,
     physical_layers,
+    remove_gates,
     trained_lora_parameters,
     use_gates,
 )

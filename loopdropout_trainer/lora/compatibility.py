@@ -9,6 +9,8 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.lora.variants import MiCALinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,7 +29,8 @@ _REFUSED_FIELDS = {
     "megatron_config": "Megatron's layers are not supported",
     "use_qalora": "it pools the layer's input, which the gated layer does not",
 }
-_INITS_THAT_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")
+_INITS_THAT_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+_PLAIN_VARIANTS = (MiCALinearVariant,)  # plain LoRA with a frozen B
 
 
 def default_peft_config(
@@ -90,6 +93,12 @@ def check_peft_config(config: PeftConfig) -> None:
             f"`init_lora_weights` must be one of {', '.join(map(repr, _INITS_THAT_KEEP_BASE))}, got "
             f"{config.init_lora_weights!r}. Other initializations change the base weights."
         )
+
+
+def check_variant(variant: LoraVariant | None) -> None:
+    """Raise UserError if PEFT's variant computes more than W x + s B A x. None is plain LoRA."""
+    if type(variant).__module__.startswith("peft.") and not isinstance(variant, _PLAIN_VARIANTS):
+        raise UserError(f"PEFT's {type(variant).__name__} has its own forward, which gates do not support.")
 
 
 def check_layers(model: nn.Module) -> None:

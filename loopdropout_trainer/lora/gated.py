@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, attach_looped_model, find_looped_model
-from loopdropout_trainer.lora.compatibility import check_adapter, check_layers
+from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
 
 
 logger = logging.get_logger(__name__)
@@ -47,6 +47,7 @@ class GatedLora(LoraVariant):
         in_activation_dtype: Whether to cast float32 factors to the dtype of the layer's output, as the paper does. PEFT
             computes in the factors' dtype. Both agree under autocast.
         shared: Return value of `prepare`.
+        replaced: PEFT's variant that this variant replaces.
     """
 
     description = "a shared adapter"
@@ -57,6 +58,7 @@ class GatedLora(LoraVariant):
     rule: Any = None
     in_activation_dtype: bool = False
     shared: Any = None
+    replaced: LoraVariant | None = None
 
     def __init_subclass__(cls, kind: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -123,7 +125,9 @@ class GatedLora(LoraVariant):
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
 
     def init(self, module: LoraLayer, adapter_name: str, **kwargs) -> None:
-        """PEFT calls it after it adds an adapter to a gated layer. Such an adapter is finished."""
+        """Finish the adapter that PEFT has just added to a gated layer."""
+        if self.replaced is not None:
+            self.replaced.init(module, adapter_name=adapter_name, **kwargs)
 
     # Merging happens at unit gates, where the layer is plain LoRA.
 
@@ -152,8 +156,8 @@ ADAPTER_KINDS: dict[str, type[GatedLora]] = {"gated": GatedLora}
 class GatedVariants(dict[str, LoraVariant]):
     """Gated variants of a layer by adapter, including adapters that PEFT adds later.
 
-    PEFT runs plain LoRA for adapters that are not in `layer.lora_variant`. This dictionary contains every adapter, and raises
-    UserError for PEFT's other variants, which do not read gates.
+    PEFT runs plain LoRA for adapters that are not in `layer.lora_variant`. This dictionary contains every adapter. It replaces
+    PEFT's variants and raises UserError for a variant that cannot be gated.
     """
 
     def __init__(self, gate_state: GateState, module: int, in_activation_dtype: bool) -> None:
@@ -169,9 +173,8 @@ class GatedVariants(dict[str, LoraVariant]):
 
     def __setitem__(self, adapter: str, variant: LoraVariant | None) -> None:
         if not isinstance(variant, GatedLora):
-            if variant is not None:
-                raise UserError(f"PEFT's {type(variant).__name__} has its own forward, which gates do not support.")
-            variant = GatedLora(*self.options)
+            check_variant(variant)
+            variant = GatedLora(*self.options, replaced=variant)
         super().__setitem__(adapter, variant)
 
 
@@ -240,6 +243,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     if rule is not None and state.dropout is not None:
         raise UserError("`loop_dropout` draws gates on this model already. Call `remove()` of its handle first.")
     looped.prepare_fused_loss()
+    state.is_read = True
     rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
     if trained is not None and kinds[trained].one_depth and len(kinds) > 1:
@@ -251,8 +255,8 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     states = {adapter: state if trained in (None, adapter) else GateState() for adapter in kinds}
     for module, layer in enumerate(adapted_layers(model)):
         _gate_layer(layer, state, module, in_activation_dtype)
-        for adapter in layer.lora_variant:
-            options = (states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter])
+        for adapter, variant in layer.lora_variant.items():
+            options = (states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], variant.replaced)
             layer.lora_variant[adapter] = kinds[adapter](*options)
     if any(kind.one_depth for kind in kinds.values()):
         model.base_model.add_weighted_adapter = functools.partial(_combine_adapters, model)
@@ -312,6 +316,15 @@ def _check_gates_reach(model: PeftModel) -> None:
         raise UserError(f"Adapters must not be merged into the weights, got {merged}. Call `unmerge_adapter` first.")
 
 
+def remove_gates(model: PeftModel) -> None:
+    """Restore PEFT's LoRA layers."""
+    for layer in gated_layers(model):
+        variants = layer.lora_variant.items()
+        layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
+        layer.cast_input_dtype_enabled = True
+    find_looped_model(model).gate_state.is_read = False
+
+
 def is_gated_by(model: PeftModel, rule: Any) -> bool:
     """Return whether a rule gates the active adapters in all of their layers."""
     variants = [
@@ -343,8 +356,8 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
     give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward pass may run after
-    the block, also if the layers are checkpointed. The layers therefore stay gated, at unit gates. Use a model in one thread
-    at a time.
+    the block, also if the layers are checkpointed. The layers therefore stay gated, at unit gates, unless the block runs under
+    `torch.no_grad`. Use a model in one thread at a time.
 
     Args:
         model: PEFT model over a looped model.
@@ -357,6 +370,12 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
     """
     looped = attach_looped_model(model)
     gates = as_gate_matrix(gates, looped.num_loops, len(adapted_layers(model)))
-    gate_new_layers(model) if gated_layers(model) else add_gates(model)
-    with applied_gates(looped.gate_state, gates, token_examples):
-        yield looped.gate_state
+    is_gated, has_gradient = bool(gated_layers(model)), torch.is_grad_enabled()
+    gate_new_layers(model) if is_gated else add_gates(model)
+    try:
+        with applied_gates(looped.gate_state, gates, token_examples):
+            yield looped.gate_state
+    finally:
+        # Gradient checkpointing recomputes a pass in the backward pass, which may run after the block.
+        if not is_gated and not has_gradient:
+            remove_gates(model)

@@ -57,6 +57,10 @@ class DoryLoops(LoopDescription):
             )
         self.get_output_embeddings().__class__ = ScaledHead
 
+    def detach(self) -> None:
+        super().detach()
+        self.get_output_embeddings().__class__ = DoryLMHead
+
 
 _ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache")  # of the backbone
 

@@ -59,6 +59,7 @@ class LoopDescription(LoopedModelMixin, ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.gate_state = GateState()
+        self.hooks: list[Any] = []
         self.num_layers = getattr(model.config, "num_hidden_layers", None)
 
     def attach(self) -> None:
@@ -79,8 +80,8 @@ class LoopDescription(LoopedModelMixin, ABC):
                 self.add_hook(module, _drop_gates)
 
     def add_hook(self, module: nn.Module, hook: Callable, prepend: bool = False) -> None:
-        """Add a pre-hook with keywords to a module."""
-        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
+        """Add a pre-hook with keywords to a module, which `detach` removes."""
+        self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
 
     def _pass_gates(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Pass the gates in force from the backbone on to its layers."""
@@ -106,6 +107,12 @@ class LoopDescription(LoopedModelMixin, ABC):
         setattr(self.model, name, value) if not is_own and hasattr(self.model, name) else super().__setattr__(
             name, value
         )
+
+    def detach(self) -> None:
+        """Remove the description and its hooks from the model."""
+        for hook in self.hooks:
+            hook.remove()
+        del self.model.loop_description, self.model.init_continuous_batching
 
     # A subclass defines the first two methods, and the third one if the depth takes several fields.
 

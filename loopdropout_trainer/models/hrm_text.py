@@ -32,6 +32,10 @@ class HrmTextLoops(LoopDescription):
         self.model.generate = functools.partial(_generate, self.model)
         self.model._update_model_kwargs_for_generation = functools.partial(_update_model_kwargs, self.model)
 
+    def detach(self) -> None:
+        super().detach()
+        del self.model.generate, self.model._update_model_kwargs_for_generation
+
     @classmethod
     def depth_fields(cls, config: PreTrainedConfig, num_loops: int) -> dict[str, int]:
         num_layers = num_loops * (config.L_cycles + 1) * config.num_layers_per_stack
