@@ -101,10 +101,18 @@ def alone(folder: Path, runs: Sequence[str], **fields) -> dict[str, Run]:
     return {name: Run([record], load_file(folder / name / ADAPTER)) for name, record in records.items()}
 
 
-def launched(
-    layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), fresh: bool = False, **fields
-) -> dict[str, Run]:
-    """Make runs in the processes of a layout. The end of the log explains a missing record.
+def launched(layout: Layout, folder: Path, runs: Sequence[str] = tuple(RUNS), **fields) -> dict[str, Run]:
+    """Make runs in the processes of a layout. The end of the log explains a missing record."""
+    for program in start(layout, folder, runs, **fields):
+        program.wait()
+    files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
+    assert all(file.exists() for file in files), (folder / "log.txt").read_text()[-6000:]
+    records = [json.loads(file.read_text()) for file in files]
+    return {name: Run([record[name] for record in records], load_file(folder / name / ADAPTER)) for name in runs}
+
+
+def start(layout: Layout, folder: Path, runs: Sequence[str], fresh: bool = False, **fields) -> list[Program]:
+    """Start the processes of a layout. With `resume_from_checkpoint` in `fields` they continue from `folder`.
 
     They are forks with the environment that `accelerate launch` sets, or its new interpreters if `fresh`.
     """
@@ -116,19 +124,12 @@ def launched(
     words = ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{layout.launch_file}.yaml")]
     words += ["--num_processes", str(layout.processes), "--main_process_port", str(free_port()), *script]
     if fresh:
-        programs = [Program("-m", "accelerate.commands.launch", *words, output=output)]
-    else:
-        with patch("torch.distributed.run.run") as run:
-            run.side_effect = lambda args: environments.extend(ranks(layout.processes, {**os.environ, **CPU}))
-            environments = []
-            launch.launch_command(launch.launch_command_parser().parse_args(words))
-        programs = [Program(*script, output=output, env=env) for env in environments]
-    for program in programs:
-        program.wait()
-    files = [folder / f"rank{rank}.json" for rank in range(layout.processes)]
-    assert all(file.exists() for file in files), output.read_text()[-6000:]
-    records = [json.loads(file.read_text()) for file in files]
-    return {name: Run([record[name] for record in records], load_file(folder / name / ADAPTER)) for name in runs}
+        return [Program("-m", "accelerate.commands.launch", *words, output=output)]
+    with patch("torch.distributed.run.run") as run:
+        run.side_effect = lambda args: environments.extend(ranks(layout.processes, {**os.environ, **CPU}))
+        environments = []
+        launch.launch_command(launch.launch_command_parser().parse_args(words))
+    return [Program(*script, output=output, env=env) for env in environments]
 
 
 def work(spec: dict) -> None:
@@ -158,7 +159,8 @@ def train(folder: Path, name: str, **fields) -> dict:
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model; norms stay whole
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 100
-    trainer.train(resume_from_checkpoint=str(run_dir / "checkpoint-2") if name == "resuming" else None)
+    resume = str(run_dir / "checkpoint-2") if name == "resuming" else bool(args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / name))
     parameters = list(trainer.model.parameters())  # under ZeRO-3 each process holds a part of each
     held = sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters)

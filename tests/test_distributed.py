@@ -5,8 +5,9 @@ import torch
 import transformers
 from accelerate import Accelerator, ParallelismConfig
 from conftest import Recorder, example_nll, randomise, tiny_ouro, trained_parameters
-from layouts import LAYOUTS, RULES, RUNS, UNEVEN, Layout, alone, launched
+from layouts import LAYOUTS, RULES, RUNS, UNEVEN, Layout, alone, launched, start
 from packaging.version import Version
+from processes import wait_for
 from raises import user_error
 from transformers import DataCollatorForSeq2Seq
 
@@ -93,6 +94,20 @@ def test_every_rule_trains_as_in_one_process(tmp_path, name):
     rules = [rule for rule in RULES if rule not in unsupported]
     expected = alone(tmp_path / "alone", rules, per_device_train_batch_size=8)
     check(launched(LAYOUTS[name], tmp_path / "run", rules), expected, LAYOUTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp2"])
+def test_killed_processes_resume_to_the_same_weights(reference, tmp_path, name):
+    layout, folder, fields = LAYOUTS[name], tmp_path / "run", {"save_steps": 1, "save_total_limit": 2}
+    programs = start(layout, folder, ["saving"], **fields)
+    wait_for((folder / "saving" / "run" / "checkpoint-2").exists, programs[0])
+    for program in programs:
+        program.end()
+    run = launched(layout, folder, ["saving"], resume_from_checkpoint="true", **fields)["saving"]
+    uninterrupted = reference["saving"]
+    assert run.records[0]["train_loss"] < uninterrupted.records[0]["train_loss"], "it began again"
+    assert run.distance(uninterrupted) < TOLERANCE
 
 
 PADDED = {"packing": True, "max_length": 40, "gradient_checkpointing": False, "pad_to_multiple_of": 64}

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, golden_inputs, load_script, tiny_hrm
+from conftest import TINY, example_nll, golden_adapted, golden_inputs, golden_model, load_script, tiny_hrm
 from raises import user_error
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from test_models import assert_close, change_weights, save_published
+from test_models import assert_close, assert_gradients_match, change_weights, save_published
 from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from loopdropout_trainer import load_model
+from loopdropout_trainer import load_model, use_gates
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
 from loopdropout_trainer.models.prelude_coda import philox, truncated_normals
@@ -28,6 +28,16 @@ def raven(golden, request):
 
 
 # Huginn and converted models.
+
+
+def test_huginn_core_adapter_matches_oracle(raven):
+    peft_model = golden_adapted(raven, modules=raven.meta["lora"]["modules_core_only"])
+    inputs = golden_inputs(raven, "oracle/left")
+    with use_gates(peft_model, raven.tensors["oracle_core_only/gates"]):
+        out = peft_model(**inputs)
+        out.loss.backward()
+    assert_close(example_nll(out.logits, inputs["labels"]), raven.tensors["oracle_core_only/example_nll"])
+    assert_gradients_match(raven, peft_model, "oracle_core_only/grad_token_mean")
 
 
 def test_philox_gives_a_known_answer():
@@ -165,6 +175,21 @@ def test_parcae_loads_published_files(golden, make_sft, tmp_path):
 
 
 # LoopUS.
+
+
+@torch.no_grad()
+def test_loopus_parts_match_reference(golden):
+    loopus = golden("loopus")
+    model, inputs, calls = golden_model(loopus), golden_inputs(loopus, "padded"), []
+    valid, tensors = inputs["attention_mask"].bool(), loopus.tensors
+    model.model.reasoning.gate.register_forward_pre_hook(lambda module, args: calls.append(args))
+    states = torch.stack(model(**inputs, output_readouts=True).loop_states)  # [K, B, S, H]
+    last = (inputs["attention_mask"] * torch.arange(states.shape[2])).argmax(-1)  # each row's last token
+    outputs, inputs_of_gate = zip(*calls, strict=True)
+    assert_close(inputs_of_gate[0][valid], tensors["padded/encoder_state"][valid])
+    assert_close(torch.stack(outputs)[:, valid], tensors["padded/pre_gate_state"][:, valid])
+    q = model.model.q_head(states[:, torch.arange(len(last)), last]).squeeze(-1)
+    assert_close(q.sigmoid(), tensors["padded/q_values"])
 
 
 def test_loopus_gate_stays_float32(tmp_path):

@@ -22,6 +22,22 @@ def adapted(model):
     return with_adapter(varied(model), seed=1, scale=0.2, r=4).double().eval()
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("gates", [[1], [1] * 5, [1, 0, 0, 0], [0.5, 2.0, 0.0, 1.3]])
+def test_completions_equal_generate_without_cache(make_tiny, tokenizer, gates):
+    model, prompts = adapted(make_tiny()), [tokenizer(prompt, return_tensors="pt").input_ids for prompt in PROMPTS]
+    find_looped_model(model).config.num_loops = len(gates)
+    with use_gates(model, gates):
+        rows = [model.generate(ids, max_new_tokens=7, do_sample=False, use_cache=False) for ids in prompts]
+        ids = [row[0, prompt.shape[1] :] for row, prompt in zip(rows, prompts, strict=True)]
+        want = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for batch_size in (1, 2, 16):
+            assert generate_greedy(model, tokenizer, PROMPTS, 7, batch_size, progress=False) == want
+    assert len({*want}) == len(want)
+    is_ungated = generate_greedy(model, tokenizer, PROMPTS, 7, progress=False) == want
+    assert is_ungated == ({*gates} == {1})
+
+
 @pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm, DORY])
 def test_generation_changes_neither_model_nor_tokenizer(make, tokenizer):
     model, tokenizer = adapted(make()), copy.deepcopy(tokenizer)
@@ -37,16 +53,14 @@ def test_generation_changes_neither_model_nor_tokenizer(make, tokenizer):
 
 
 def test_stop_strings_may_be_special_tokens(tokenizer):
-    """A special token is not part of decoded text. The ids come from passes under gates without a cache."""
-    model, gates = adapted(tiny_ouro()), [0.5, 2.0, 0.0, 1.3]
+    """A special token is not part of decoded text."""
+    model = varied(tiny_ouro())
     tokenizer, prompt = copy.deepcopy(tokenizer), tokenizer(PROMPTS[0], return_tensors="pt").input_ids
-    with use_gates(model, gates):
-        ids = model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=False)[0, prompt.shape[1] :].tolist()
-    end = next(place for place in range(5, 0, -1) if ids[place] not in ids[:place])
+    ids = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :].tolist()
+    end = next(place for place in range(1, 6) if ids[place] not in ids[:place])
     special = tokenizer.convert_ids_to_tokens(ids[end])
     tokenizer.add_special_tokens({"additional_special_tokens": [special]})
-    with use_gates(model, gates):
-        texts = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
+    texts = generate_greedy(model, tokenizer, PROMPTS[:1], 24, stop_strings=[special], progress=False)
     assert texts == [tokenizer.decode(ids[:end])]
 
 
