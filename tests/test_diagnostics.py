@@ -191,20 +191,14 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
 
 
-def test_diagnose_scores_references_of_a_task(saved, tmp_path, capsys):
+def test_diagnose_runs_each_diagnostic_on_a_task(saved, tmp_path, capsys):
     own = json.dumps({"own_gsm8k": {"files": str(SAMPLES / "gsm8k_test.jsonl"), "like": "gsm8k"}})
     task = ("--task", "own_gsm8k", "--num_examples", 3, "--own_benchmarks", own, "--eval_num_loops", 2)
-    rows = diagnose(saved, tmp_path, *task, "--diagnostics", "readouts", "depth_matrix")
-    assert "depth_loss (nats)" in capsys.readouterr().out
-    assert {row["task"] for row in rows} == {"own_gsm8k"} and len(rows) == 3 * 2 * (4 + 1)
-
-
-def test_diagnose_prints_the_curvature(saved, tmp_path, capsys):
-    rows = diagnose(saved, tmp_path, "--diagnostics", "curvature")
-    assert {row["metric"] for row in rows} == {"curvature", "curvature_term"} and len(rows) == 2 * (4 + 1)
-    own = values(rows, "curvature", method="ours")
+    rows = diagnose(saved, tmp_path, *task, "--diagnostics", "readouts", "depth_matrix", "curvature")
+    assert {row["task"] for row in rows} == {"own_gsm8k"} and len(rows) == (3 * 2 + 2) * (4 + 1)
+    own, printed = values(rows, "curvature", method="ours"), capsys.readouterr().out
     assert values(rows, "curvature_term", method="ours") == pytest.approx([sum(own) / 2])
-    assert f"{own[0]:.4g}" in capsys.readouterr().out
+    assert "depth_loss (nats)" in printed and f"{own[0]:.4g}" in printed
 
 
 def test_diagnose_explains_mistakes(saved, tmp_path):

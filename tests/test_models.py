@@ -143,6 +143,22 @@ def test_gated_gradients_match_oracle(family, layout, checkpointing, mean):
 
 
 @with_dory
+@torch.no_grad()
+def test_losses_by_loop_match_oracle(family):
+    peft_model, inputs = golden_adapted(family), golden_inputs(family, "oracle/left")
+    num_loops, tokens = family.meta["loops"], family.tensors["oracle/example_tokens"]
+    losses = [family.tensors[f"oracle/{name}/example_loss"] for name in ("zero_gate", "unit_gate", "single_loop")]
+    rows = torch.cat([torch.zeros(1, num_loops), torch.ones(1, num_loops), torch.eye(num_loops)])
+    for gates, want in zip(rows, torch.cat([x.view(-1, len(tokens)) for x in losses]), strict=True):
+        with use_gates(peft_model, gates):
+            assert_close(example_nll(peft_model(**inputs).logits, inputs["labels"]) / tokens, want, atol=2e-5)
+    labels = inputs.pop("labels")
+    readouts = torch.stack(find_looped_model(peft_model).loop_readouts(**inputs))
+    losses = [example_nll(x, labels) / tokens for x in peft_model.get_output_embeddings()(readouts)]
+    assert_close(torch.stack(losses), family.tensors["oracle/unit_gate/readout_loss"], atol=2e-5)
+
+
+@with_dory
 def test_default_adapter_has_modules_of_oracle(family):
     model, lora = golden_model(family), family.meta["lora"]
     looped = find_looped_model(model)
@@ -432,30 +448,17 @@ def test_float16_base_trains_under_autocast(make_tiny, train, checkpointing):
 
 # The loss of TRL's trainer, which multiplies by the head's weight and does not run the head.
 
-share = lambda logits, labels: logits.softmax(-1).gather(1, labels[:, None])[:, 0].detach()
-LOSSES = {
-    "nll": F.cross_entropy,
-    "chunked_nll": F.cross_entropy,
-    "dft": lambda logits, labels: (F.cross_entropy(logits, labels, reduction="none") * share(logits, labels)).mean(),
-    "smoothed": lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1),
-}
 
-
-CASES = [(make, "chunked_nll") for make in (*TINY.values(), tiny_hrm)]
-CASES += [pytest.param(*DORY.values, loss, marks=DORY.marks) for loss in LOSSES]
-
-
-@pytest.mark.parametrize(("make", "loss"), CASES)
-def test_trainer_has_the_loss_of_the_model(make, loss, make_sft):
+@ALL_FAMILIES
+def test_trainer_has_the_loss_of_the_model(make, make_sft):
     model = make(**({"state_init": "zero"} if hasattr(make().config, "state_init") else {}))
-    fields = {"label_smoothing_factor": 0.1} if loss == "smoothed" else {"loss_type": loss}
-    trainer = make_sft(model, rule="lora", remove_padding=False, **fields)
+    trainer = make_sft(model, rule="lora", remove_padding=False, loss_type="chunked_nll")
     peft_model = randomise(trainer.model).train()
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
     labels = batch["labels"][:, 1:]
     inputs = {name: x for name, x in trainer.looped.complete_batch(batch).items() if name != "labels"}
     logits = peft_model(**inputs, use_cache=False).logits[:, :-1]
-    want = LOSSES[loss](logits[labels != -100], labels[labels != -100])
+    want = F.cross_entropy(logits[labels != -100], labels[labels != -100])
     got = trainer.compute_loss(peft_model, batch)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     parameters = list(trained_parameters(peft_model).values())

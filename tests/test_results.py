@@ -29,8 +29,8 @@ def test_read_results_joins_recipes(tmp_path):
     for folder in folders:
         write_results(folder, [{**row, "seed": None}])  # the same as a missing one
         write_results(folder, [row])
-        (folder / "recipe.yaml").write_text("learning_rate: 1e-4\np: [0.1, 0.2]\n")
-    recipe = {"recipe_learning_rate": 1e-4, "recipe_p": [0.1, 0.2]}
+        (folder / "recipe.yaml").write_text("p: [0.1, 0.2]\ndepths: [2, 8]\n")  # a former name
+    recipe = {"recipe_p": [0.1, 0.2], "recipe_eval_num_loops": [2, 8]}
     assert read_results(tmp_path) == [{**recipe, **row, "folder": str(folder)} for folder in folders]
     with user_error("nowhere does not exist"):
         read_results(tmp_path / "nowhere")
@@ -56,18 +56,6 @@ def test_write_results_survives_a_failed_write(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_results(tmp_path, [{**ROW, "value": 0.0}])
     assert read_results(tmp_path)[0]["value"] == 70.0
-
-
-def test_compare_recipes_names_the_first_difference(tmp_path):
-    compare_recipes = results.compare_recipes
-    assert compare_recipes({"seed": 1, "output_dir": "a"}, {"seed": 1, "output_dir": "b"}) is None
-    assert compare_recipes({"p": [0.5]}, {}) == "`p` changed from [0.5] to None"
-    assert compare_recipes({}, {"rule": "lora"}) == "`rule` changed from None to 'lora'"
-    saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
-    assert compare_recipes(saved, new) == "`seed` changed from 1 to 2"
-    assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
-    (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")  # a former name
-    assert results.read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}
 
 
 def test_fields_declare_when_they_matter():
