@@ -181,7 +181,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
 
 
 class DecoderLayer(RecurrentLayer):
-    """Llama's layer: x = x + Attn(N1 x),  x = x + MLP(N2 x).
+    """Llama's layer: x = x + Attn(N1 x),  x = x + MLP(N3 x). With `norms_outputs`, N2 and N4 normalize both outputs.
 
     Args:
         config: Configuration with the fields of Llama.
@@ -189,21 +189,27 @@ class DecoderLayer(RecurrentLayer):
 
     Class attributes:
         norms_heads: Whether each head's queries and keys are normalized, as in Qwen3.
+        norms_outputs: Whether the outputs of attention and MLP are normalized, too, as in Ouro.
     """
 
     norms_heads = False
+    norms_outputs = False
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, layer_idx, self.norms_heads)
         self.mlp = GatedMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.input_layernorm_2 = RMSNorm(size, eps) if self.norms_outputs else nn.Identity()
+        self.post_attention_layernorm_2 = RMSNorm(size, eps) if self.norms_outputs else nn.Identity()
 
     def layer_forward(self, hidden_states, **kwargs):
         attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attention
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.input_layernorm_2(attention)
+        feed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.post_attention_layernorm_2(feed_forward)
 
 
 # Operations.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config
 
 from loopdropout_trainer.models.backbone import DecoderBackbone
-from loopdropout_trainer.models.layers import DecoderLayer, RMSNorm
+from loopdropout_trainer.models.layers import DecoderLayer
 from loopdropout_trainer.models.looped_modeling import DecoderConfigMixin, DecoderForCausalLM
 from loopdropout_trainer.models.passes import LoopInputs
 
@@ -56,16 +56,7 @@ class OuroConfig(DecoderConfigMixin, Qwen2Config):
 class OuroDecoderLayer(DecoderLayer):
     """Layer of the recurrent block."""
 
-    def __init__(self, config: OuroConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.input_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
-        attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + self.input_layernorm_2(attention)
-        feed_forward = self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states + self.post_attention_layernorm_2(feed_forward)
+    norms_outputs = True
 
 
 class OuroModel(DecoderBackbone):
