@@ -54,9 +54,7 @@ class RandomPrefix(GateRule):
     name = "random_prefix"
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        loop = torch.arange(draw.num_loops).unsqueeze(1)  # t - 1
-        last = (draw.event_uniforms()[-1] * draw.num_loops).to(torch.int64)  # T - 1, [N]
-        return (loop <= last) * (draw.num_loops / (draw.num_loops - loop))
+        return _prefix_gates(draw.event_uniforms()[-1], draw.num_loops)
 
 
 @register_rule
@@ -75,6 +73,11 @@ class RandomSuffix(GateRule):
     name = "random_suffix"
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        loop = torch.arange(draw.num_loops).unsqueeze(1)
-        first = draw.num_loops - 1 - (draw.event_uniforms()[0] * draw.num_loops).to(torch.int64)  # T - 1, [N]
-        return (loop >= first) * (draw.num_loops / (loop + 1))
+        return _prefix_gates(draw.event_uniforms()[0], draw.num_loops).flip(0)
+
+
+def _prefix_gates(u: torch.Tensor, num_loops: int) -> torch.Tensor:
+    """Return the gates [K, N] of random prefixes for uniforms [N]."""
+    loop = torch.arange(num_loops).unsqueeze(1)  # t - 1
+    last = (u * num_loops).to(torch.int64)  # T - 1, [N]
+    return (loop <= last) * (num_loops / (num_loops - loop))
