@@ -122,48 +122,41 @@ def is_test_question(question: str) -> bool:
 
 
 def make_problem(rng: Random, num_steps: int, split: Split) -> tuple[str, list[Step]]:
-    """Return the question of a problem with `num_steps` steps, and the steps."""
+    """Return the question of a problem with `num_steps` steps, and the steps.
+
+    A problem tells how the objects of a person change, or compares each person's objects with those of the person before.
+    With `containers`, the first number of the objects is a product.
+    """
     kind = "changes" if split.words is not None else rng.choice(("changes", "comparisons", "containers"))
-    sentences, steps = (_comparisons if kind == "comparisons" else _story)(rng, num_steps, split, kind)
-    return " ".join(sentences), steps
-
-
-def _story(rng: Random, num_steps: int, split: Split, kind: str) -> tuple[list[str], list[Step]]:
-    """Tell how the objects of a person change. With `containers`, their first number is a product."""
-    name, friend = rng.sample(NAMES, 2)
-    what = rng.choice(OBJECTS)
-    words = split.words or WORDING
+    name, *others = people = rng.sample(NAMES, num_steps + 1 if kind == "comparisons" else 2)
+    what, words = rng.choice(OBJECTS), split.words or WORDING
+    first_steps, operators = [], "+-*"
     if kind == "containers":
         container = rng.choice(CONTAINERS)
         counts = [pair for pair in product(range(2, 7), range(2, 10)) if math.prod(pair) >= split.start[0]]
         count, size = rng.choice(counts)
+        number = count * size
         start = f"{name} has {count} {container} with {size} {what} each."
-        given = [Step(count, "*", size, count * size)]
-        steps = random_steps(rng, count * size, num_steps - 1, "+-")
+        first_steps, operators = [Step(count, "*", size, number)], "+-"
     else:
         number = rng.randint(*split.start)
         start = words["start"][0].format(name=name, number=number, what=what)
-        given = []
-        steps = random_steps(rng, number, num_steps, "+-*")
-    changes = [change_sentence(rng, name, friend, what, step, words) for step in steps]
-    return [start, *changes, f"How many {what} does {name} have now?"], [*given, *steps]
+    steps = random_steps(rng, number, num_steps - len(first_steps), operators)
+    if kind == "comparisons":
+        comparisons = [COMPARISONS[step.operator].format(number=step.right, what=what) for step in steps]
+        sentences = [
+            f"{one} has {text} {other}." for one, text, other in zip(others, comparisons, people, strict=False)
+        ]
+        question = f"How many {what} does {others[-1]} have?"
+    else:
+        sentences = [change_sentence(rng, name, others[0], what, step, words) for step in steps]
+        question = f"How many {what} does {name} have now?"
+    return " ".join([start, *sentences, question]), [*first_steps, *steps]
 
 
 def change_sentence(rng: Random, name: str, friend: str, what: str, step: Step, words: Mapping = WORDING) -> str:
     """Return a sentence that tells a step of a story."""
     return rng.choice(words[step.operator]).format(name=name, friend=friend, what=what, number=step.right)
-
-
-def _comparisons(rng: Random, num_steps: int, split: Split, kind: str) -> tuple[list[str], list[Step]]:
-    """Compare each person's objects with the objects of the person before."""
-    people = rng.sample(NAMES, num_steps + 1)
-    what = rng.choice(OBJECTS)
-    start = rng.randint(*split.start)
-    steps = random_steps(rng, start, num_steps, "+-*")
-    sentences = [WORDING["start"][0].format(name=people[0], number=start, what=what)]
-    for before, name, step in zip(people, people[1:], steps, strict=False):
-        sentences.append(f"{name} has {COMPARISONS[step.operator].format(number=step.right, what=what)} {before}.")
-    return [*sentences, f"How many {what} does {people[-1]} have?"], steps
 
 
 def random_steps(rng: Random, start: int, num_steps: int, operators: str) -> list[Step]:
@@ -187,11 +180,10 @@ def add_mistake(answer: str, seed: int) -> str:
     *steps, _ = answer.splitlines()
     wrong_step = rng.randrange(len(steps))
     mistake = rng.choice((-2, -1, 1, 2))
-    lines = []
     value = int(steps[0].split()[0])
     for index, step in enumerate(steps):
         _, operator, right, *_ = step.split()
         result = OPERATIONS[operator](value, int(right)) + mistake * (index == wrong_step)
-        lines.append(f"{value} {operator} {right} = {result}")
+        steps[index] = f"{value} {operator} {right} = {result}"
         value = result
-    return "\n".join([*lines, f"#### {value}"])
+    return "\n".join([*steps, f"#### {value}"])
