@@ -63,14 +63,12 @@ def extract_text(completion: str) -> str | None:
     return answer.split(".\n")[0].strip().removesuffix(".").strip() if marker else None
 
 
-def filter_numbers(responses: Responses, problems: Sequence[Problem]) -> list[int | None]:
-    """Apply `extract_number` to each completion."""
-    return [extract_number(completions[0]) for completions in responses]
+def _filter(extract: Callable[[str], Any]) -> Callable[[Responses, Sequence[Problem]], list[Any]]:
+    """Return the filter that reads each completion with `extract`."""
+    return lambda responses, problems: [extract(completions[0]) for completions in responses]
 
 
-def filter_texts(responses: Responses, problems: Sequence[Problem]) -> list[str | None]:
-    """Apply `extract_text` to each completion."""
-    return [extract_text(completions[0]) for completions in responses]
+filter_numbers, filter_texts = _filter(extract_number), _filter(extract_text)
 
 
 def gsm8k_gold(problem: Problem) -> int | None:
