@@ -107,12 +107,12 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
     num_loops = find_looped_model(model).num_loops
     frozen = score(model, batches, torch.zeros(num_loops))
     results = [_result("loss", frozen.loss, "nats", frozen.n, num_loops, "none") | {"method": "base model"}]
-    places = [(f"loop {t}", {"loop": t}, one_hot) for t, one_hot in enumerate(torch.eye(num_loops), start=1)]
-    for name, columns, gates in [*places, ("unit", {}, torch.ones(num_loops))]:
+    for t, gates in enumerate([*torch.eye(num_loops), torch.ones(num_loops)], start=1):
         loss, _, n = score(model, batches, gates)
         reduction = 100 * (frozen.loss - loss) / frozen.loss
-        results.append(_result("loss", loss, "nats", n, num_loops, name, **columns))
-        results.append(_result("loss_reduction", reduction, "%", n, num_loops, name, **columns))
+        place = {"gates": f"loop {t}", "loop": t} if t <= num_loops else {"gates": "unit"}
+        results.append(_result("loss", loss, "nats", n, num_loops, **place))
+        results.append(_result("loss_reduction", reduction, "%", n, num_loops, **place))
     return results
 
 
