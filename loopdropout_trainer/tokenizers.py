@@ -7,9 +7,11 @@ names, such as `GPT2Tokenizer`. It silently drops the `pre_tokenizer` of `tokeni
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
@@ -44,12 +46,27 @@ CHAT_TEMPLATES = {path.stem: path for path in sorted(Path(__file__).with_name("c
 _SAMPLES = ("  7", "In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tcode ")
 
 
+class PreTrainedTokenizerFast(TokenizersBackend):
+    """A tokenizer that is read from `tokenizer.json` unchanged, also by transformers 4 after `save_pretrained`."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        """Save the tokenizer with the field names that transformers 4 reads too."""
+        files = super().save_pretrained(save_directory, *args, **kwargs)
+        path = Path(save_directory, "tokenizer_config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["model_input_names"] = self.model_input_names  # transformers 4 adds `token_type_ids` by default
+        if "extra_special_tokens" in config:
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+        return files
+
+
 def load_tokenizer(
     name_or_path: str | Path,
     revision: str | None = None,
     chat_template: str | None = None,
     eos_token: str | None = None,
-) -> TokenizersBackend:
+) -> PreTrainedTokenizerFast:
     """Load a tokenizer from its `tokenizer.json`.
 
     The end token is the padding token if the tokenizer names none.
@@ -70,7 +87,7 @@ def load_tokenizer(
             name_or_path, revision = tokenizer_name, None
     try:
         cached_file(name_or_path, "tokenizer.json", revision=revision or "main")  # its error names the Hub
-        tokenizer = TokenizersBackend.from_pretrained(name_or_path, revision=revision or "main")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")
     except (OSError, ValueError) as error:
         raise UserError(f"The tokenizer of {name_or_path} cannot be loaded: {error}") from error
     if tokenizer.eos_token is None and PLAIN_TOKENS["eos_token"] in tokenizer.get_vocab():

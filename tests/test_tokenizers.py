@@ -66,6 +66,11 @@ def test_load_tokenizer_keeps_the_files_tokens(published, backend, tokenizer_cla
         assert kept(TEXT)["input_ids"] == ids and kept.decode(ids) == TEXT
         assert kept("<|im_end|>")["input_ids"] == [1] and kept.decode([1], skip_special_tokens=True) == ""
         assert kept.eos_token == kept.pad_token == "<|endoftext|>" and kept.model_max_length == 512
+    config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    fields = ("tokenizer_class", "additional_special_tokens", "extra_special_tokens")
+    # transformers 4.57.6 reads the same tokenizer from these values.
+    assert [config.get(field) for field in fields] == ["PreTrainedTokenizerFast", ["<|im_end|>"], None]
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]
 
 
 def test_rebuilt_tokenizer_is_kept_with_a_warning(published, backend, monkeypatch, log):
