@@ -128,9 +128,13 @@ def sandbox_fault() -> str | None:
     program |= {"inputs": [[]], "expected": [7], "ref_time": [1.0], "atol": 0}
     with tempfile.TemporaryDirectory(prefix="sandbox_") as name:
         folder = Path(name)
+        command = [*_bubblewrap(folder, "--ro-bind"), "true"]
+        empty = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        if empty.returncode:
+            return " ".join(empty.stderr.split())
         (folder / "0.pickle").write_bytes(pickle.dumps({"base": program, "plus": program}))
         verdict = check_program(folder, 0, sandboxed=True)
-    return None if verdict == "pass" else f"the verdict on a right program is `{verdict}`"
+    return None if verdict == "pass" else f"a right program gets the verdict `{verdict}` in it"
 
 
 def check_allowed(task: str, allow_unsafe_code: bool, can_be_sandboxed: bool = True) -> None:
