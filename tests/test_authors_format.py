@@ -80,6 +80,8 @@ def test_export_script_writes_files_of_authors(tmp_path):
     ours = tmp_path / "ours"
     load_adapter(base(), ADAPTER).save_pretrained(ours)
     (ours / ADAPTER_METADATA).write_text(json.dumps(METADATA))
+    fields = json.loads((ours / CONFIG).read_text()) | {"base_model_name_or_path": str(AUTHORS / "model")}
+    (ours / CONFIG).write_text(json.dumps(fields))  # a folder with the base model
     assert_golden_files(export_authors_format(ours, tmp_path / "again"))
     with user_error("`output_dir` must not hold an adapter in PEFT's format"):
         export_authors_format(ADAPTER, ours)

@@ -94,6 +94,9 @@ def write_authors_format(
         "num_loops": [NUM_LOOPS],
     }
     settings = {**vars(config), **metadata}
+    base = Path(config.base_model_name_or_path or MODEL_ID, "config.json")
+    if base.is_file() and json.loads(base.read_text()).get("model_type") == "ouro":
+        settings["base_model_name_or_path"] = MODEL_ID  # in a folder
     for name, values in required.items():
         if (value := settings.get(name)) not in values:
             raise UserError(f"The authors' format requires `{name}` {values[-1]!r}, got {value!r}.")
