@@ -204,7 +204,7 @@ def recommend_method(rho: Sequence[float]) -> str:
     if first > 1.1 * last:
         return "rho_t falls from the first loop on, as for a new skill. Use LoRA."
     if last > 1.1 * first:
-        return "rho_t rises towards the last loop. Try Loop Dropout, and compare the accuracy of both on your task."
+        return "rho_t rises towards the last loop, as in the paper. Compare the accuracy of both methods on your task."
     return "rho_t is similar in the first and the last loop. Compare the accuracy of both methods on your task."
 
 

@@ -366,6 +366,7 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
         },
         "map_harder_4": ahead_of(harder[(harder["depth"] == 4) & (harder["examples"] <= 128)]),
         **{f"map_some_{k}": ahead_of(cells[(cells["depth"] == k) & (cells["examples"] == 512)]) for k in (4, 8)},
+        **transfer_page.mean_gains(transfer.read_lines()),
         "map_cells": str(len(cells) // 2),
         "rates_inside": f"{inside} of {grids}",
         "before_8": unadjusted(before.gains("loop_dropout", "lora", depth=8)),

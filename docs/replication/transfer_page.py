@@ -110,6 +110,13 @@ def tests_table(lines: list[dict]) -> str:
     return markdown(["registered test", "estimate in points, 95% interval", "adjusted p"], rows)
 
 
+def mean_gains(lines: list[dict]) -> dict[str, str]:
+    """Return the mean gain of p = 0.5 in distribution by depth, as a text with its interval, for the marks of other pages."""
+    results = transfer.Results(lines)
+    gains = {depth: estimate_mean(results.gain(f"{transfer.TEST}@{depth}")) for depth in transfer.DEPTHS}
+    return {f"transfer_{depth}": with_interval(gain) for depth, gain in gains.items()}
+
+
 def gains_by_problem(results: transfer.Results) -> pd.DataFrame:
     """Return LoRA's mean accuracies in percent, and for each method an `Estimate` of its gain, by problems and depth."""
     rows = []
