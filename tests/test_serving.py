@@ -1,12 +1,12 @@
 """Serving: the command `serve`, the plugin for vLLM against an emulated engine, and vLLM itself (`.ci/serving`)."""
 
 import copy
-import importlib
 import json
+import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -81,17 +81,12 @@ class Engine(torch.nn.Module):
 @pytest.fixture
 def make_engine(monkeypatch):
     """`make_engine(config, **parallel)`: the plugin's model over the emulated engine."""
-    backend = "vllm.model_executor.models.transformers"
-    contents = {
-        "vllm": {}, "vllm.config": {"VllmConfig": None}, "vllm.model_executor": {}, "vllm.model_executor.models": {},
-        backend: {"VLLM_ATTN_ATTR": "attn", "TransformersForCausalLM": Engine},
-    }  # fmt: skip
+    backend = {"VLLM_ATTN_ATTR": "attn", "TransformersForCausalLM": Engine}
+    contents = {"vllm.config": {"VllmConfig": None}, "vllm.model_executor.models.transformers": backend}
     for name, attributes in contents.items():
-        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
-        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**attributes))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attend)
-    monkeypatch.delitem(sys.modules, "loopdropout_trainer.integrations.vllm", raising=False)
-    plugin = importlib.import_module("loopdropout_trainer.integrations.vllm").LoopedForCausalLM
+    plugin = runpy.run_module("loopdropout_trainer.integrations.vllm")["LoopedForCausalLM"]
 
     def make(config, **parallel):
         model_config = SimpleNamespace(hf_config=copy.deepcopy(config))
@@ -100,8 +95,7 @@ def make_engine(monkeypatch):
         parts = {"model_config": model_config, "parallel_config": sizes, "compilation_config": compilation}
         return plugin(vllm_config=SimpleNamespace(**parts))
 
-    yield make
-    sys.modules.pop("loopdropout_trainer.integrations.vllm")
+    return make
 
 
 @pytest.mark.parametrize("family", TINY)
