@@ -243,10 +243,12 @@ class GateState:
         if gate.shape[1] > 1:
             gate = gate[:, module : module + 1]
         gate = gate.to(hidden_states.device)  # another device in a model that is spread over several devices
-        is_packed = self.running.token_examples is not None
-        gate = (
-            gate.unsqueeze(0) if is_packed else self.per_token(gate, hidden_states)
-        )  # [1, n, 1], [N, 1, 1] or [B, S, 1]
+        if self.running.token_examples is not None:
+            gate = gate.unsqueeze(0)  # [1, n, 1], one for each packed token
+        else:
+            index = self._token_index(len(gate), hidden_states)
+            shape = (len(gate), *[1] * (hidden_states.dim() - 1))
+            gate = gate.view(shape) if index is None else gate[index]  # [N, 1, 1] or [B, S, 1]
         return gate if factor is None else gate * factor
 
     def per_token(self, values: Tensor, hidden_states: Tensor) -> Tensor:
