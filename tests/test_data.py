@@ -284,7 +284,7 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
 def test_own_data_page_shows_real_output(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/own_data.md").read_text()
-    rows, recipe, dry_run, printed, training, gpu, snippet = re.findall(r"(?ms)^```\w*\n(.*?)^```", page)
+    rows, recipe, dry_run, printed, training, gpu, on_gpu, snippet = re.findall(r"(?ms)^```\w*\n(.*?)^```", page)
     Path("questions.jsonl").write_text(rows)
     Path("mine.yaml").write_text(recipe)
     main = load_script("recipes/sft.py").main
@@ -295,6 +295,6 @@ def test_own_data_page_shows_real_output(tmp_path, monkeypatch, capsys):
     assert "LoRA" in output and "eval_loss" in output and Path("outputs/mine/lora").exists()
     exec(snippet, names := {})
     assert names["data"][0]["completion"] == " 3 + 4 = 7\n#### 7" and "train_loss" in capsys.readouterr().out
-    Path("gpu.yaml").write_text(gpu.replace("num_eval_examples: 100", "num_eval_examples: 1"))
-    main(["gpu.yaml", "--model_name_or_path", "tiny-ouro", "--dry_run", "true"])
+    Path("mine_24gb.yaml").write_text(gpu.replace("num_eval_examples: 100", "num_eval_examples: 1"))
+    main([*shlex.split(on_gpu.splitlines()[0])[2:], "--model_name_or_path", "tiny-ouro"])
     assert "examples    2, 1 held out" in capsys.readouterr().out
