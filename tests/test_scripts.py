@@ -226,7 +226,7 @@ MISTAKES = [
     ("sft", "--benchmarks null", "`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set."),
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
     ("sft", "--benchmarks development --single_loop_batches 0 --num_eval_examples 0", "must have held-out examples"),
-    ("sft", "--lora_target_modules q_projj", "must be projections of the recurrent block, such as down_proj, "),
+    ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
     ("sft", "--report_to wandbb", "`report_to`: wandbb is not supported, only "),
     ("sft", "--resume_from_checkpoint checkpoint-1", "`resume_from_checkpoint` must be true or the folder of a"),
     ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),

@@ -54,20 +54,24 @@ def default_peft_config(
         peft_config.target_modules = None if targets == "all-linear" else targets
         return peft_config
     looped = find_looped_model(model)
-    linears = looped.recurrent_linears()
+    names = set(looped.recurrent_linears())
+    takes_full_names = peft_config.layers_to_transform is None  # PEFT ignores that field for full names
     if targets in (None, "all-linear"):
-        targets = looped.default_targets()
-    matches = {target: {name for name in linears if f".{name}".endswith(f".{target}")} for target in targets}
+        defaults = looped.default_targets()
+        peft_config.target_modules = {name if takes_full_names else name.rpartition(".")[2] for name in defaults}
+        return peft_config
+    modules = dict(model.named_modules())
+    matches = {target: {name for name in modules if f".{name}".endswith(f".{target}")} for target in targets}
     if not any(matches.values()):
-        known = sorted({name.rpartition(".")[2] for name in linears})
+        known = sorted({name.rpartition(".")[2] for name in names})
         raise UserError(
-            f"The target modules must be projections of the recurrent block, such as {', '.join(known)}, got "
-            f"{', '.join(targets)}."
+            f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(targets)}."
         )
-    names = set().union(*(found or {target} for target, found in matches.items()))  # other targets raise errors later
-    if peft_config.layers_to_transform is not None:  # PEFT ignores that field for full names
-        names = {name.rpartition(".")[2] for name in names}
-    peft_config.target_modules = names
+    if takes_full_names:
+        peft_config.target_modules = set()
+        for target, found in matches.items():  # names outside of the block too are replaced by full names inside
+            is_outside = any(hasattr(modules[name], "in_features") for name in found - names)
+            peft_config.target_modules |= found & names if found & names and is_outside else {target}
     return peft_config
 
 
