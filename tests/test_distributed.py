@@ -42,8 +42,9 @@ def test_one_process_keeps_weights_in_every_run(reference):
         assert reference[name].distance(plain) == 0, name
     assert reference["packing"].distance(plain) > 100 * TOLERANCE, "packed rows are other batches"
     (resumed,) = reference["resuming"].records
-    last = plain.records[0]["losses"][2]  # older releases of transformers divide it by the number of all steps
-    assert resumed["train_loss"] in (pytest.approx(last), pytest.approx(last / 3)), "it began again"
+    # Before 5.19, transformers divided the loss of the steps after a resume by the number of all steps.
+    steps = 3 if Version(transformers.__version__) < Version("5.19") else 1
+    assert resumed["train_loss"] == pytest.approx(plain.records[0]["losses"][2] / steps), "it began again"
 
 
 @pytest.mark.parametrize("name", ["ddp, accumulation", "zero2", "zero3"])

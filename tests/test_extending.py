@@ -78,9 +78,14 @@ def test_foreign_gradients_equal_weights_by_hand(checkpointing):
     torch.testing.assert_close(gradients, torch.autograd.grad(loss, weights.values()), atol=1e-5, rtol=1e-4)
 
 
-def test_foreign_depth_is_saved(tmp_path):
-    model = tiny_hrm()
-    looped = attach_looped_model(model)
+def test_foreign_depth_and_readouts(tmp_path):
+    model, ids = tiny_hrm().eval(), torch.tensor([[1, 1, 5, 6], [2, 3, 4, 5]])
+    looped, states = attach_looped_model(model), []
+    outputs = looped.loop_readouts(input_ids=ids)
+    model.model.H_module.register_forward_hook(lambda module, args, output: states.append(output))
+    model.model(ids)
+    assert len(states) == looped.num_loops == 3
+    torch.testing.assert_close(outputs, tuple(states), rtol=0, atol=0)
     with user_error("num_loops"):
         looped.num_loops = 0
     looped.num_loops = 5

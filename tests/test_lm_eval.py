@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from processes import python
 from raises import user_error
-from test_evaluation import adapted, saved  # noqa: F401 (`saved` is a fixture)
+from test_evaluation import adapted, saved, write_task  # noqa: F401 (`saved` is a fixture)
 
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import LoopedLM
@@ -92,11 +92,11 @@ def test_invalid_settings_raise(tokenizer, options, message):
         lm.generate_until(requests("generate_until", [("a", {"max_gen_toks": 16})]))
 
 
-TASK = {
-    "task": "own", "output_type": "loglikelihood_rolling", "dataset_path": "json", "test_split": "test",
-    "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}}, "doc_to_text": "text", "doc_to_target": "text",
-    "metric_list": [{"metric": "byte_perplexity"}],
-}  # fmt: skip
+KINDS = {
+    "multiple_choice": {"doc_to_choice": ["0", "1"], "doc_to_target": 0},
+    "generate_until": {"doc_to_target": "text", "generation_kwargs": {"max_gen_toks": 6}},
+    "loglikelihood_rolling": {"doc_to_target": "text", "metric_list": [{"metric": "byte_perplexity"}]},
+}
 COMMAND = """
 import functools, runpy, lm_eval.tasks
 lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)  # 10 seconds faster
@@ -108,13 +108,17 @@ def test_command_line_takes_depth_and_gates(saved, tmp_path):  # noqa: F811
     """Without an adapter, the readout after loop 2 is the output of a base model with two loops."""
     texts = [f"{i} + {i} =" for i in range(5)]
     write_lines(tmp_path / "rows.jsonl", [{"text": text} for text in [*texts, "more"]])
-    (tmp_path / "own.yaml").write_text(json.dumps(TASK))
-    options = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks own"
+    for kind, fields in KINDS.items():
+        names = {"task": f"own_{kind}", "output_type": kind, "doc_to_text": "text"}
+        write_task(tmp_path / f"{kind}.yaml", "rows.jsonl", **names, **fields)
+    options = "--model looped --batch_size 2 --limit 5 --log_samples --include_path . --output_path out --tasks"
+    tasks = ",".join(f"own_{kind}" for kind in KINDS)
     model = f"pretrained={saved / 'base'},adapter={saved / 'adapter'},num_loops=3,gates=0-0-0,readout=2,dtype=float32"
-    assert "byte_perplexity" in python("-c", COMMAND, *options.split(), "--model_args", model, cwd=tmp_path)
-    assert [len(read_lines(path)) for path in tmp_path.rglob("samples_*.jsonl")] == [5]
+    printed = python("-c", COMMAND, *options.split(), tasks, "--model_args", model, cwd=tmp_path)
+    assert "own_multiple_choice" in printed
+    assert [len(read_lines(path)) for path in tmp_path.rglob("samples_*.jsonl")] == [5] * 3
     lm = LoopedLM(str(saved / "base"), dtype="float32", num_loops=2)
     logs = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in texts]), disable_tqdm=True)
     (file,) = tmp_path.rglob("results_*.json")
-    found = json.loads(file.read_text())["results"]["own"]["byte_perplexity,none"]
+    found = json.loads(file.read_text())["results"]["own_loglikelihood_rolling"]["byte_perplexity,none"]
     assert found == pytest.approx(math.exp(-sum(logs) / sum(map(len, texts))), rel=1e-5)

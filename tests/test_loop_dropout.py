@@ -153,15 +153,23 @@ def test_remove_restores_the_model(make):
         loop_dropout(peft_model)
 
 
-def test_later_active_adapter_has_gates():
+@pytest.mark.parametrize("is_added_before", [True, False])
+def test_later_active_adapter_has_gates(is_added_before):
     peft_model = with_adapter(target_modules=["q_proj"]).train()
+    second = "second", LoraConfig(target_modules=["v_proj", "down_proj"], init_lora_weights=False)
+    if is_added_before:
+        peft_model.add_adapter(*second)
     dropout = loop_dropout(peft_model, p=0.9, seed=1)
-    peft_model.add_adapter("second", LoraConfig(target_modules=["v_proj", "down_proj"], init_lora_weights=False))
+    if not is_added_before:
+        peft_model.add_adapter(*second)
     peft_model.set_adapter("second")
-    assert not torch.equal(peft_model(IDS).logits, peft_model(IDS).logits)
-    assert len(gated_layers(peft_model)) == 6
+    loss = peft_model(IDS, labels=IDS).loss
+    assert len(gated_layers(peft_model)) == len(dropout.physical_layers) == 6
+    gates = dropout.drawn.sampled
     dropout.remove()
     assert not gated_layers(peft_model)
+    with use_gates(peft_model, gates):
+        assert torch.equal(peft_model(IDS, labels=IDS).loss, loss) and not (gates == 1).all()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

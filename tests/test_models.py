@@ -448,17 +448,30 @@ def test_float16_base_trains_under_autocast(make_tiny, train, checkpointing):
 
 # The loss of TRL's trainer, which multiplies by the head's weight and does not run the head.
 
+share = lambda logits, labels: logits.softmax(-1).gather(1, labels[:, None])[:, 0].detach()
+LOSSES = {
+    "nll": F.cross_entropy,
+    "chunked_nll": F.cross_entropy,
+    "dft": lambda logits, labels: (F.cross_entropy(logits, labels, reduction="none") * share(logits, labels)).mean(),
+    "smoothed": lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1),
+}
 
-@ALL_FAMILIES
-def test_trainer_has_the_loss_of_the_model(make, make_sft):
+
+CASES = [(make, "chunked_nll") for make in (*TINY.values(), tiny_hrm)]
+CASES += [pytest.param(*DORY.values, loss, marks=DORY.marks) for loss in LOSSES]
+
+
+@pytest.mark.parametrize(("make", "loss"), CASES)
+def test_trainer_has_the_loss_of_the_model(make, loss, make_sft):
     model = make(**({"state_init": "zero"} if hasattr(make().config, "state_init") else {}))
-    trainer = make_sft(model, rule="lora", remove_padding=False, loss_type="chunked_nll")
+    fields = {"label_smoothing_factor": 0.1} if loss == "smoothed" else {"loss_type": loss}
+    trainer = make_sft(model, rule="lora", remove_padding=False, **fields)
     peft_model = randomise(trainer.model).train()
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
     labels = batch["labels"][:, 1:]
     inputs = {name: x for name, x in trainer.looped.complete_batch(batch).items() if name != "labels"}
     logits = peft_model(**inputs, use_cache=False).logits[:, :-1]
-    want = F.cross_entropy(logits[labels != -100], labels[labels != -100])
+    want = LOSSES[loss](logits[labels != -100], labels[labels != -100])
     got = trainer.compute_loss(peft_model, batch)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     parameters = list(trained_parameters(peft_model).values())
