@@ -88,8 +88,8 @@ def write_authors_format(
         "base_model_name_or_path": [MODEL_ID],
         "revision": [None, "main", MODEL_REVISION],
         "use_rslora": [False],
-        "rank_pattern": [{}],
-        "alpha_pattern": [{}],
+        "rank_pattern": [None, {}],
+        "alpha_pattern": [None, {}],
         "rule": ["loop_dropout", "lora"],
         "num_loops": [NUM_LOOPS],
     }
@@ -100,7 +100,7 @@ def write_authors_format(
     for name, values in required.items():
         if (value := settings.get(name)) not in values:
             raise UserError(f"The authors' format requires `{name}` {values[-1]!r}, got {value!r}.")
-    p = settings["p"] if settings["rule"] == "loop_dropout" else 0.0
+    p = settings.get("p") if settings["rule"] == "loop_dropout" else 0.0
     if isinstance(p, list):
         raise UserError(f"The authors' format requires a single `p`, got {p}.")
     fields = {
