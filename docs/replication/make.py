@@ -366,7 +366,6 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
         },
         "map_harder_4": ahead_of(harder[(harder["depth"] == 4) & (harder["examples"] <= 128)]),
         **{f"map_some_{k}": ahead_of(cells[(cells["depth"] == k) & (cells["examples"] == 512)]) for k in (4, 8)},
-        **transfer_page.mean_gains(transfer.read_lines()),
         "map_cells": str(len(cells) // 2),
         "rates_inside": f"{inside} of {grids}",
         "before_8": unadjusted(before.gains("loop_dropout", "lora", depth=8)),
@@ -386,7 +385,7 @@ def parts(rows: pd.DataFrame) -> tuple[dict[str, Study], pd.DataFrame]:
 def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[str, str], dict[str, str], str]:
     """Return the tables of the page, the numbers in its sentences, and the appendix."""
     claims, same = decide(studies)
-    cells = map_table(map_rows)
+    cells, lines = map_table(map_rows), transfer.read_lines()
     tables = {
         "main": main_table(claims),
         "accuracy": accuracy_table(studies),
@@ -394,7 +393,7 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         "map": map_counts(cells, by_examples=False),
         "annealing": annealed_table(claims),
         **{name: claims_table(claims, name) for name in QUESTIONS},
-        "transfer": transfer_page.make_summary(transfer.read_lines()),
+        "transfer": transfer_page.make_summary(lines),
     }
     appendix = APPENDIX_TEXT.format(
         comparisons=claims_table(claims),
@@ -406,7 +405,7 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         annealed=annealed_map(map_rows),
         steps=steps_table(studies["small_lm"]),
     )
-    return tables, numbers(studies, claims, cells), appendix
+    return tables, numbers(studies, claims, cells) | transfer_page.mean_gains(lines), appendix
 
 
 def fill(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:
