@@ -184,6 +184,12 @@ def test_adapters_stay_in_the_recurrent_block(make):
         add_gates(get_peft_model(make(), config))
 
 
+def test_chosen_layers_keep_the_names_of_their_targets():
+    """Huginn has a `proj` in its attention and one in its MLP."""
+    config = LoraConfig(target_modules=["attn.proj"], layers_to_transform=[0])
+    assert default_peft_config(TINY["huginn"](), config).target_modules == {"attn.proj"}
+
+
 # Cache and keywords.
 
 
