@@ -41,6 +41,7 @@ SAFE_VALUES = {
     "use_safetensors": True,
     "weights_only": True,
     "allow_unsafe_code": False,
+    "launcher": "",
 }
 """Fields that can run code of other people, with their safe values. Other values are accepted on the command line only. The
 list is made by hand, because no library marks such fields."""
@@ -212,8 +213,8 @@ def parse(
     import_files(_words(changes.pop("import", ())))
     recipe = load_recipe(path) if path else {}
     for name, value in _nested(recipe):
-        is_kernel = name == "attn_implementation" and "/" in str(value)
-        if is_kernel or value not in (None, SAFE_VALUES.get(name, value)):
+        is_code = ("attn_implementation" in name or name == "script") and "/" in str(value)  # a kernel, or a file
+        if is_code or value not in (None, SAFE_VALUES.get(name, value)):
             raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
     unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields}
     settings = {}

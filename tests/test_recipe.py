@@ -183,6 +183,9 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ("name: x\ntrust_remote_code: true\n", "sets `trust_remote_code`, which can run code"),
         ("name: x\nmapping: {a: {use_safetensors: false}}\n", "sets `use_safetensors`, which can run code"),
         ("attn_implementation: kernels-community/flash\n", "sets `attn_implementation`, which can run code"),
+        ("mapping: {_attn_implementation: a/b}\n", "sets `_attn_implementation`, which can run code"),
+        ("launcher: sh\n", "sets `launcher`, which can run code"),
+        ("script: /proc/self/cwd/sft\n", "sets `script`, which can run code"),
     ],
 )
 def test_parse_explains_mistakes(write, given, message):

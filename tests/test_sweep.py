@@ -74,12 +74,12 @@ class Lab:
         text = json.dumps({"scores": scores, "losses": losses or {}, "diverging": diverging, "fails": fails})
         (self.folder / "world").write_text(text)
 
-    def sweep(self, **fields):
+    def sweep(self, script=None, **fields):
         defaults = {"methods": ["lora"], "learning_rates": [0.04, 0.01, 0.02], "seeds": [101, 102]}
-        paths = {"recipe": self.recipe, "output_dir": self.out, "script": self.folder / "lab"}
+        paths = {"recipe": self.recipe, "output_dir": self.out}
         fields = {**defaults, **{name: str(path) for name, path in paths.items()}, **fields}
         Path(self.file).write_text(yaml.safe_dump(fields, sort_keys=False))
-        (made,) = parse((sweep.Sweep,), [self.file])
+        (made,) = parse((sweep.Sweep,), [self.file, "--script", script or f"{self.folder}/lab"])
         return made
 
     def run(self, **fields):
@@ -243,7 +243,7 @@ def end_sweep(lab, signal_number):
     """Start the sweep in another process, and end it during its first training."""
     (lab.folder / "hold").touch()
     lab.sweep()
-    program = Program(ROOT / "recipes/sweep.py", lab.file)
+    program = Program(ROOT / "recipes/sweep.py", lab.file, "--script", str(lab.folder / "lab"))
     wait_for(lambda: lab.log, program)
     program.end(signal_number)
 
