@@ -29,8 +29,7 @@ from loopdropout_trainer.looped import expand_gates, find_looped_model
 from loopdropout_trainer.recipe import dump_recipe, name_folders, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
 from loopdropout_trainer.saving.cards import find_adapter
-from loopdropout_trainer.saving.loading import is_adapter, load_model
-from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.saving.loading import is_adapter, load_model, load_saved_tokenizer
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -115,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
             options["revision"] = None
         model = load_model(base, adapter=folder, device=state.device, **options)
         looped = find_looped_model(model)
-        tokenizer = load_tokenizer(looped.config.name_or_path, options["revision"], model_args.chat_template)
+        tokenizer = load_saved_tokenizer(folder or base, model, options["revision"], model_args.chat_template)
         for num_loops in args.eval_num_loops or [looped.num_loops]:
             for gates in expand_gates(args.gates, num_loops) if folder else [None]:
                 lm = LoopedLM(

@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import random
+import re
 import shutil
 import sqlite3
 import time
@@ -25,7 +26,7 @@ from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, looped_lm, own_benchmark, scorers
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.results import read_results
-from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
+from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 
 
 EVALUATE = ROOT / "recipes" / "evaluate.py"
@@ -386,6 +387,17 @@ def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
         columns = [(row["method"], row["gates"], row.get("adapter"), row.get("model")) for row in rows]
         assert columns == [("run", "unit", str(run), None), ("merged", "none", None, str(merged))]
         assert len({(folder / row["samples"]).read_text() for row in rows}) == 1
+
+
+def test_adapters_are_evaluated_with_their_tokenizer(saved, tmp_path):
+    run, own = shutil.copytree(saved / "adapter", tmp_path / "run"), load_tokenizer(saved / "base")
+    own.chat_template = "{% for turn in messages %}Q: {{ turn.content }}!{% endfor %}"
+    own.save_pretrained(run)
+    lm = LoopedLM(str(saved / "base"), adapter=str(run))
+    assert lm.tokenizer.chat_template == own.chat_template
+    SCRIPT.main(words(saved, tmp_path, "--adapter", run, apply_chat_template="true", max_new_tokens=1))
+    (path,) = tmp_path.glob("samples/run/samples_own_gsm8k_*")
+    assert all(re.fullmatch("Q: .*!", line["prompt"], re.DOTALL) for line in read_lines(path))
 
 
 @pytest.mark.slow

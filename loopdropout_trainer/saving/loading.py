@@ -179,10 +179,13 @@ def is_adapter(name: str | Path) -> bool:
     return is_named or find_adapter_config_file(str(name)) is not None
 
 
-def load_saved_tokenizer(folder: Path, model: PreTrainedModel, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_saved_tokenizer(
+    folder: str | Path, model: PreTrainedModel, revision: str | None = None, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer in the folder of an adapter or model, or the tokenizer of the loaded model."""
-    is_saved = (folder / "tokenizer.json").is_file()
-    return load_tokenizer(folder if is_saved else find_looped_model(model).config.name_or_path, revision)
+    is_saved = Path(folder, "tokenizer.json").is_file()
+    name = folder if is_saved else find_looped_model(model).config.name_or_path
+    return load_tokenizer(name, revision, chat_template)
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig:
