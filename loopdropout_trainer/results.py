@@ -90,9 +90,15 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def recipe_path(folder: str | Path) -> Path:
+    """Return the path of the recipe of the run in a folder, or of the run that a checkpoint belongs to."""
+    folder = Path(folder).resolve()
+    return (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE_FILE
+
+
 def read_recipe(folder: str | Path) -> dict[str, Any]:
     """Return the recipe of the run in a folder, with the present names of its fields, or an empty dict."""
-    path = Path(folder, RECIPE_FILE)
+    path = recipe_path(folder)
     recipe = load_recipe(path) if path.is_file() else {}
     return {FORMER_NAMES.get(name, name): value for name, value in recipe.items()}
 

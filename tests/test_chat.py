@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from raises import user_error
 from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import set_depth
+from loopdropout_trainer.saving.cards import read_card_fields
 
 
 CHAT = load_script("recipes/chat.py")
@@ -62,6 +64,14 @@ def test_chat_shows_each_depth_and_gates(saved, shown, tokenizer):
             expected[f"K = {num_loops}, loop {loop + 1}"] = {"base model": base, "adapter": adapter}
     assert shown == expected
     assert len({text for answers in expected.values() for text in answers.values()}) > 6
+
+
+def test_checkpoint_has_the_prompts_of_its_run(saved, shown, tokenizer, tmp_path):
+    checkpoint = shutil.copytree(saved, tmp_path / "checkpoint-2", ignore=shutil.ignore_patterns("merged"))
+    recipe = (checkpoint / "recipe.yaml").rename(tmp_path / "recipe.yaml")
+    CHAT.main([str(checkpoint), "3 + 4?", "--max_new_tokens", "8"])
+    assert shown["K = 4"]["adapter"] == answer(load_model(saved), tokenizer, QUESTION)
+    assert read_card_fields(checkpoint)["recipe"] == recipe.read_text()
 
 
 def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results import RECIPE_FILE, read_recipe, read_results
+from loopdropout_trainer.results import read_recipe, read_results, recipe_path
 from loopdropout_trainer.saving.loading import adapter_folder
 
 
@@ -96,7 +96,7 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
     names = [str(recipe[name]) for name in ("preparation", "dataset_name") if recipe.get(name)]
     return {
         "dataset": " ".join(names) or None,
-        "recipe": (folder / RECIPE_FILE).read_text(encoding="utf-8") if recipe else None,
+        "recipe": recipe_path(folder).read_text(encoding="utf-8") if recipe else None,
         "results": [row for row in read_results(folder) if row["folder"] == str(folder)],
     }
 
