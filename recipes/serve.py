@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,13 +30,14 @@ from transformers.utils import find_adapter_config_file
 from transformers.utils.import_utils import is_serve_available
 
 from loopdropout_trainer.arguments import option
+from loopdropout_trainer.data import FIELD
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.looped import check_num_loops, find_looped_model, parse_gates
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
-from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
+from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids, load_tokenizer
 
 
 @dataclass
@@ -66,15 +66,13 @@ def main(argv: list[str] | None = None) -> None:
     is_adapter = find_adapter_config_file(name) is not None
     folder = adapter_folder(name) if is_adapter else Path(name)
 
-    # A model without a chat template takes each question in the format of its training.
-    template = read_prompt_template(folder)
-    chat_template = template and re.sub(r"\{\w+\}", "{{ messages[-1]['content'] }}", template)
-
     needs_gates = is_adapter or args.gates is not None
     engine = args.engine or ("vllm" if find_spec("vllm") and not needs_gates else "transformers")
     if engine == "vllm":
         if needs_gates:
             raise UserError("`engine` must be transformers for an adapter or gates, got vllm. Or merge the adapter.")
+        tokenizer = load_tokenizer(name)
+        chat_template = find_chat_template(folder, tokenizer)
         print_address(args, chat_template is not None)
         os.execv(sys.executable, vllm_command(args, name, chat_template))
 
@@ -86,11 +84,23 @@ def main(argv: list[str] | None = None) -> None:
     looped = find_looped_model(model)
     tokenizer = load_saved_tokenizer(folder, model)
     add_end_tokens(looped, end_token_ids(tokenizer))
-    tokenizer.chat_template = tokenizer.chat_template or chat_template
+    tokenizer.chat_template = find_chat_template(folder, tokenizer)
     gates = parse_gates(args.gates, looped.num_loops)
     with use_gates(model, gates) if gates else nullcontext():
         print_address(args, tokenizer.chat_template is not None)
         serve(model.get_base_model() if isinstance(model, PeftModel) else model, tokenizer, args)
+
+
+def find_chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's chat template, or one that asks each question in the format of the training in a folder."""
+    template = read_prompt_template(folder)
+    if tokenizer.chat_template or template is None:
+        return tokenizer.chat_template
+    start = tokenizer.decode(
+        tokenizer("")["input_ids"]
+    )  # the beginning of each text, which servers do not add to chats
+    text = json.dumps(start + template, ensure_ascii=False)
+    return "{{ " + FIELD.sub('" ~ messages[-1].content ~ "', text) + " }}"
 
 
 def serve(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: ServeArguments) -> None:

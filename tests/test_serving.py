@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
-from conftest import ENVIRONMENT, TINY, tiny_ouro, varied, with_adapter
+from conftest import ENVIRONMENT, TINY, load_script, tiny_ouro, varied, with_adapter
 from processes import Program, free_port, python, wait_for
 from raises import user_error
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,6 +24,9 @@ from loopdropout_trainer.files import model_path
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.tokenizers import load_tokenizer
+
+
+SERVE = load_script("recipes/serve.py")
 
 
 class Cached(torch.nn.Module):
@@ -144,6 +148,22 @@ def adapter(tokenizer, tmp_path):
 
 
 PENS = "Tom has {} boxes with {} pens each. How many pens does Tom have?"
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_chats_have_the_format_of_the_training(adapter, begins):
+    folder, _, tokenizer = adapter
+    text = '{% "ü" {# Q: {Question Text}\\n\n'
+    (folder / "recipe.yaml").write_text(json.dumps({"prompt_template": text}))
+    if begins:
+        token = tokenizer.eos_token, tokenizer.eos_token_id
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{token[0]} $A", special_tokens=[token])
+    tokenizer.chat_template = SERVE.find_chat_template(folder, tokenizer)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": PENS}], return_dict=False)
+    assert ids == tokenizer(text.replace("{Question Text}", PENS))["input_ids"]
+    assert (ids[0] == tokenizer.eos_token_id) == begins
+    (folder / "recipe.yaml").unlink()  # a chat template of the tokenizer stays
+    assert SERVE.find_chat_template(folder, tokenizer) == tokenizer.chat_template
 
 
 @pytest.mark.skipif(find_spec("fastapi") is None, reason="the extra `serve` is not installed")
