@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import Recorder, assert_same_weights, logged
+from transformers import TrainerCallback
 
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.progress import SampleCompletionsCallback
@@ -14,9 +15,22 @@ SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 DEPTHS = {"depth_sampling": "uniform", "depth_sampling_args": {"low": 1, "high": 6}}
 
 
+class FailsOnce(TrainerCallback):
+    has_failed = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and not self.has_failed:
+            self.has_failed = True
+            raise InterruptedError
+
+
 @pytest.mark.parametrize("fields", [{}, SPLIT], ids=["whole", "split"])
-def test_gates_are_logged(train, fields):
-    trainer = train(cls=Recorder, p=[0.9, 0.5, 0.5, 0.1], **fields)
+def test_gates_are_logged(make_sft, fields):
+    trainer = make_sft(cls=Recorder, p=[0.9, 0.5, 0.5, 0.1], callbacks=[FailsOnce()], **fields)
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.seen = ()
+    trainer.train()  # without the gates of the failed step
     for step, log in enumerate(log for log in trainer.state.log_history if "loss" in log):
         gates = torch.cat([seen.gates for seen in trainer.seen if seen.step == step], dim=1)  # [K, B]
         values = [log["gate_mean"], *(log[f"active_loop_{loop}"] for loop in range(1, 5))]

@@ -76,6 +76,7 @@ class GateLoggingCallback(GatedStepCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         counts = [log["num_tokens"] for log in state.log_history if "num_tokens" in log]
+        self.trainer.step_metrics.clear()  # of an interrupted training
         self.trainer._total_train_tokens = max(counts, default=0)
 
     def on_micro_batch_end(self) -> None:
