@@ -15,7 +15,7 @@ from processes import ended, fork
 from raises import user_error
 from transformers import TrainerCallback
 
-from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, newest_checkpoint
 
@@ -132,6 +132,18 @@ def test_non_finite_weights_are_not_saved(make_trainer):
     with pytest.raises(NonFiniteGradientError, match="weights after optimizer step 1"):
         trainer.train()
     assert not [*Path(trainer.args.output_dir).rglob("*.safetensors")]
+
+
+def test_interrupted_save_keeps_the_depth(make_sft):
+    class Interrupted(LoopDropoutSFTTrainer):
+        def _save(self, *args, **kwargs):  # of the adapter
+            super()._save(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    trainer = make_sft(load_model("tiny-ouro", num_loops=3), cls=Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save_model()
+    assert load_model(trainer.args.output_dir).config.num_loops == 3
 
 
 def test_other_data_is_not_continued(tmp_path, make_trainer):

@@ -267,10 +267,13 @@ class AdapterTrainingMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""
         check_finite(self.model, self.state.global_step, self.args)
+        folder = output_dir or self.args.output_dir
+        save_settings = functools.partial(save_adapter_metadata, self.model, folder, **self.looped.trained_with)
+        if self.args.should_save:
+            save_settings()  # first, because an adapter without them would run at another depth after a kill
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            folder = output_dir or self.args.output_dir
-            save_adapter_metadata(self.model, folder, **self.looped.trained_with)
+            save_settings()  # again, with the new adapter_config.json
             card = Path(self.args.output_dir, CARD_FILE)
             if not _internal_call:
                 write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
