@@ -102,6 +102,12 @@ def test_load_model_explains_missing_files(base, tmp_path):
             load(str(tmp_path / "nowhere"))
         with user_error("The model some/model cannot be"):
             load("some/model")
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    for name in (tmp_path / "run", tmp_path / "adapter"):
+        with user_error("has no config.json of a model. A stopped run has its adapters in `checkpoint-STEP`"):
+            LoopDropoutSFTTrainer(str(name))
+    with user_error("run has no config.json of a model"):
+        load_model(tmp_path / "run")
     with user_error("moved does not exist. It is `base_model_name_or_path` in .*adapter_config"):
         load_model(tmp_path / "adapter")
     with user_error("`adapter` must be a folder or a Hub name, got nowhere"):
