@@ -317,15 +317,6 @@ class Job:
         from loopdropout_trainer.diagnostics import label_batches, readouts, single_loop
         from loopdropout_trainer.evaluation import DEVELOPMENT
 
-        # All tasks, and the first one at other depths and in one loop only
-        self._evaluate(trainer, run, self.tasks)
-        for depth in run.script_args.eval_num_loops or ():
-            if depth != trainer.num_loops:
-                self._evaluate(trainer, run, self.tasks[:1], num_loops=depth)
-        if run.script_args.single_loop_accuracy:
-            for gates in torch.eye(trainer.num_loops).tolist():
-                self._evaluate(trainer, run, self.tasks[:1], gates=gates)
-
         # The loss of reference solutions and held-out examples in one loop only, and of each loop's readout
         diagnosed, batch_size = {}, trainer.args.per_device_eval_batch_size
         if self.references:
@@ -337,6 +328,16 @@ class Job:
             diagnosed[DEVELOPMENT] = [*islice(loader, num_batches)]
         for task, batches in diagnosed.items():
             record(trainer, run, [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)], task=task)
+
+        # All tasks, and the first one at other depths and in one loop only. They come last, because a sweep chooses as soon as
+        # it finds an accuracy, and breaks ties by the loss.
+        self._evaluate(trainer, run, self.tasks)
+        for depth in run.script_args.eval_num_loops or ():
+            if depth != trainer.num_loops:
+                self._evaluate(trainer, run, self.tasks[:1], num_loops=depth)
+        if run.script_args.single_loop_accuracy:
+            for gates in torch.eye(trainer.num_loops).tolist():
+                self._evaluate(trainer, run, self.tasks[:1], gates=gates)
 
     def _evaluate(self, trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:
         """Write the results of tasks. `place`: `num_loops` or `gates` [K] of the evaluation."""

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
+from loopdropout_trainer.files import write_file
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import (
@@ -257,7 +258,8 @@ class Sweep:
         gpus = islice(cycle(_gpus() if number > 1 else [{}]), number)
         with ThreadPoolExecutor(number) as pool:
             try:
-                list(pool.map(self._work, gpus))
+                for worker in as_completed([pool.submit(self._work, gpu) for gpu in gpus]):
+                    worker.result()  # the first failure ends the sweep, in whichever worker it is
             except BaseException:
                 self.stopped.set()
                 for process in self.processes.copy():
@@ -325,7 +327,7 @@ class Sweep:
         table = accuracy_table(load_results(self.output_dir))
         print_table(ACCURACY_TITLE, table)
         summary = {"choices": choices, "accuracy": table.reset_index().to_dict("records")}
-        path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(summary, indent=1) + "\n")
 
 
 def _gpus() -> list[dict[str, str]]:

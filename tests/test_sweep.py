@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import ROOT, Program, python, wait_for
+from conftest import read_lines
+from processes import PATIENCE, ROOT, Program, python, wait_for
 from raises import user_error
 
 from loopdropout_trainer.recipe import load_recipe, parse
@@ -146,6 +147,9 @@ def test_sweep_continues_finished_runs(lab):
 def test_sweep_summary_has_means_and_choices(lab, capsys):
     for method in ("lora", "loop_dropout"):
         lab.run(methods=[method]).write_summary()
+        if method == "lora":
+            (lab.folder / "kept").hardlink_to(lab.out / "summary.json")
+    assert [*json.loads((lab.folder / "kept").read_text())["choices"]] == ["lora"]  # a file is replaced, not rewritten
     text = capsys.readouterr().out
     assert "lora: learning rate 0.02. \n" in text and "15.00 ± 7.07" in text
     summary = json.loads((lab.out / "summary.json").read_text())
@@ -199,6 +203,24 @@ def test_sweep_failure_shows_the_log(lab):
     lab.set_world()
     lab.run()
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
+
+
+def test_killed_training_ends_its_sweep(lab, monkeypatch):
+    """Also that of the second worker, while the first one trains on. The next sweep continues both runs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    (lab.folder / "hold").touch()
+    made = lab.sweep(workers=2)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(made.train_all)
+        wait_for(lambda: len(lab.log) == 2)
+        (killed,) = (name for name, _, gpu in lab.log if gpu == "7")
+        next(process for process in made.processes if killed in process.args[2]).kill()
+        try:
+            with user_error(f"{killed} ended with exit code -9"):
+                ending.result(PATIENCE)
+        finally:
+            (lab.folder / "hold").unlink()
+    assert lab.run().choice("lora").best == 0.02 and len(lab.log) == 2 + 5
 
 
 def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
@@ -283,4 +305,6 @@ def test_sweep_runs_the_training_script(lab):
     for run in made.pending()[0], sweep.Run("lora", 0.01, 1, False):
         python(*made.command(run)[1:])
         assert made.is_done(run) and all(map(math.isfinite, made.score(run)))
+    rows = [(row["task"], row["metric"]) for row in read_lines(made.folder(run) / "results.jsonl")]
+    assert rows.index(("development", "loss")) < rows.index(("development", "accuracy"))
     made.write_summary()

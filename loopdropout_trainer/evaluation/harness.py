@@ -24,6 +24,7 @@ from loopdropout_trainer.evaluation.loading import load_task, preserved_random_s
 from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 from loopdropout_trainer.evaluation.programs import load_problems
 from loopdropout_trainer.evaluation.sandbox import check_allowed
+from loopdropout_trainer.files import write_file
 
 
 # lm-eval gives advice on custom data sets for each task that has one.
@@ -171,8 +172,7 @@ def _collect(
     if output_dir is not None:
         gates, readout = lm.columns["gates"].replace(" ", "_"), f"_readout_{lm.readout}" if lm.readout else ""
         path = Path(output_dir, f"samples_{name}_K{lm.num_loops}_{gates}{readout}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines.to_json(path, orient="records", lines=True, force_ascii=False)
+        write_file(path, lines.to_json(orient="records", lines=True, force_ascii=False))
         rows[0]["samples"] = path.name
     return rows
 
