@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.arithmetic import add_mistake, arithmetic_problems
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 
 
 if TYPE_CHECKING:
@@ -131,7 +131,10 @@ def to_messages(value: Any) -> Any:
 
 def _has_text(target: Any) -> bool:
     if isinstance(target, list):
-        turns = (turn for turn in to_messages(target) if turn["role"] == "assistant")
+        turns = to_messages(target)
+        if wrong := [turn for turn in turns if not isinstance(turn, dict) or "role" not in turn]:
+            raise UserError(f"A turn must have a `role` and a text as `content`, got {short_repr(wrong[0])}.")
+        turns = (turn for turn in turns if turn["role"] == "assistant")
         return any(turn.get("tool_calls") or _has_text(turn.get("content")) for turn in turns)
     return isinstance(target, str) and bool(target.strip())
 

@@ -252,6 +252,12 @@ def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
         assert f"{len(examples) - 1} examples are left out, because they have no text to train on" in log.text
 
 
+@pytest.mark.parametrize("turn", ["Hi", {"content": "Hi"}, {"role": "assistant", "content": [{"text": "Hi"}]}])
+def test_turns_without_role_or_text_raise(load, bytes_tokenizer, turn):
+    with user_error("A turn must have a `role` and a text as `content`, got"):
+        load(None, [{"messages": [turn]}], bytes_tokenizer)
+
+
 WRONG = [
     ({}, "`dataset_name` or `train_files` must be set"),
     ({"dataset_name": "x", "train_files": ["y"]}, "Set either `dataset_name: x` or `train_files: .*, not both"),
