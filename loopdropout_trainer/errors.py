@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 import re
@@ -17,6 +18,9 @@ from typing import Any
 
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
+
+_UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR)
+"""Numbers of the errors of a folder or file that cannot be written."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -59,9 +63,9 @@ def hide_secrets(text: str) -> str:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main` and print a `UserError` in one line.
+    """Run a script's `main` and print a `UserError`, or the error of a folder that cannot be written, in one line.
 
-    The exit code is 2 after a `UserError`, 130 after Ctrl-C and 143 after SIGTERM. Other exceptions keep their traceback.
+    The exit code is 2 after such an error, 130 after Ctrl-C and 143 after SIGTERM. Other exceptions keep their traceback.
 
     Args:
         main: function that parses the command line and does the work.
@@ -76,14 +80,16 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
         sys.stdout.flush()
-    except UserError as error:
+    except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
+            raise
         _print_from_first_process(f"{script}: {error}")
         sys.exit(2)
     except KeyboardInterrupt as error:
         _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}")
         sys.exit(128 + getattr(error, "signal", signal.SIGINT))
-    except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_from_first_process(message: str) -> None:

@@ -13,6 +13,7 @@ Terminated = type("Terminated", (KeyboardInterrupt,), {"signal": signal.SIGTERM}
 ENDINGS = [
     (UserError("`p` must be in [0, 1),\ngot 2."), 2, "`p` must be in [0, 1), got 2."),
     (UserError(f"The token {TOKEN} is not valid."), 2, "The token *** is not valid."),
+    (PermissionError(13, "Permission denied", "run/cache"), 2, "[Errno 13] Permission denied: 'run/cache'"),
     (KeyboardInterrupt(), 130, "interrupted."),
     (Terminated("Stopped after step 3."), 143, "Stopped after step 3."),
 ]
@@ -22,7 +23,7 @@ def raise_(error):
     raise error
 
 
-@pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=["value", "token", "Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=["value", "token", "folder", "Ctrl-C", "SIGTERM"])
 def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
     monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
     with pytest.raises(SystemExit) as stop:
