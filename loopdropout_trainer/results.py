@@ -60,15 +60,17 @@ MEASURED = names_of("score", "measurement", "output")
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
-def write_results(output_dir: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_results(output_dir: str | Path, rows: Iterable[Mapping[str, Any]], step: int = 0) -> None:
     """Add results to `results.jsonl`; a result replaces an older one that differs in `value` and `n` only.
 
     Args:
         output_dir: folder of the run, created if it is missing.
         rows: flat mappings with the columns of `COLUMNS`, and any further columns. Columns that are None may be left out.
+        step: optimizer step of the adapter in the folder. Results of a training that was made longer since are removed.
     """
     path = Path(output_dir, RESULTS_FILE)
-    by_key = {_key(row): row for row in [*_read_lines(path), *rows]}
+    kept = (row for row in _read_lines(path) if not step or row.get("step") in (None, step))
+    by_key = {_key(row): row for row in [*kept, *rows]}
     write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
 
 

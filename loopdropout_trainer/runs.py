@@ -432,4 +432,4 @@ def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> No
     of_base = {"method": "base model", "seed": None, "step": None}
     rows = [{**facts, **row, **(of_base if row["gates"] == "none" else {})} for row in rows]
     if trainer.is_world_process_zero():
-        write_results(trainer.args.output_dir, rows)
+        write_results(trainer.args.output_dir, rows, trainer.state.global_step)
