@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import decoding
 import speed
 import torch
 import transformers
@@ -32,7 +32,6 @@ from datasets import disable_progress_bars
 from peft import get_peft_model
 
 from loopdropout_trainer import default_peft_config
-from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.lora import add_gates
 
 
@@ -47,7 +46,6 @@ SPEED_ROWS = (
     *(f"{speed.OURS}, checkpointing", f"{speed.LORA}, checkpointing"),
 )
 CORRECT_ROWS = ("Loop Dropout, no padding", speed.OURS, f"{speed.OURS}, checkpointing")
-GENERATION_ROWS = ("`generate` in batches sorted by length", "batched greedy decoding")
 
 
 @dataclass(frozen=True)
@@ -151,41 +149,16 @@ def training_speed(name: str, preset: speed.Preset, steps: int, folder: str) -> 
 
 
 def generation(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Return the time of greedy answers to all prompts."""
+    """Return the time of greedy answers of different lengths to all prompts."""
     torch.manual_seed(0)
     base = speed.random_ouro(sizes.generating).to(DEVICE)
     model = get_peft_model(base, default_peft_config(base)).eval()
     add_gates(model)
-    random = np.random.default_rng(0)
-    lengths = np.exp(random.normal(np.log(150), 0.3, sizes.num_prompts)).clip(64, 400)
-    prompts = [random.integers(2, sizes.generating.vocab_size, round(length)).tolist() for length in lengths]
-    answer = _by_generate if name == GENERATION_ROWS[0] else _by_batched_decoding
-    answer(model, prompts[: sizes.batch], 4, sizes.batch)  # warm-up
-    speed.synchronize()
-    began = time.perf_counter()
-    answers = answer(model, prompts, sizes.new_tokens, sizes.batch)
-    speed.synchronize()
-    seconds = time.perf_counter() - began
+    prompts = decoding.draw_prompts(sizes.generating.vocab_size, sizes.num_prompts, 150)
+    lengths = decoding.draw_lengths(sizes.num_prompts, sizes.new_tokens / 4, 0.5)
+    decoding.decode(name, base, prompts[: sizes.batch], [4] * sizes.batch, sizes.batch)  # warm-up
+    seconds, answers = decoding.decode(name, base, prompts, lengths, sizes.batch)
     return {"seconds": seconds, "tokens_per_second": sum(map(len, answers)) / seconds}
-
-
-def _by_generate(model: torch.nn.Module, prompts: list[list[int]], new_tokens: int, batch: int) -> list[list[int]]:
-    answers, prompts = [], sorted(prompts, key=len)
-    for start in range(0, len(prompts), batch):
-        rows = prompts[start : start + batch]
-        longest = max(map(len, rows))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=DEVICE)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=DEVICE)
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        output = model.generate(input_ids=ids, attention_mask=mask, **options)
-        answers += output[:, longest:].tolist()
-    return answers
-
-
-def _by_batched_decoding(model: torch.nn.Module, prompts: list[list[int]], new_tokens: int, batch: int) -> list:
-    tokenizer = speed.word_tokenizer(model.config.vocab_size)
-    answers = generate_greedy(model, tokenizer, prompts, max_new_tokens=new_tokens, batch_size=batch, progress=False)
-    return [answer.split() for answer in answers]
 
 
 def tasks(sizes: Sizes, folder: str) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
@@ -196,7 +169,7 @@ def tasks(sizes: Sizes, folder: str) -> Iterator[tuple[str, str, Callable[[], di
     for recipe, preset in sizes.recipes.items():
         for name in SPEED_ROWS:
             yield f"training, {recipe}", name, partial(training_speed, name, preset, sizes.steps, folder)
-    for name in GENERATION_ROWS:
+    for name in decoding.ROWS:
         yield "generation", name, partial(generation, name, sizes)
 
 
