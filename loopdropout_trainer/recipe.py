@@ -224,8 +224,7 @@ def parse(
         if name in unread:
             continue
         if name not in fields:
-            former = FORMER_NAMES.get(name)
-            hint = f" Did you mean {former!r}?" if former in fields else closest_match(name, fields)
+            hint = closest_match(FORMER_NAMES.get(name, name), fields)
             raise UserError(f"`{name}` is not a field of this script.{hint}")
         if value is not None or type(None) in get_args(hints[name]):
             settings[name] = _check_value(fields[name], _fit(value, hints[name]), hints[name])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
@@ -53,34 +54,23 @@ class GateConfig:
             LoRA+: learning rate of B as a multiple of A's learning rate, `learning_rate`. The paper uses 4.
     """
 
-    rule: str = field(
-        default="loop_dropout",
-        metadata={"help": "Rule that draws the gates. `python -m loopdropout_trainer.gates` lists the rules."},
+    rule: str = option(
+        "loop_dropout", "Rule that draws the gates. `python -m loopdropout_trainer.gates` lists the rules."
     )
-    p: Probabilities = field(
-        default=None,
-        metadata={
-            "help": "Drop probability, one number in [0, 1) or one for each loop. Default: the rule's own value, 0.5 "
-            "for `loop_dropout`."
-        },
+    p: Probabilities = option(
+        None,
+        "Drop probability, one number in [0, 1) or one for each loop. Default: the rule's own value, 0.5 for `loop_dropout`.",
     )
-    rule_args: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Further fields of the rule, as a mapping (JSON on the command line)."}
+    rule_args: dict[str, Any] | None = option(
+        None, "Further fields of the rule, as a mapping (JSON on the command line)."
     )
-    gate_seed: int | None = field(default=None, metadata={"help": "Seed of the gate draws. Default: `seed`."})
-    remove_padding: bool = field(
-        default=True, metadata={"help": "Whether to run training micro-batches packed in one row, without padding."}
+    gate_seed: int | None = option(None, "Seed of the gate draws. Default: `seed`.")
+    remove_padding: bool = option(True, "Whether to run training micro-batches packed in one row, without padding.")
+    skip_frozen_loops: bool = option(
+        True, "Whether to run the loops before an example's first active gate without gradient."
     )
-    skip_frozen_loops: bool = field(
-        default=True,
-        metadata={"help": "Whether to run the loops before an example's first active gate without gradient."},
-    )
-    warmup_from_first_step: bool = field(
-        default=False, metadata={"help": "Whether the warmup starts at 1/w of the learning rate instead of 0."}
-    )
-    loraplus_lr_ratio: float | None = field(
-        default=None, metadata={"help": "LoRA+: learning rate of B as a multiple of A's. The paper uses 4."}
-    )
+    warmup_from_first_step: bool = option(False, "Whether the warmup starts at 1/w of the learning rate instead of 0.")
+    loraplus_lr_ratio: float | None = option(None, "LoRA+: learning rate of B as a multiple of A's. The paper uses 4.")
 
     help_title = "Method"
     trl_class: ClassVar[type[TrainingArguments]]
@@ -179,22 +169,17 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
 
     trl_class = SFTConfig
 
-    learning_rate: float = field(
-        default=1e-4, metadata={"help": "Learning rate. The default is the one of the paper's controlled comparisons."}
+    learning_rate: float = option(1e-4, "Learning rate. The default is the one of the paper's controlled comparisons.")
+    loss_average: str = option(
+        "tokens",
+        "Average that is the loss of a step: over its `tokens` or its `micro_batches`.",
+        choices=["tokens", "micro_batches"],
     )
-    loss_average: str = field(
-        default="tokens",
-        metadata={
-            "help": "Average that is the loss of a step: over its `tokens` or its `micro_batches`.",
-            "choices": ["tokens", "micro_batches"],
-        },
+    depth_sampling: str = option(
+        "fixed", "Number of loops of a training step: `fixed`, `uniform`, `lognormal_poisson` or `poisson`."
     )
-    depth_sampling: str = field(
-        default="fixed",
-        metadata={"help": "Number of loops of a training step: `fixed`, `uniform`, `lognormal_poisson` or `poisson`."},
-    )
-    depth_sampling_args: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Fields of the depth sampling, as a mapping (JSON on the command line)."}
+    depth_sampling_args: dict[str, Any] | None = option(
+        None, "Fields of the depth sampling, as a mapping (JSON on the command line)."
     )
 
     def __post_init__(self):
