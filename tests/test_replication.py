@@ -67,7 +67,12 @@ def test_collect_reads_the_results_of_a_sweep(tmp_path, monkeypatch):
     recipe = {"learning_rate": 0.001, "arithmetic_steps": [1, 3], "run_name": "small/lora@depth_2/lr_0.001/seed_0"}
     dump_recipe(recipe, folder / "recipe.yaml")
     write_lines(folder / "samples.jsonl", [{"correct": value} for value in (1.0, 1.0, 0.0, 0.0, 1.0)])
+    choosing = tmp_path / "small/lora@depth_2/lr_0.002/seed_0"  # only its accuracy on held-out problems is kept
+    write_results(choosing, [{**shared, "value": 70.0, **row} for row in (*rows[:2], rows[4])])
+    dump_recipe({**recipe, "learning_rate": 0.002}, choosing / "recipe.yaml")
     table = runs.collect([str(tmp_path / "small")])
+    assert table[table["learning_rate"] == 0.002]["metric"].tolist() == ["development"]
+    table = table[table["learning_rate"] == 0.001]
     facts = {"study": "small", "method": "depth_2_lora", "difficulty": "1 to 3", "steps": 150, "examples": 60}
     assert table[[*facts]].drop_duplicates().to_dict("records") == [facts]
     assert table["metric"].tolist() == ["development", "accuracy", "accuracy", "frozen_loss", "loss_reduction"]
