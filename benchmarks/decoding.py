@@ -98,7 +98,8 @@ def main() -> None:
         f"{speed.versions()}.",
         "",
         f"Random Ouro of {preset.num_layers} layers, hidden size {preset.hidden_size}, {preset.num_loops} loops, "
-        f"{preset.dtype}; {number} prompts of about {median} tokens, {batch} answers at a time. Medians of {options.rounds} rounds.",
+        f"{preset.dtype}; {number} prompts of about {median} tokens, {batch} answers at a time. "
+        f"Medians of {options.rounds} rounds.",
         "",
         "| lengths of the answers | `generate`, s | in slots, s | relative | equal answers |",
         "|---|---:|---:|---:|---:|",
