@@ -143,6 +143,9 @@ def print_results(rows: list[dict]) -> None:
     from _tables import print_by_method
 
     results = pd.DataFrame(rows)
+    if "adapter" in results:
+        is_shared = results.groupby("method")["adapter"].transform("nunique") > 1
+        results.loc[is_shared, "method"] += ", " + results["adapter"]
     curvatures = results.query("metric == 'curvature'")
     print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}")
     reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
@@ -152,7 +155,7 @@ def print_results(rows: list[dict]) -> None:
                 print_by_method(f"{metric} (nats) by {column}", losses, losses[column].astype(int), "{:.4g}")
     print_by_method("rho_t, loss reduction with the adapter in one loop only, in %", reductions, "gates")
     for method, own in reductions.query("gates != 'all loops'").groupby("method", sort=False):
-        if method == "LoRA" or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
+        if "LoRA" in method.split(", ") or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
             print(f"\n{method}: {recommend_method(own.groupby('loop')['value'].mean())}")
 
 

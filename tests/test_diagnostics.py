@@ -1,6 +1,7 @@
 """Diagnostics against passes of the model, which `test_models.py` compares with the oracle, and recipes/diagnose.py."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,19 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     (rho,) = values(rows, "loss_reduction", method="ours", loop=4)
     assert "readout_loss" not in printed and f"{rho:.1f}" in printed
     assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
+
+
+def test_diagnose_prints_each_adapter_of_a_method(saved, tmp_path, capsys):
+    adapters = [shutil.copytree(saved / name, tmp_path / name) for name in ("lora", "ours")]
+    for path in adapters:
+        text = (path / "results.jsonl").read_text()
+        (path / "results.jsonl").write_text(text.replace(f'"{path.name}"', '"LoRA"'))
+    words = [saved / "recipe.yaml", *adapters, "--output_dir", tmp_path / "out", "--diagnostics", "single_loop"]
+    load_script("recipes/diagnose.py").main([*map(str, words)])
+    printed, rows = capsys.readouterr().out, read_results(tmp_path / "out")
+    for path in map(str, adapters):
+        (rho,) = values(rows, "loss_reduction", adapter=path, gates="unit")
+        assert f" {rho:.1f}\n" in printed and f"LoRA, {path}: rho_t" in printed
 
 
 def test_diagnose_runs_each_diagnostic_on_a_task(saved, tmp_path, capsys):
