@@ -26,7 +26,6 @@ import torch
 from chat import read_prompt_template
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import find_adapter_config_file
 from transformers.utils.import_utils import is_serve_available
 
 from loopdropout_trainer.arguments import option
@@ -36,7 +35,7 @@ from loopdropout_trainer.files import model_path
 from loopdropout_trainer.looped import check_num_loops, find_looped_model, parse_gates
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import name_words, parse
-from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
+from loopdropout_trainer.saving.loading import adapter_folder, is_adapter, load_model, load_saved_tokenizer
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids, load_tokenizer
 
 
@@ -63,17 +62,16 @@ def main(argv: list[str] | None = None) -> None:
     if args.num_loops is not None:
         check_num_loops(args.num_loops)
     name = str(model_path(args.model))
-    is_adapter = find_adapter_config_file(name) is not None
-    folder = adapter_folder(name) if is_adapter else Path(name)
+    has_adapter = is_adapter(name)
+    folder = adapter_folder(name) if has_adapter else Path(name)
 
-    needs_gates = is_adapter or args.gates is not None
+    needs_gates = has_adapter or args.gates is not None
     engine = args.engine or ("vllm" if find_spec("vllm") and not needs_gates else "transformers")
     if engine == "vllm":
         if needs_gates:
             raise UserError("`engine` must be transformers for an adapter or gates, got vllm. Or merge the adapter.")
-        tokenizer = load_tokenizer(name)
-        chat_template = find_chat_template(folder, tokenizer)
-        print_address(args, chat_template is not None)
+        chat_template = find_chat_template(folder, load_tokenizer(name))
+        print_address(args, chat_template)
         os.execv(sys.executable, vllm_command(args, name, chat_template))
 
     if not is_serve_available():
@@ -87,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer.chat_template = find_chat_template(folder, tokenizer)
     gates = parse_gates(args.gates, looped.num_loops)
     with use_gates(model, gates) if gates else nullcontext():
-        print_address(args, tokenizer.chat_template is not None)
+        print_address(args, tokenizer.chat_template)
         serve(model.get_base_model() if isinstance(model, PeftModel) else model, tokenizer, args)
 
 
@@ -133,14 +131,17 @@ def vllm_command(args: ServeArguments, name: str, chat_template: str | None) -> 
     return command
 
 
-def print_address(args: ServeArguments, has_chat: bool) -> None:
+def print_address(args: ServeArguments, chat_template: str | None) -> None:
     """Print the server's address and a request."""
     question = "What is 7 times 8?"
-    fields = {"messages": [{"role": "user", "content": question}]} if has_chat else {"prompt": question}
+    fields = {"messages": [{"role": "user", "content": question}]} if chat_template else {"prompt": question}
     body = json.dumps({"model": args.model, **fields, "max_tokens": 64, "temperature": 0})
     address = f"http://{args.host}:{args.port}/v1"
-    url = f"{address}/{'chat/' if has_chat else ''}completions"
-    print(f"Address: {address}\nRequest: curl {url} -H 'Content-Type: application/json' -d '{body}'", flush=True)
+    print(
+        f"Address: {address}\nRequest: curl {address}/{'chat/' if chat_template else ''}completions "
+        f"-H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
