@@ -365,8 +365,9 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
     if not is_list and not words:
         raise UserError(f"`{name}` must have a value.")
     is_text = "str" in str(hint).split("dict[")[0]
-    try:  # of text only mappings are read
-        values = [yaml.load(word, Loader=_Loader) if word[:1] == "{" or not is_text else word for word in words]  # noqa: S506
+    start = "{" if "dict" in str(hint) else None  # of a text that may be a mapping
+    try:
+        values = [yaml.load(word, Loader=_Loader) if word[:1] == start or not is_text else word for word in words]  # noqa: S506
     except yaml.YAMLError as error:
         raise UserError(f"`{name}` is not readable: {error}") from error
     return values[0] if len(values) == 1 else values

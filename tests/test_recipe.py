@@ -66,6 +66,7 @@ def read(*argv):
         ("items: 3", "--items 3", {"items": [3]}),
         ("mapping: {a: {b: 1e-3}}", '--mapping {"a":{"b":0.001}}', {"mapping": {"a": {"b": 1e-3}}}),
         ("name: --x", "--name=--x", {"name": "--x"}),
+        ("name: '{q}'", "--name {q}", {"name": "{q}"}),
         ("report_to: [a, b]", "--report_to a b", {"report_to": ["a", "b"]}),
     ],
 )
