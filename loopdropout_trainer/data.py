@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from accelerate import PartialState
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -497,7 +498,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, value: str | list[Row], **option
         return tokenizer(value, verbose=False, **options)  # no warnings about long texts
     if tokenizer.chat_template is None:
         raise UserError("`chat_template` must be set, because the examples are conversations.")
-    return tokenizer.apply_chat_template(value, return_dict=True, tokenizer_kwargs={"verbose": False}, **options)
+    try:
+        return tokenizer.apply_chat_template(value, return_dict=True, tokenizer_kwargs={"verbose": False}, **options)
+    except TemplateError as error:
+        raise UserError(f"`chat_template` cannot render the conversation {short_repr(value)}: {error}") from error
 
 
 def label_example(

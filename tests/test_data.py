@@ -258,6 +258,13 @@ def test_turns_without_role_or_text_raise(load, bytes_tokenizer, turn):
         load(None, [{"messages": [turn]}], bytes_tokenizer)
 
 
+def test_conversations_that_no_template_renders_raise(load):
+    tokenizer = load_tokenizer(TINY_OURO_PATH)
+    tokenizer.chat_template = "{{ raise_exception('No system turns') }}"
+    with user_error("`chat_template` cannot render the conversation .*'Hi'.*: No system turns"):
+        load(None, [{"messages": conversation(("user", "Hi"), ("assistant", "Hello"))}], tokenizer, max_length=9)
+
+
 WRONG = [
     ({}, "`dataset_name` or `train_files` must be set"),
     ({"dataset_name": "x", "train_files": ["y"]}, "Set either `dataset_name: x` or `train_files: .*, not both"),
