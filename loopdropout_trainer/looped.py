@@ -558,7 +558,7 @@ def set_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
         model: Looped model, with or without wrappers.
         num_loops: Recurrence depth. None: the model's own depth.
     """
-    looped = find_looped_model(model)
+    looped = attach_looped_model(model)
     own_depth = looped.num_loops
     looped.num_loops = own_depth if num_loops is None else num_loops
     try:
