@@ -356,8 +356,9 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
     give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward pass may run after
-    the block, also if the layers are checkpointed. The layers therefore stay gated, at unit gates, unless the block runs under
-    `torch.no_grad`. Use a model in one thread at a time.
+    the block, also if the layers are checkpointed, but not if the whole model is, because it would run again without the
+    gates. The layers stay gated, at unit gates, unless the block runs under `torch.no_grad`. Use a model in one thread at a
+    time.
 
     Args:
         model: PEFT model over a looped model.
