@@ -181,7 +181,7 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     rewards = [log["reward"] for log in history if "reward" in log]
     tenth = max(1, len(rewards) // 10)
     sampling = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
-    seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / max(1, num_steps - first_step)
+    seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / (num_steps - first_step or math.nan)
     num_tokens = last.get("num_tokens", math.nan)
     values = {
         "train_loss": np.dot(losses, np.diff(steps)) / num_steps,

@@ -273,11 +273,7 @@ class Job:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # of the run before
         try:
-            values = trainer.set_initial_training_values
-            if state and state.global_step >= values(trainer.args, trainer.get_train_dataloader())[-1]:
-                load_trained(trainer, checkpoint)  # transformers would take one more step
-            else:
-                trainer.train(checkpoint)
+            trainer.train(checkpoint)
         except NonFiniteGradientError:
             if trainer.is_world_process_zero():
                 write_run(folder, status="non-finite")

@@ -114,6 +114,18 @@ def test_signal_stops_with_a_checkpoint(make_trainer, stop):
     assert_same_weights(resumed, straight)
 
 
+def test_finished_training_is_not_continued(make_trainer):
+    fields = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
+    for load_best in (False, True):
+        make = functools.partial(make_trainer, cls=LoopDropoutSFTTrainer, load_best_model_at_end=load_best, **fields)
+        trainer, resumed = make(), make()
+        trainer.train()
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 6
+        assert_same_weights(resumed, trainer)
+    assert not trainer.state.best_model_checkpoint.endswith("-6")
+
+
 def test_non_finite_gradient_stops_before_the_step(make_trainer):
     class Spoiled(Recorder):
         def compute_loss(self, *args, **kwargs):

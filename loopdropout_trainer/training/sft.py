@@ -99,6 +99,11 @@ class GateSamplingMixin(AdapterTrainingMixin):
         """Return the ids of the examples of a micro-batch and the index of each token's example, as `find_examples` does."""
         return find_examples(inputs)
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """Return no batch after the last step. transformers takes one more if it resumes there."""
+        is_trained = self.state.global_step >= self.state.max_steps
+        return ([], None) if is_trained else super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
