@@ -88,28 +88,25 @@ def test_lora_dropout_split_keeps_weights(train):
 class GatesAtEvents(TrainerCallback):
     """Records the gates at each event, and evaluates at the end of a step."""
 
-    after, before = (), ()
+    after = ()
 
     def on_log(self, args, state, control, **kwargs):
         self.after = [*self.after, self.trainer.gate_state.gates]
 
-    on_save = on_evaluate = on_substep_end = on_log
+    on_save = on_evaluate = on_substep_end = on_pre_optimizer_step = on_optimizer_step = on_log
 
     def on_step_end(self, *args, **kwargs):
         self.on_log(*args)
         self.trainer.evaluate()
 
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.before = [*self.before, self.trainer.gate_state.gates]
-
 
 def test_callbacks_see_unit_gates(make_sft, train):
     watch, fields = GatesAtEvents(), {"gradient_accumulation_steps": 2, "max_steps": 2}
-    trainer = make_sft(callbacks=[watch], save_strategy="steps", save_steps=1, **fields)
+    trainer = make_sft(cls=Recorder, callbacks=[watch], save_strategy="steps", save_steps=1, **fields)
     watch.trainer = trainer
     trainer.train()
-    assert len(watch.after) >= 12 and all(gates is None for gates in watch.after)
-    assert len(watch.before) == 2 and all(gates is not None for gates in watch.before)
+    assert len(watch.after) >= 16 and all(gates is None for gates in watch.after)
+    assert any(seen.gates is not None for seen in trainer.seen)
     evaluated, plain = train(eval_strategy="steps", eval_steps=1, **fields), train(**fields)
     assert logged(trainer, "eval_loss") == logged(evaluated, "eval_loss")
     assert logged(evaluated, "eval_loss")[1] == plain.evaluate()["eval_loss"]

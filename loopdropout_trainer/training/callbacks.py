@@ -40,6 +40,7 @@ class UnitGatesCallback(TrainerCallback):
         self.gate_state.reset()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gate_state.reset()
         # A parameter that no gate of the step let through has a gradient of None. With zero instead, as in distributed runs,
         # its momentum moves it.
         if args.distributed_state.distributed_type == DistributedType.NO:
