@@ -154,12 +154,13 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
     for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
         by_label, parts = dict(tuple(part.groupby("label", sort=False))), lambda label: {*label.split(", ")}
         for label, ours in by_label.items():
-            method = ours["method"].iloc[0]
             loras = [each for each in by_label if {"LoRA"} <= parts(each) <= {"LoRA", *parts(label)}]
-            line = {"task": task, "K": f"{depth:g}", "method": label, "accuracy": mean_sd(average(ours))}
-            is_compared = loras and method not in ("LoRA", "base model")
-            lines.append({**line, "minus LoRA": difference(ours, by_label[loras[0]]) if is_compared else ""})
-    return pd.DataFrame(lines).set_index(["task", "K", "method"])
+            is_compared = loras and ours["method"].iloc[0] not in ("LoRA", "base model")
+            gain = difference(ours, by_label[loras[0]]) if is_compared else ""
+            lines.append([task, f"{depth:g}", label, mean_sd(average(ours)), gain])
+    return pd.DataFrame(lines, columns=["task", "K", "method", "accuracy", "minus LoRA"]).set_index(
+        ["task", "K", "method"]
+    )
 
 
 # Figures (plots.py is imported in the functions, because sweeps do not need plotnine)

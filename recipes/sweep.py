@@ -319,13 +319,14 @@ class Sweep:
         from _tables import ACCURACY_TITLE, accuracy_table, load_results, print_table
 
         path = Path(self.output_dir, "summary.json")
-        choices = json.loads(path.read_text(encoding="utf-8"))["choices"] if path.exists() else {}
+        choices = json.loads(path.read_bytes())["choices"] if path.exists() else {}
         for method in () if self.full_grid else self.recipes:
             choice = self.choice(method)
             print(f"{method}: learning rate {choice.best}. {choice.remark}")
             choices[method] = choice._asdict()
         table = accuracy_table(load_results(self.output_dir))
-        print_table(ACCURACY_TITLE, table)
+        if len(table):
+            print_table(ACCURACY_TITLE, table)
         summary = {"choices": choices, "accuracy": table.reset_index().to_dict("records")}
         write_file(path, json.dumps(summary, indent=1) + "\n")
 

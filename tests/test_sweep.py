@@ -159,6 +159,13 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
     assert [row["accuracy"] for row in rows] == ["15.00 ± 7.07"] * 2
 
 
+def test_sweep_without_benchmarks_prints_its_choice(lab, capsys):
+    lab.set_world(losses={"0.01": 0.3, "0.02": 0.2, "0.04": 0.4})
+    lab.run(settings={"benchmarks": []}, select_on="eval_loss").write_summary()
+    assert capsys.readouterr().out.endswith("lora: learning rate 0.02. \n")
+    assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []
+
+
 TIES = [
     ({"0.01": 0, "0.02": 0, "0.04": 0}, {}, 0.01, "0.01 and 0.02 and 0.04"),
     ({"0.02": 7, "0.04": 7}, {"0.02": 0.2, "0.04": 0.1}, 0.04, "0.02 and 0.04"),
