@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os.path
 import re
 import shutil
 import sys
@@ -235,11 +236,13 @@ def parse(
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """Return a value as a field's type takes it: one item as a list, an integer as a float, a number as a text."""
+    """Return a value as a field's type takes it: a list, a float of an integer, a text of a number, or a path without `~`."""
     types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     item = next((get_args(kind)[0] for kind in types if get_origin(kind) is list), None)
     if item is not None and (isinstance(value, list) or value is not None and str not in types):
         return [_fit(each, item) for each in _words(value)]
+    if str(value)[:2] == "~/":
+        return os.path.expanduser(value)
     if float in types and type(value) is int:
         return float(value)
     if str in types and isinstance(value, int | float) and type(value) not in types:

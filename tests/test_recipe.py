@@ -67,6 +67,8 @@ def read(*argv):
         ("mapping: {a: {b: 1e-3}}", '--mapping {"a":{"b":0.001}}', {"mapping": {"a": {"b": 1e-3}}}),
         ("name: --x", "--name=--x", {"name": "--x"}),
         ("name: '{q}'", "--name {q}", {"name": "{q}"}),
+        ("report_to: [~/a, b~/]", "--report_to ~/a b~/", {"report_to": [f"{Path.home()}/a", "b~/"]}),
+        ("name: ~/a", "--name ~/a", {"name": f"{Path.home()}/a"}),
         ("report_to: [a, b]", "--report_to a b", {"report_to": ["a", "b"]}),
     ],
 )
