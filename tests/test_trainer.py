@@ -102,11 +102,11 @@ class GatesAtEvents(TrainerCallback):
 
 def test_callbacks_see_unit_gates(make_sft, train):
     watch, fields = GatesAtEvents(), {"gradient_accumulation_steps": 2, "max_steps": 2}
-    trainer = make_sft(cls=Recorder, callbacks=[watch], save_strategy="steps", save_steps=1, **fields)
+    trainer = make_sft(callbacks=[watch], save_strategy="steps", save_steps=1, **fields)
     watch.trainer = trainer
     trainer.train()
     assert len(watch.after) >= 16 and all(gates is None for gates in watch.after)
-    assert any(seen.gates is not None for seen in trainer.seen)
+    assert trainer.drawn.gates is not None
     evaluated, plain = train(eval_strategy="steps", eval_steps=1, **fields), train(**fields)
     assert logged(trainer, "eval_loss") == logged(evaluated, "eval_loss")
     assert logged(evaluated, "eval_loss")[1] == plain.evaluate()["eval_loss"]
