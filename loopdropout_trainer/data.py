@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from loopdropout_trainer import __version__
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.arithmetic import add_mistake, arithmetic_problems
 from loopdropout_trainer.errors import UserError, short_repr
@@ -266,6 +267,7 @@ class DataArguments:
     )
 
     def __post_init__(self):
+        self.made_by = __version__  # `datasets` caches the results of a function by its name and arguments
         problems = self.preparation if PREPARATIONS[self.preparation].problems else None
         sources = {"dataset_name": self.dataset_name, "train_files": self.train_files, "preparation": problems}
         given = [f"`{name}: {value}`" for name, value in sources.items() if value]
