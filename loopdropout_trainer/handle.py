@@ -115,6 +115,8 @@ class LoopDropoutHandle:
     def remove(self) -> None:
         """Restore the model: PEFT's LoRA layers without gates. A second call has no effect.
 
+        Call it after the backward pass, because gradient checkpointing computes the layers again with the gates.
+
         If the model's class was described before, Dory keeps its `ScaledHead`, whose weights and output are equal.
         """
         if not self._hooks:
