@@ -94,8 +94,9 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 
 def recipe_path(folder: str | Path) -> Path:
     """Return the path of the recipe of the run in a folder, or of the run that a checkpoint belongs to."""
-    folder = Path(folder).resolve()
-    return (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE_FILE
+    own = Path(folder).resolve() / RECIPE_FILE
+    is_checkpoint = own.parent.name.startswith("checkpoint-") and not own.is_file()
+    return own.parents[1] / RECIPE_FILE if is_checkpoint else own
 
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:
