@@ -19,7 +19,7 @@ from typing import Any
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
 
-_UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR)
+UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR)
 """Numbers of the errors of a folder or file that cannot be written."""
 
 _repr = reprlib.Repr()
@@ -83,7 +83,7 @@ def run_script(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
+        if isinstance(error, OSError) and error.errno not in UNWRITABLE:
             raise
         _print_from_first_process(f"{script}: {error}")
         sys.exit(2)

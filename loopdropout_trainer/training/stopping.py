@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import signal
 import threading
@@ -25,7 +26,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UNWRITABLE, UserError
 
 
 if TYPE_CHECKING:
@@ -36,11 +37,7 @@ logger = logging.get_logger(__name__)
 _RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
 """Files of a checkpoint that a training continues from."""
 
-_WRITE_ERRORS = re.compile(
-    "No space left on device|Disk quota exceeded|Permission denied|Read-only file system|Not a directory|File exists|"
-    "PytorchStreamWriter failed",
-    re.IGNORECASE,
-)
+_WRITE_ERRORS = re.compile("|".join([*map(os.strerror, UNWRITABLE), "PytorchStreamWriter failed"]), re.IGNORECASE)
 """Texts of errors of torch, safetensors and the system for a folder that cannot be written."""
 
 REPEATED_SECONDS = 3
