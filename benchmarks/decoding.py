@@ -1,6 +1,6 @@
 """Time of greedy decoding in slots that answers enter and leave, relative to transformers' `generate` in batches.
 
-    python benchmarks/decoding.py    # eight minutes on a CPU core, writes benchmarks/results/decoding.md
+    python benchmarks/decoding.py    # five minutes on a CPU core, writes benchmarks/results/decoding.md
 
 A random Ouro answers random prompts. Each answer ends at a length that is drawn before, once equal for all answers, and once
 log-normal, as those of real problems. Both ways compute the same tokens, and take turns. A ratio compares two runs of a round.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +73,7 @@ def decode(name: str, model: nn.Module, prompts: Tokens, lengths: Sequence[int],
     speed.synchronize()
     began = speed.clock()
     answers: dict[int, list[int]] = {}
-    finished: Iterator = run(model, prompts, max(lengths), batch, ends(lengths))
-    for completions in finished:
+    for completions in run(model, prompts, max(lengths), batch, ends(lengths)):
         answers.update(completions)
     speed.synchronize()
     return speed.clock() - began, [answers[index][:length] for index, length in enumerate(lengths)]

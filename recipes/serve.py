@@ -94,9 +94,7 @@ def find_chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str 
     template = read_prompt_template(folder)
     if tokenizer.chat_template or template is None:
         return tokenizer.chat_template
-    start = tokenizer.decode(
-        tokenizer("")["input_ids"]
-    )  # the beginning of each text, which servers do not add to chats
+    start = tokenizer.decode(tokenizer("")["input_ids"])  # servers do not add the beginning of a text to chats
     text = json.dumps(start + template, ensure_ascii=False)
     return "{{ " + FIELD.sub('" ~ messages[-1].content ~ "', text) + " }}"
 

@@ -72,9 +72,8 @@ def rows_of(results: list[dict]) -> Iterator[dict]:
             "steps": first["step"],
             "difficulty": f"{easiest} to {hardest}",
         }
-        if not any(
-            row["task"] == TEST for row in rows
-        ):  # it only chose a learning rate, and its losses are of more batches
+        # A run that only chose a learning rate has losses of more batches than the others.
+        if not any(row["task"] == TEST for row in rows):
             rows = [row for row in rows if row["metric"] == "accuracy"]
         yield from ({**facts, **_number(row, Path(folder))} for row in rows if _is_kept(row, study))
 
