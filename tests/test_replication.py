@@ -1,5 +1,6 @@
 """docs/replication: the pages have the numbers of runs.csv.gz, and its intervals, against other code and simulations."""
 
+import json
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ from scipy import stats
 from statsmodels.formula.api import ols
 from statsmodels.stats.multitest import multipletests
 
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import write_results
 
@@ -20,6 +22,8 @@ sys.path.insert(0, str(ROOT / "docs/replication"))
 import figures  # noqa: E402
 import make  # noqa: E402
 import runs  # noqa: E402
+import serving_depth  # noqa: E402
+import tiny_study  # noqa: E402
 import transfer  # noqa: E402
 import transfer_page  # noqa: E402
 from intervals import estimate, estimate_two_way  # noqa: E402
@@ -33,7 +37,7 @@ def rows():
 def test_pages_are_written_from_the_file(rows):
     tables, numbers, appendix = make.make_texts(*make.parts(rows))
     assert make.APPENDIX.read_text(encoding="utf-8") == appendix
-    assert transfer_page.PAGE.read_text(encoding="utf-8") == transfer_page.make_page(transfer.read_lines())
+    assert transfer_page.PAGE.read_text(encoding="utf-8") == transfer_page.make_page(transfer.DESIGN.read_lines())
     pages = [page.read_text(encoding="utf-8") for page in make.PAGES]
     assert [make.fill(page, tables, numbers) for page in pages] == pages
     marks = [*(f"<!-- {name}: begin -->" for name in tables), *(f"<!--{name}-->" for name in numbers)]
@@ -93,14 +97,14 @@ def make_transfer_runs():
     """Runs of all base models with random accuracies, of which the last base model has one seed less."""
     rng = np.random.default_rng(7)
     tasks = ("training", transfer.TEST, *transfer.SHIFTED)
-    places = [f"{task}@{depth}" for task in tasks for depth in transfer.DEPTHS]
-    for base in transfer.BASES:
-        for method in transfer.METHODS:
+    places = [f"{task}@{depth}" for task in tasks for depth in transfer.DESIGN.depths]
+    for base in transfer.DESIGN.bases:
+        for method in transfer.DESIGN.methods:
             shared = {"base": base, "method": method, "learning_rate": 1e-3}
-            for seed in transfer.SEEDS[: 4 if base == transfer.BASES[-1] else 5]:
+            for seed in transfer.DESIGN.seeds[: 4 if base == transfer.DESIGN.bases[-1] else 5]:
                 yield {**shared, "seed": seed, "accuracy": {place: rng.uniform(20, 80) for place in places}}
             for rate, solved, loss in ((5e-4, 60, 0.2), (1e-3, 70, 0.1), (2e-3, 70, 0.2)):
-                facts = {"learning_rate": rate, "seed": transfer.SELECTION_SEED, "held_out_loss": loss}
+                facts = {"learning_rate": rate, "seed": transfer.DESIGN.selection_seed, "held_out_loss": loss}
                 rho = rng.uniform(0, 90, 4).tolist()
                 yield {**shared, **facts, "accuracy": {"development@4": solved}, "rho": rho}
 
@@ -108,7 +112,7 @@ def make_transfer_runs():
 def test_registered_tests_agree_with_statsmodels():
     lines = [*make_transfer_runs(), {"base": "late_1", "sha256": ""}]
     results = transfer.Results(lines)
-    assert not results.is_complete and results.num_seeds[transfer.BASES[-1]] == 4
+    assert not results.is_complete and results.num_seeds[transfer.DESIGN.bases[-1]] == 4
     runs = pd.DataFrame(lines[:-1])
     accuracy = pd.json_normalize(runs["accuracy"]).join(runs[["base", "method", "seed"]])
     means = accuracy[runs["seed"] > 20].groupby(["method", "base"], sort=False)
@@ -135,7 +139,9 @@ def test_page_of_transfer_follows_the_runs(tmp_path, monkeypatch):
     low, high = stats.ttest_1samp(over, 0).confidence_interval(0.9)
     assert f" | {over.mean():+.1f} [{low:+.1f}, {high:+.1f}] |\n\n## Gain by base model" in page
     assert f"early_2 | mostly early readouts | 5 | {results.bias['early_2']:+.1f} |" in page
-    lines += [{**line, "seed": 25} for line in lines if line["base"] == transfer.BASES[-1] and line["seed"] == 21]
+    lines += [
+        {**line, "seed": 25} for line in lines if line["base"] == transfer.DESIGN.bases[-1] and line["seed"] == 21
+    ]
     page = transfer_page.make_page(lines)
     slope, low, high, p = transfer.registered_tests(transfer.Results(lines))["slope"]
     assert f"{10 * slope:+.1f} [{10 * low:+.1f}, {10 * high:+.1f}] | {p:.3f}" in page and "Spearman" in page
@@ -204,3 +210,57 @@ def test_intervals_cover_the_truth(seeds, problems, kind):
     truth = draw_gains(rng, 400_000, 1, 5, *kind).mean()
     found = [estimate(gains) for _ in range(40) for gains in draw_gains(rng, 50, seeds, problems, *kind)]
     assert 0.915 <= np.mean([each.low <= truth <= each.high for each in found]) <= 0.99
+
+
+def write_selection(folder, rates, best):
+    for rate in rates:
+        path = tiny_study.Run("late_4", "lora", rate, serving_depth.DESIGN.selection_seed).file(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        line = {"learning_rate": rate, "accuracy": {"development@4": 50.0 + (rate == best)}, "held_out_loss": 1.0}
+        path.write_text(json.dumps(line))
+
+
+def test_grid_grows_while_best_rate_is_at_its_edge(tmp_path):
+    rates = lambda: tiny_study.selection_rates(serving_depth.DESIGN, tmp_path, "late_4", "lora")
+    assert rates() == [5e-4, 1e-3, 2e-3, 4e-3]
+    write_selection(tmp_path, rates(), best=4e-3)
+    assert rates() == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
+    write_selection(tmp_path, rates(), best=8e-3)
+    assert rates() == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
+    write_selection(tmp_path, rates(), best=16e-3)
+    assert rates() == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3]  # at most two extensions
+    write_selection(tmp_path, rates(), best=1e-3)
+    assert rates() == [5e-4, 1e-3, 2e-3, 4e-3]
+
+
+def test_runs_reject_another_base_model(tmp_path):
+    target = tmp_path / "bases" / "late_4"
+    target.mkdir(parents=True)
+    (target / "tokenizer.json").write_text("{}")
+    (target / "model.safetensors").write_bytes(b"weights")
+    known = {"late_4": tiny_study.describe_base(target)}
+    tiny_study.check_base(tmp_path, "late_4", known)
+    (target / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(UserError, match=r"SHA-256 of its weights is .* copy the folder from the machine"):
+        tiny_study.check_base(tmp_path, "late_4", known)
+
+
+def test_tests_of_serving_depth_match_scipy():
+    rng = np.random.default_rng(0)
+    lines, lora, loop_dropout = [], rng.normal(60, 5, 15), rng.normal(60, 5, 15)
+    for base, at_four, at_three in zip(serving_depth.DESIGN.bases, lora, loop_dropout, strict=True):
+        for seed in serving_depth.DESIGN.seeds:
+            for method, shift in (("lora", at_four), ("p_0.5", at_three)):
+                accuracy = {f"in_distribution@{depth}": shift + depth for depth in serving_depth.DESIGN.depths}
+                lines.append({"base": base, "method": method, "seed": seed, "accuracy": accuracy})
+    tests = serving_depth.registered_tests(serving_depth.mean_accuracies(lines))
+    difference = loop_dropout - lora
+    deeper = stats.ttest_1samp(difference, 0).pvalue
+    statistic = (difference.mean() - 1 + serving_depth.MARGIN) / (difference.std(ddof=1) / 15**0.5)
+    shallower = 2 * stats.t.sf(statistic, 14)
+    assert tests["deeper"][0] == pytest.approx(difference.mean())
+    assert tests["shallower"][0] == pytest.approx(difference.mean() - 1)
+    smaller, larger = sorted((deeper, shallower))
+    adjusted = sorted((min(1, 2 * smaller), max(min(1, 2 * smaller), min(1, larger))))
+    assert sorted((tests["deeper"][3], tests["shallower"][3])) == pytest.approx(adjusted)
+    assert len(serving_depth.mean_accuracies(lines[:-1])) == 14  # a base model without all seeds has no row

@@ -386,7 +386,7 @@ def parts(rows: pd.DataFrame) -> tuple[dict[str, Study], pd.DataFrame]:
 def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[str, str], dict[str, str], str]:
     """Return the tables of the page, the numbers in its sentences, and the appendix."""
     claims, same = decide(studies)
-    cells, lines = map_table(map_rows), transfer.read_lines()
+    cells, lines = map_table(map_rows), transfer.DESIGN.read_lines()
     tables = {
         "main": main_table(claims),
         "accuracy": accuracy_table(studies),
@@ -432,7 +432,7 @@ def write(rows: pd.DataFrame) -> None:
     claims_csv(decide(studies)[0]).to_csv(CSV, index=False)
     tables, numbers, appendix = make_texts(studies, map_rows)
     APPENDIX.write_text(appendix, encoding="utf-8")
-    transfer_page.write(transfer.read_lines())
+    transfer_page.write(transfer.DESIGN.read_lines())
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8"), tables, numbers), encoding="utf-8")
 

@@ -85,14 +85,14 @@ are not adjusted.
 
 def usable_results(lines: list[dict]) -> transfer.Results | None:
     """Return the results of the base models and seeds with all four methods, or None without any."""
-    runs = Counter((line["base"], line["seed"]) for line in lines if line.get("seed") in transfer.SEEDS)
-    return transfer.Results(lines) if len(transfer.METHODS) in runs.values() else None
+    runs = Counter((line["base"], line["seed"]) for line in lines if line.get("seed") in transfer.DESIGN.seeds)
+    return transfer.Results(lines) if len(transfer.DESIGN.methods) in runs.values() else None
 
 
 def describe_state(lines: list[dict]) -> str:
     """Return `interim, n of 300 runs`, or an empty text if all runs are finished."""
-    number = sum(line.get("seed") in transfer.SEEDS for line in lines)
-    planned = len(transfer.BASES) * len(transfer.METHODS) * len(transfer.SEEDS)
+    number = sum(line.get("seed") in transfer.DESIGN.seeds for line in lines)
+    planned = len(transfer.DESIGN.bases) * len(transfer.DESIGN.methods) * len(transfer.DESIGN.seeds)
     return "" if number == planned else f"interim, {number} of {planned} runs"
 
 
@@ -113,14 +113,14 @@ def tests_table(lines: list[dict]) -> str:
 def mean_gains(lines: list[dict]) -> dict[str, str]:
     """Return the mean gain of p = 0.5 in distribution by depth, as a text with its interval, for the marks of other pages."""
     results = transfer.Results(lines)
-    gains = {depth: estimate_mean(results.gain(f"{transfer.TEST}@{depth}")) for depth in transfer.DEPTHS}
+    gains = {depth: estimate_mean(results.gain(f"{transfer.TEST}@{depth}")) for depth in transfer.DESIGN.depths}
     return {f"transfer_{depth}": with_interval(gain) for depth, gain in gains.items()}
 
 
 def gains_by_problem(results: transfer.Results) -> pd.DataFrame:
     """Return LoRA's mean accuracies in percent, and for each method an `Estimate` of its gain, by problems and depth."""
     rows = []
-    for depth, task in product(transfer.DEPTHS, PROBLEMS):
+    for depth, task in product(transfer.DESIGN.depths, PROBLEMS):
         place = f"{task}@{depth}"
         gains = {title: estimate_mean(results.gain(place, method)) for method, title in METHODS.items()}
         over = estimate_mean(results.gain(place) - results.gain(place, "dose_control"), 0.9)
@@ -137,7 +137,7 @@ def gains_by_base(results: transfer.Results) -> pd.DataFrame:
     columns |= {f"LoRA, {PROBLEMS[task]}": results.lora[f"{task}@4"] for task in ("training", transfer.TEST)}
     columns |= {f"gain, {PROBLEMS[task]}": results.gain(f"{task}@4") for task in (transfer.TEST, *transfer.SHIFTED)}
     columns[f"gain, {PROBLEMS[transfer.TEST]}, K = 8"] = results.gain(f"{transfer.TEST}@8")
-    table = pd.DataFrame(columns).reindex([base for base in transfer.BASES if base in results.num_seeds])
+    table = pd.DataFrame(columns).reindex([base for base in transfer.DESIGN.bases if base in results.num_seeds])
     kinds = [KINDS[base.split("_")[0]] for base in table.index]
     return table.assign(kind=pd.Categorical(kinds, KINDS.values())).set_index("kind", append=True)
 
@@ -170,7 +170,7 @@ def make_results(results: transfer.Results) -> str:
     ]
     by_kind = bases.groupby("kind", observed=True)
     means = [[kind, f"{len(own)}", *number_cells(own.mean())] for kind, own in by_kind]
-    missing = ", ".join(base for base in transfer.BASES if base not in results.num_seeds)
+    missing = ", ".join(base for base in transfer.DESIGN.bases if base not in results.num_seeds)
     return RESULTS.format(
         problems=markdown(problems, rows),
         bases=markdown(["base model", "loss in pretraining", "seeds", *bases], by_base),
