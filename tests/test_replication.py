@@ -216,7 +216,8 @@ def write_selection(folder, rates, best):
     for rate in rates:
         path = tiny_study.Run("late_4", "lora", rate, serving_depth.DESIGN.selection_seed).file(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        line = {"learning_rate": rate, "accuracy": {"development@4": 50.0 + (rate == best)}, "held_out_loss": 1.0}
+        accuracy = 50.0 - abs(np.log2(rate / best))
+        line = {"learning_rate": rate, "accuracy": {"development@4": accuracy}, "held_out_loss": 1.0}
         path.write_text(json.dumps(line))
 
 
