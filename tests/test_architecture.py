@@ -14,8 +14,8 @@ import loopdropout_trainer
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-errors arithmetic rewards plots memory | files looped gates | lora recipe arguments tokenizers | models data results handle | prompts
-saving generation diagnostics | training integrations serving | evaluation progress | lm_eval cli runs | __main__
+errors arithmetic rewards plots memory | files looped gates | lora recipe arguments tokenizers | models data results handle
+prompts | saving generation diagnostics | training integrations serving | evaluation progress | lm_eval cli runs | __main__
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
 APART = {"looped": {"errors"}, "gates": {"errors"}, "lora": {"errors", "looped"}, "models": {"errors", "looped"}}
