@@ -298,7 +298,7 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
 def test_another_version_does_not_read_cached_examples(monkeypatch):
     before = Hasher.hash(DataArguments())
     assert Hasher.hash(DataArguments()) == before
-    monkeypatch.setattr(own_data, "__version__", "0.0")
+    monkeypatch.setattr("loopdropout_trainer.data.arguments.__version__", "0.0")
     assert Hasher.hash(DataArguments()) != before
 
 

@@ -1,0 +1,69 @@
+"""Training data: from rows to examples in TRL's formats, with held-out examples and exact masks of the trained tokens.
+
+`preparations.py` is the page to extend. It says how rows become examples.
+"""
+
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.files import read_files
+from loopdropout_trainer.data.formats import to_messages
+from loopdropout_trainer.data.holding_out import (
+    Indices,
+    draw_random,
+    hold_out_after_100k,
+    hold_out_first,
+    hold_out_random,
+    random_order,
+)
+from loopdropout_trainer.data.loading import load_datasets
+from loopdropout_trainer.data.preparations import (
+    FIELD,
+    PREPARATIONS,
+    PROMPT_TEMPLATES,
+    Example,
+    Preparation,
+    Row,
+    fill,
+    find_columns,
+    is_short_gsm,
+    make_arithmetic_pair,
+    make_gsm8k_example,
+    make_metamath_example,
+    make_own_example,
+    make_pair,
+    make_tulu2_example,
+    remove_calculations,
+)
+from loopdropout_trainer.data.tokenizing import label_example, preview, tokenize
+
+
+__all__ = [
+    "FIELD",
+    "PREPARATIONS",
+    "PROMPT_TEMPLATES",
+    "DataArguments",
+    "Example",
+    "Indices",
+    "Preparation",
+    "Row",
+    "draw_random",
+    "fill",
+    "find_columns",
+    "hold_out_after_100k",
+    "hold_out_first",
+    "hold_out_random",
+    "is_short_gsm",
+    "label_example",
+    "load_datasets",
+    "make_arithmetic_pair",
+    "make_gsm8k_example",
+    "make_metamath_example",
+    "make_own_example",
+    "make_pair",
+    "make_tulu2_example",
+    "preview",
+    "random_order",
+    "read_files",
+    "remove_calculations",
+    "to_messages",
+    "tokenize",
+]

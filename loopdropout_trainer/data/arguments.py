@@ -1,0 +1,76 @@
+"""The fields of a recipe about training data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loopdropout_trainer import __version__
+from loopdropout_trainer.arguments import option
+from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
+from loopdropout_trainer.errors import UserError
+
+
+@dataclass
+class DataArguments:
+    """The fields of a recipe about training data."""
+
+    help_title = "Data"
+
+    preparation: str | None = option(
+        None,
+        "Named preparation of the examples. Default: TRL's formats, or `prompt_template` over the columns.",
+        choices=PREPARATIONS,
+    )
+    dataset_name: str | None = option(None, "Name or folder of a dataset.")
+    dataset_config: str | None = option(None, "Configuration of the dataset.")
+    dataset_revision: str | None = option(None, "Branch, tag or commit of the dataset on the Hub.")
+    dataset_split: str = option("train", "Split of the dataset.")
+    train_files: list[str] | None = option(None, "JSONL, JSON, CSV (also .gz) or Parquet files to train on.")
+    eval_files: list[str] | None = option(None, "Files to evaluate on, instead of held-out examples.")
+    column_mapping: dict[str, str] | None = option(None, "{expected column: column of the dataset}.")
+    num_train_examples: int | None = option(None, "Number of training examples. Default: all.")
+    num_eval_examples: int | None = option(
+        None, "Number of held-out examples, the same in each run. Default: the preparation's, else 0."
+    )
+    split_seed: int = option(0, "Seed of the choice of examples, independent of `seed`.")
+    prompt_template: str | None = option(None, "`alpaca`, `question`, or a text with {column} fields.")
+    prompt_end: str = option("", "Text at the end of the prompt.")
+    target_prefix: str = option(
+        "",
+        "Text before the target that is trained on. Prompt and target are then tokenized as one text, and a token that "
+        "spans both belongs to the target.",
+    )
+    example_token_limit: int | None = option(
+        512,
+        "`preparation: metamath_gsm` leaves out examples of so many tokens or more, counted in the prompt, `target_prefix`, "
+        "a space, and the response. null: none.",
+    )
+    arithmetic_steps: list[int] | None = option(
+        None,
+        "Fewest and most steps of generated arithmetic problems. Default: 3 5, or 2 3 for `arithmetic_short`.",
+        nargs=2,
+    )
+
+    def __post_init__(self):
+        self.made_by = __version__  # `datasets` caches the results of a function by its name and arguments
+        problems = self.preparation if PREPARATIONS[self.preparation].problems else None
+        sources = {"dataset_name": self.dataset_name, "train_files": self.train_files, "preparation": problems}
+        given = [f"`{name}: {value}`" for name, value in sources.items() if value]
+        if len(given) > 1:
+            raise UserError(f"Set either {' or '.join(given)}, not both.")
+        if self.eval_files and self.num_eval_examples:
+            raise UserError("Set either `eval_files` or `num_eval_examples`, not both.")
+        if self.template is not None and not FIELD.search(self.template):
+            names = ", ".join(PROMPT_TEMPLATES)
+            raise UserError(
+                f"`prompt_template` must be {names} or a text with {{column}} fields, got {self.template!r}."
+            )
+        fewest, most = self.arithmetic_steps or (1, 5)
+        if not 1 <= fewest <= most <= 5:  # problems with more steps are the evaluation split `hard`
+            raise UserError(f"`arithmetic_steps` must be two numbers from 1 to 5, got {self.arithmetic_steps}.")
+
+    @property
+    def template(self) -> str | None:
+        """Text of the prompt template."""
+        name = self.prompt_template or PREPARATIONS[self.preparation].prompt_template
+        return PROMPT_TEMPLATES.get(name, name)

@@ -1,0 +1,159 @@
+"""From rows to training and held-out examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from loopdropout_trainer.arithmetic import arithmetic_problems
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.files import load_rows
+from loopdropout_trainer.data.formats import FORMATS, TARGETS, has_text
+from loopdropout_trainer.data.holding_out import random_order
+from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns
+from loopdropout_trainer.data.tokenizing import tokenize
+from loopdropout_trainer.errors import UserError
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+logger = logging.get_logger(__name__)
+
+
+def load_datasets(
+    args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> DatasetDict:
+    """Return training examples in source order (`train`) and held-out examples (`eval`, if there are any).
+
+    The choice of held-out examples depends on the rows and `split_seed` alone. Training examples that repeat a held-out
+    example are left out. Examples have the columns of one of TRL's formats: `prompt` and `completion`, `messages`, `text`, or
+    `chosen` and `rejected`. Pairs of texts are also tokenized, with `input_ids` and `completion_mask` of `tokenize`.
+
+    Args:
+        args: Source of the rows, and how they become examples.
+        tokenizer: Tokenizer with the chat template of the training.
+        max_length: Longest example in tokens, end token included. Longer examples are left out, not cut.
+
+    Raises:
+        UserError: if the data cannot be loaded, or if too few examples are left.
+    """
+    from datasets import DatasetDict
+
+    with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
+        datasets = _split(args, tokenizer)
+        if isinstance(datasets["train"][0].get("completion"), str):
+            options = {"tokenizer": tokenizer, "is_one_text": args.target_prefix != ""}
+            datasets = datasets.map(tokenize, fn_kwargs=options)
+        if max_length is not None:
+            options = {"tokenizer": tokenizer, "max_length": max_length}
+            reason = f"they have more than {max_length:,} tokens"
+            datasets = {name: _keep(split, _fits, reason, **options) for name, split in datasets.items()}
+    datasets = DatasetDict({name: split for name, split in datasets.items() if len(split)})
+    if "train" not in datasets:
+        raise UserError(f"`max_length` must be larger, because no example has {max_length} tokens or fewer.")
+    return datasets
+
+
+def _split(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+    """Return the training and the held-out examples, which may be none."""
+    from datasets import DatasetDict
+
+    preparation = PREPARATIONS[args.preparation]
+    num_train = args.num_train_examples or preparation.num_train_examples
+    num_eval = args.num_eval_examples
+    if num_eval is None:
+        num_eval = preparation.num_eval_examples
+    if args.eval_files:
+        num_eval = 0  # the files hold them
+    if preparation.problems:
+        num_problems = num_train + num_eval
+        rows = arithmetic_problems(preparation.problems, num_problems, args.split_seed, args.arithmetic_steps)
+    else:
+        rows = load_rows(args, args.train_files)
+    examples = _make_examples(rows, args, tokenizer)
+    orders = np.array(examples["order"])
+    train, held_out = preparation.split(orders, num_eval)
+    eval_examples = examples.select(held_out)
+    if args.eval_files:
+        eval_examples = _make_examples(load_rows(args, args.eval_files), args, tokenizer)
+    is_repeated = np.isin(orders[train], eval_examples["order"])
+    _log_left_out(np.sum(is_repeated), "they repeat a held-out example")
+    train = train[~is_repeated]
+    if len(train) < (args.num_train_examples or 1) or len(held_out) < num_eval:
+        raise UserError(
+            f"`num_train_examples` and `num_eval_examples` must be at most {len(train):,} and {len(held_out):,}, the "
+            f"numbers of usable examples, got {args.num_train_examples} and {num_eval:,}."
+        )
+    # `train` is in order of preference, from which the first ones are taken. They are trained on in the order of the source.
+    train = np.sort(train[:num_train])
+    return DatasetDict(train=examples.select(train), eval=eval_examples).remove_columns("order")
+
+
+def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return the examples of the usable rows, with their `order` in random choices."""
+    mapping = args.column_mapping or {}
+    columns = find_columns(args, [*rows.column_names, *mapping])
+    _check_columns(columns, mapping, rows.column_names)
+    reason = "they have no text to train on, or `preparation` excludes them"
+    rows = _keep(rows, _is_usable, reason, args=args, columns=columns, tokenizer=tokenizer)
+    if not len(rows):
+        raise UserError(f"The data must have an example with text in {columns[-1]}.")
+    return rows.map(_make_example, fn_kwargs={"args": args}, remove_columns=rows.column_names)
+
+
+def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them."""
+    needed = ({*columns} - {*mapping}) | {*mapping.values()}
+    missing = sorted(needed.difference(names))
+    if columns and not missing:
+        return
+    expected = ", ".join(missing)
+    if not missing:
+        expected = ", or ".join(" and ".join(names) for names in FORMATS)
+    raise UserError(
+        f"The data must have {expected}, got the columns {', '.join(names)}. `column_mapping` renames columns, and "
+        "`prompt_template` makes prompts from them."
+    )
+
+
+def _map_columns(row: Row, args: DataArguments) -> Row:
+    renamed = {name: row[column] for name, column in (args.column_mapping or {}).items()}
+    return {**row, **renamed}
+
+
+def _is_usable(row: Row, args: DataArguments, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+    row = _map_columns(row, args)
+    for name in columns:
+        if row[name] is None or (name in TARGETS and not has_text(row[name])):
+            return False
+    return PREPARATIONS[args.preparation].keep(row, args, tokenizer)
+
+
+def _make_example(row: Row, args: DataArguments) -> Row:
+    identity, example = PREPARATIONS[args.preparation].make_example(_map_columns(row, args), args)
+    return {**example, "order": random_order(identity, args.split_seed)}
+
+
+def _fits(example: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
+    """Return whether an example is short enough: of a preference pair, both answers."""
+    if "input_ids" in example:
+        return len(example["input_ids"]) <= max_length
+    whole = [{**example, "completion": example[name]} for name in ("chosen", "rejected") if name in example]
+    return all(len(tokenize(part, tokenizer)["input_ids"]) <= max_length for part in whole or [example])
+
+
+def _keep(dataset: Dataset, function: Callable[..., bool], reason: str, **options: Any) -> Dataset:
+    kept = dataset.filter(function, fn_kwargs=options)
+    _log_left_out(len(dataset) - len(kept), reason)
+    return kept
+
+
+def _log_left_out(number: int, reason: str) -> None:
+    if number and PartialState().is_main_process:
+        logger.warning(f"{number:,} examples are left out, because {reason}.")

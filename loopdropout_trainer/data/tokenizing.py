@@ -1,0 +1,149 @@
+"""Tokens of examples, with exact masks of the trained tokens."""
+
+from __future__ import annotations
+
+import json
+import os.path
+from itertools import groupby
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from loopdropout_trainer.data.preparations import Row
+from loopdropout_trainer.errors import UserError, short_repr
+
+
+def tokenize(
+    example: Row, tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool = False, is_one_text: bool = False
+) -> dict[str, list[int]]:
+    """Tokenize an example in one of TRL's formats so that no token is part of both prompt and completion.
+
+    The end of a prompt can merge with the start of the completion. Some tokenizers make the token ":The" of "Answer:" and
+    "The", and no answer to the prompt alone begins with that token. Use it as a function of `Dataset.map`.
+
+    Args:
+        example: Columns `prompt` and `completion` (texts or messages), `messages` or `text`. Texts get an end token.
+            Messages may have `tools` (a list or JSON) and `chat_template_kwargs`, which their chat template reads.
+        tokenizer: Tokenizer with the chat template of the training.
+        assistant_only_loss: Whether to return `assistant_masks` for messages.
+        is_one_text: Whether to tokenize prompt and completion together. A token that spans both is then part of the
+            completion.
+
+    Returns:
+        `input_ids`, and the masks of `SFTTrainer` (1 for a target): `completion_mask` if there is a prompt, and
+        `assistant_masks`.
+    """
+    prompt = example.get("prompt")
+    target = next(example[name] for name in ("completion", "messages", "text") if name in example)
+    if isinstance(target, list):
+        return _tokenize_turns(prompt, target, example, tokenizer, assistant_only_loss)
+    return _tokenize_texts(prompt, target, tokenizer, is_one_text)
+
+
+def _tokenize_turns(
+    prompt: list[Row] | None,
+    turns: list[Row],
+    example: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only_loss: bool,
+) -> dict[str, list[int]]:
+    """Tokenize a conversation, whose last turns are the completion if the first ones are given as its prompt."""
+    tools = example.get("tools")
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    template = {"tools": tools or None, **(example.get("chat_template_kwargs") or {})}
+    options = dict(template)
+    if assistant_only_loss:
+        from trl import get_training_chat_template  # takes seconds
+
+        options["chat_template"] = get_training_chat_template(tokenizer)  # None if the own template marks these turns
+        options["return_assistant_tokens_mask"] = True
+    if prompt is None:
+        return _render(tokenizer, turns, **options)
+    columns = _render(tokenizer, prompt + turns, **options)
+    start = _render(tokenizer, prompt, add_generation_prompt=True, **template)["input_ids"]
+    return _mask_prompt(columns, start)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, turns: list[Row], **options: Any) -> dict[str, list[int]]:
+    """Return the tokens of turns as the chat template writes them, and the mask of the assistant's tokens if it is asked."""
+    if tokenizer.chat_template is None:
+        raise UserError("`chat_template` must be set, because the examples are conversations.")
+    no_warnings = {"verbose": False}  # about long texts
+    try:
+        encoded = tokenizer.apply_chat_template(turns, return_dict=True, tokenizer_kwargs=no_warnings, **options)
+    except TemplateError as error:
+        raise UserError(f"`chat_template` cannot render the conversation {short_repr(turns)}: {error}") from error
+    return {name: encoded[name] for name in ("input_ids", "assistant_masks") if name in encoded}
+
+
+def _tokenize_texts(
+    prompt: str | None, target: str, tokenizer: PreTrainedTokenizerBase, is_one_text: bool
+) -> dict[str, list[int]]:
+    """Tokenize a text, or a prompt and its completion, with an end token."""
+    if is_one_text or not target.endswith(tokenizer.eos_token):
+        target += tokenizer.eos_token
+    if prompt is None:
+        return {"input_ids": _encode(tokenizer, target)}
+    ids = _encode(tokenizer, prompt + target)
+    start = _encode(tokenizer, prompt)
+    if not is_one_text and ids[: len(start)] != start:
+        # A token of the whole text spans the prompt and the completion. Tokenize both on their own, unless this changes the
+        # text: some tokenizers begin each text with a space.
+        parted = start + _encode(tokenizer, target, add_special_tokens=False)
+        if tokenizer.decode(parted) == tokenizer.decode(ids):
+            ids = parted
+    return _mask_prompt({"input_ids": ids}, start)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    return tokenizer(text, verbose=False, **options)["input_ids"]  # without warnings about long texts
+
+
+def _mask_prompt(columns: dict[str, list[int]], start: list[int]) -> dict[str, list[int]]:
+    """Add the `completion_mask` of an example whose prompt alone has the tokens `start`."""
+    ids = columns["input_ids"]
+    length = len(os.path.commonprefix([start, ids]))  # takes any lists, not only paths
+    return {**columns, "completion_mask": [0] * length + [1] * (len(ids) - length)}
+
+
+def label_example(
+    example: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+) -> dict[str, list[int]]:
+    """Return `input_ids` and `labels` (-100 for tokens without loss) of an example, as in training.
+
+    Args:
+        example: Example from `load_datasets`, or columns that `tokenize` takes.
+        tokenizer: Tokenizer with the chat template of the training.
+        completion_only_loss: As in `SFTConfig`. Default: for examples with a prompt.
+        assistant_only_loss: As in `SFTConfig`.
+    """
+    columns = example if "input_ids" in example else tokenize(example, tokenizer, assistant_only_loss)
+    labels = list(columns["input_ids"])
+    masks = []
+    if completion_only_loss is not False and "completion_mask" in columns:
+        masks.append(columns["completion_mask"])
+    if assistant_only_loss and "assistant_masks" in columns:
+        masks.append(columns["assistant_masks"])
+    for mask in masks:
+        labels = [label if is_target else -100 for label, is_target in zip(labels, mask, strict=True)]
+    return {"input_ids": columns["input_ids"], "labels": labels}
+
+
+def preview(example: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of an example as the model sees it, with the trained tokens between ⟦ and ⟧.
+
+    Args:
+        example: `input_ids` and `labels`, from `label_example` or from the dataset of a trainer.
+        tokenizer: Tokenizer of the training.
+    """
+    text = ""
+    pairs = zip(example["input_ids"], example["labels"], strict=True)
+    for is_trained, tokens in groupby(pairs, lambda pair: pair[1] != -100):
+        piece = tokenizer.decode([token for token, _ in tokens])
+        text += f"⟦{piece}⟧" if is_trained else piece
+    return text
