@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
@@ -47,6 +47,25 @@ def closest_match(name: str, choices: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close."""
     matches = difflib.get_close_matches(str(name), list(choices), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Raise UserError if the value of a field does not have the type of a type hint.
+
+    Args:
+        name: Name of the field in the message, such as "`r`" or "`r` in FILE".
+        value: Value of the field.
+        hint: Type, such as `int` or `list[str] | None`.
+    """
+    from huggingface_hub.dataclasses import validate_typed_dict  # takes a while
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
+    try:
+        validate_typed_dict(TypedDict("Field", {"value": hint}), {"value": value})
+    except StrictDataclassFieldValidationError:
+        kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+        kinds = kinds.replace("typing.", "").replace(" | None", "")
+        raise UserError(f"{name} must be {kinds}, got {short_repr(value)}.") from None
 
 
 def check_name(name: str, hint: str = "") -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, first_line, short_repr
 
 
 PACKAGE = Path(__file__).parent
@@ -44,6 +45,21 @@ def write_file(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        UserError: If the file does not hold a JSON object.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a JSON file ({first_line(error)}). Save it again.") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} must hold a JSON object, got {short_repr(fields)}. Save it again.")
+    return fields
 
 
 _LOCKED: set[Path] = set()

@@ -20,13 +20,11 @@ from enum import Enum
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from huggingface_hub.dataclasses import validate_typed_dict
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, short_repr
+from loopdropout_trainer.errors import UserError, check_type, closest_match, hide_secrets
 from loopdropout_trainer.files import recipe_names, recipes_folder, write_file
 
 
@@ -258,12 +256,7 @@ def _check_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
         if item is not None and item not in choices:
             matches = closest_match(item, choices)
             raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {item!r}.{matches}")
-    try:
-        validate_typed_dict(TypedDict("Field", {field.name: hint}), {field.name: value})
-    except StrictDataclassFieldValidationError:
-        kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
-        kinds = kinds.replace("typing.", "").replace(" | None", "")
-        raise UserError(f"`{field.name}` must be {kinds}, got {short_repr(value)}.") from None
+    check_type(f"`{field.name}`", value, hint)
     return value
 
 

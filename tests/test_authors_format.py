@@ -52,6 +52,11 @@ def test_load_adapter_gives_logits_of_authors(tmp_path):
     (damaged / WEIGHTS).write_bytes(b"nothing")
     with user_error("does not fit this model"):
         load_adapter(base(), damaged)
+    fields = json.loads((ADAPTER / "adapter_config.json").read_text())
+    for name, value in {"rank": "4", "alpha": None, "model_id": 1}.items():
+        (damaged / "adapter_config.json").write_text(json.dumps({**fields, name: value}))
+        with user_error(f"`{name}` in .*adapter_config.json must be"):
+            load_adapter(base(), damaged)
 
 
 def test_merge_script_reads_authors_format(tmp_path):

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import ENVIRONMENT, TINY, byte_tokenizer, load_script, python, tiny_hrm, tiny_ouro, with_adapter
+from datasets import Dataset
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from peft import PeftModel, get_peft_model
@@ -29,6 +30,8 @@ from loopdropout_trainer.tokenizers import end_tokens
 IDS = torch.arange(2, 42).view(4, 10)
 OURO = "ByteDance/Ouro-1.4B"
 TOKEN = "hf_averysecrettokenaverysecrettoken12"
+ROWS = Dataset.from_list([{"prompt": "1 + 1 =", "completion": " 2"}])
+FOUR_BIT = {"load_in_4bit": True}
 load = AutoModelForCausalLM.from_pretrained
 
 
@@ -103,9 +106,8 @@ def test_load_model_explains_missing_files(base, tmp_path):
         with user_error("The model some/model cannot be"):
             load("some/model")
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
-    for name in (tmp_path / "run", tmp_path / "adapter"):
-        with user_error("has no config.json of a model. A stopped run has its adapters in `checkpoint-STEP`"):
-            LoopDropoutSFTTrainer(str(name))
+    with user_error("has no config.json of a model. A stopped run has its adapters in `checkpoint-STEP`"):
+        LoopDropoutSFTTrainer(str(tmp_path / "run"))
     with user_error("run has no config.json of a model"):
         load_model(tmp_path / "run")
     with user_error("moved does not exist. It is `base_model_name_or_path` in .*adapter_config"):
@@ -158,9 +160,64 @@ def test_folders_without_one_whole_adapter_raise(tmp_path):
     with user_error("must be the folder of one adapter, got .* with the adapters a, b"):
         load_adapter(tiny_ouro(), tmp_path)
     for file in ("loop_dropout.json", "adapter_config.json"):
-        (tmp_path / "a" / file).write_text("{")
-        with user_error("cannot be loaded: "):
-            load_adapter(tiny_ouro(), tmp_path / "a")
+        for text in ("{", "[" * 100_000, "\0"):
+            (tmp_path / "a" / file).write_text(text)
+            with user_error(f"{file} is not a JSON file"):
+                load_adapter(tiny_ouro(), tmp_path / "a")
+        for text in ("[]", "null"):
+            (tmp_path / "a" / file).write_text(text)
+            with user_error(f"{file} must hold a JSON object, got"):
+                load_adapter(tiny_ouro(), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": "16"}, "`r` in .*adapter_config.json must be int, got '16'"),
+        ({"r": 0}, "does not fit this model: `r` should be a positive"),
+        ({"lora_alpha": None}, r"`lora_alpha` in .* must be int \| float, got None"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "`alpha_pattern` in .* must be dict"),
+        ({"target_modules": 3}, "`target_modules` in .* must be list"),
+        ({"target_modules": "("}, "does not fit this model: missing"),
+        ({"base_model_name_or_path": 3}, "`base_model_name_or_path` in .* must be str, got 3"),
+        ({"peft_type": "UNKNOWN"}, "`peft_type` in .* must be 'LORA', got 'UNKNOWN'"),
+        ({"peft_type": None}, "`peft_type` in .* must be 'LORA', got None"),
+        ({"task_type": "X"}, "adapter_config.json does not describe an adapter: Invalid task type"),
+        ({"eva_config": 3}, "adapter_config.json does not describe an adapter: `EvaConfig` must be"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_of_an_adapter_raise(tmp_path, fields, message):
+    with_adapter().save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    with user_error(message):
+        load_adapter(tiny_ouro(), tmp_path)
+
+
+def test_wrong_training_settings_of_an_adapter_raise(tmp_path):
+    with_adapter().save_pretrained(tmp_path)
+    for name, value in {"num_loops": "4", "depths": 4, "eos_token_id": ["x"]}.items():
+        (tmp_path / "loop_dropout.json").write_text(json.dumps({name: value}))
+        with user_error(f"`{name}` in .*loop_dropout.json must be"):
+            load_adapter(tiny_ouro(), tmp_path)
+
+
+def test_load_adapter_needs_a_model_with_a_head(tmp_path):
+    with_adapter().save_pretrained(tmp_path)
+    for model in (tiny_ouro().model, with_adapter(), "tiny-ouro"):
+        with user_error(f"`model` must be a looped base model with its head .* got a {type(model).__name__}"):
+            load_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attn_implementation": "flash_attention_2"}, {"quantization_config": FOUR_BIT}], ids=str
+)
+def test_missing_packages_are_named(fields, config):
+    with user_error("tiny-ouro cannot be loaded: .* Install the package, or remove the setting"):
+        load_model("tiny-ouro", **fields)
+    with user_error("cannot be loaded: .* Install the package, or remove the setting"):
+        LoopDropoutSFTTrainer("tiny-ouro", config(model_init_kwargs=fields), train_dataset=ROWS)
 
 
 def test_adapters_of_tiny_ouro_load_in_another_installation(tmp_path):

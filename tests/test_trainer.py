@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import Recorder, assert_same_weights, logged, tiny_ouro, trained_parameters
+from conftest import Recorder, assert_same_weights, logged, tiny_ouro, trained_parameters, with_adapter
 from peft import LoraConfig
 from raises import user_error
 from transformers import TrainerCallback, set_seed
@@ -174,6 +174,17 @@ def test_saved_adapter_has_its_settings_and_card(train, tmp_path, monkeypatch):
         assert (metadata["rule"], metadata["p"], metadata["depths"]) == ("loop_dropout", [0.1, 0.2, 0.3, 0.4], [4, 4])
         assert "Loop Dropout" in (folder / "README.md").read_text()
     assert cards.call_count == 2  # one for each save
+
+
+def test_two_adapters_raise(make_sft):
+    with user_error("Set either `peft_config` or a `model` with an adapter"):
+        make_sft(with_adapter(), peft_config=LoraConfig(r=64))
+
+
+def test_adapter_as_model_says_how_to_load_it(tmp_path):
+    with_adapter().save_pretrained(tmp_path)
+    with user_error(r"`load_adapter\(load_model\(base\), '.*', is_trainable=True\)`"):
+        LoopDropoutSFTTrainer(str(tmp_path))
 
 
 ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}

@@ -6,6 +6,7 @@ from loopdropout_trainer.lora.compatibility import (
     check_peft_config,
     check_trainable,
     default_peft_config,
+    parse_peft_config,
 )
 from loopdropout_trainer.lora.gated import (
     ADAPTER_KINDS,

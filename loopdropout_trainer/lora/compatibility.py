@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
@@ -15,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, check_type, first_line, short_repr
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -30,6 +32,21 @@ _REFUSED_FIELDS = {
     "use_qalora": "it pools the layer's input, which the gated layer does not",
 }
 _INITS_THAT_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+_SAVED_TYPES = {
+    "r": int,
+    "lora_alpha": int | float,
+    "lora_dropout": int | float,
+    "use_rslora": bool,
+    "target_modules": list[str] | str | None,
+    "rank_pattern": dict[str, int] | None,
+    "alpha_pattern": dict[str, int | float] | None,
+    "layers_to_transform": list[int] | int | None,
+    "layers_pattern": list[str] | str | None,
+    "base_model_name_or_path": str | None,
+    "revision": str | None,
+}
+"""Types of the fields of an `adapter_config.json` that PEFT uses unchecked."""
+
 _PLAIN_VARIANTS = (MiCALinearVariant,)  # plain LoRA with a frozen B
 
 
@@ -73,6 +90,27 @@ def default_peft_config(
             is_outside = any(hasattr(modules[name], "in_features") for name in found - names)
             peft_config.target_modules |= found & names if found & names and is_outside else {target}
     return peft_config
+
+
+def parse_peft_config(fields: Mapping[str, Any], file: Path) -> LoraConfig:
+    """Return the LoRA configuration in an `adapter_config.json`.
+
+    Args:
+        fields: JSON object in the file.
+        file: Path of the file.
+
+    Raises:
+        UserError: If the file does not describe an adapter, or a field has another type.
+    """
+    if fields.get("peft_type") != PeftType.LORA:
+        raise UserError(f"`peft_type` in {file} must be 'LORA', got {short_repr(fields.get('peft_type'))}.")
+    for name, hint in _SAVED_TYPES.items():
+        if name in fields:
+            check_type(f"`{name}` in {file}", fields[name], hint)
+    try:
+        return PeftConfig.from_pretrained(str(file.parent))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file} does not describe an adapter: {first_line(error)}") from error
 
 
 def check_peft_config(config: PeftConfig) -> None:

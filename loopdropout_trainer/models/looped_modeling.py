@@ -170,10 +170,23 @@ def published_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
+def explain_imports(name: str) -> Iterator[None]:
+    """Turn the error about a package that a model needs and that is not installed into one sentence."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"The model {name} cannot be loaded: {first_line(error).rstrip('.')}. Install the package, or remove the setting "
+            "that needs it, such as `attn_implementation` or `quantization_config`."
+        ) from error
+
+
+@contextmanager
 def explain_loading(name: str) -> Iterator[None]:
     """Turn the libraries' errors about a model that cannot be loaded inside the block into one sentence."""
     try:
-        yield
+        with explain_imports(name):
+            yield
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise

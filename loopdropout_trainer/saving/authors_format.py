@@ -16,7 +16,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, check_type
+from loopdropout_trainer.files import read_json_object
 
 
 # The base model and the depth that the authors' program supports.
@@ -30,13 +31,25 @@ _PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
+_FIELD_TYPES = {
+    "rank": int,
+    "alpha": int | float,
+    "dropout": int | float,
+    "model_id": str,
+    "model_revision": str | None,
+    "num_loops": int,
+}
 _PREFIX = "base_model.model.model."  # of PEFT's names
 
 
 def read_authors_config(folder: Path) -> dict[str, Any] | None:
     """Return the fields of an adapter's `adapter_config.json`, or None if the adapter is in PEFT's format."""
-    fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    return fields if "rank" in fields and "peft_type" not in fields else None
+    fields = read_json_object(folder / CONFIG_FILE)
+    if "rank" not in fields or "peft_type" in fields:
+        return None
+    for name, hint in _FIELD_TYPES.items():
+        check_type(f"`{name}` in {folder / CONFIG_FILE}", fields.get(name), hint)
+    return fields
 
 
 def to_peft_config(fields: Mapping[str, Any]) -> LoraConfig:

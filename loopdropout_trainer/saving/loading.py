@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import find_adapter_config_file, logging
 
-from loopdropout_trainer.errors import UserError, check_name, first_line
-from loopdropout_trainer.files import TINY_OURO_PATH, model_path, write_file
+from loopdropout_trainer.errors import UserError, check_name, check_type, first_line
+from loopdropout_trainer.files import TINY_OURO_PATH, model_path, read_json_object, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
-from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config
+from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config, parse_peft_config
 from loopdropout_trainer.models.foreign import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
@@ -40,6 +41,8 @@ logger = logging.get_logger(__name__)
 
 ADAPTER_METADATA = "loop_dropout.json"
 """File next to an adapter with its training settings: `rule`, `p`, `num_loops`, ..., and the end tokens of its answers."""
+
+_METADATA_TYPES = {"num_loops": int | None, "depths": list[int] | None, "eos_token_id": list[int] | None}
 
 _ADAPTER_FILES = ["*adapter_*", f"*{ADAPTER_METADATA}", "*token*", "chat_template.jinja", RECIPE_FILE, RESULTS_FILE]
 
@@ -126,6 +129,11 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
     Raises:
         UserError: If the folder does not hold an adapter in safetensors, or the adapter does not fit the model.
     """
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise UserError(
+            "`model` must be a looped base model with its head and without an adapter, as `load_model` and "
+            f"`AutoModelForCausalLM` load it, got a {type(model).__name__}."
+        )
     folder = adapter_folder(adapter)
     with explain_loading(str(folder)):
         config, metadata = read_adapter_config(folder), read_adapter_metadata(folder)
@@ -147,7 +155,7 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
         return attach_adapter(model, folder, is_trainable, config, weights)
     except UserError:
         raise
-    except (RuntimeError, ValueError, SafetensorError) as error:
+    except (RuntimeError, ValueError, SafetensorError, re.error) as error:  # `target_modules` may be a pattern
         raise UserError(f"The adapter in {folder} does not fit this model: {first_line(error)}") from error
 
 
@@ -194,8 +202,8 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             raise UserError(f"{folder} must hold an adapter in safetensors, but it has no {file}.")
-    fields = read_authors_config(folder)
-    config = PeftConfig.from_pretrained(str(folder)) if fields is None else to_peft_config(fields)
+    file, fields = folder / CONFIG_FILE, read_authors_config(folder)
+    config = parse_peft_config(read_json_object(file), file) if fields is None else to_peft_config(fields)
     config.base_model_name_or_path = model_path(config.base_model_name_or_path)
     return config
 
@@ -225,7 +233,10 @@ def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
     folder = find_saved(folder)
     path = folder / ADAPTER_METADATA
     if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+        metadata = read_json_object(path)
+        for name, hint in _METADATA_TYPES.items():
+            check_type(f"`{name}` in {path}", metadata.get(name), hint)
+        return metadata
     fields = read_authors_config(folder) if (folder / CONFIG_FILE).is_file() else None
     return {} if fields is None else to_metadata(fields)
 

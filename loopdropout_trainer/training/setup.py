@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, check_name
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import BatchOptions, GatedBatch, GateState, LoopedModelMixin, find_looped_model
@@ -34,9 +34,9 @@ from loopdropout_trainer.lora import (
     trained_lora_parameters,
 )
 from loopdropout_trainer.models.foreign import foreign_skeleton, loading_fields
-from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_loading
+from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
-from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.saving.loading import is_adapter, save_adapter_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
@@ -52,6 +52,10 @@ def _copy_fields(args: GateConfig) -> dict[str, Any]:
     return {name: copy.deepcopy(getattr(args, name, None)) for name in _READ_ONCE}
 
 
+def _name_of(model: str | PreTrainedModel | PeftModel) -> str:
+    return model if isinstance(model, str) else model.config.name_or_path
+
+
 def with_gates(init: Callable[..., None]) -> Callable[..., None]:
     """Return the `__init__` of a TRL trainer for a class with `AdapterTrainingMixin`. It has the same signature."""
 
@@ -61,7 +65,8 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         bound.apply_defaults()
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         self.before_init(arguments)
-        super(AdapterTrainingMixin, self).__init__(**arguments)
+        with explain_imports(_name_of(arguments["model"])):
+            super(AdapterTrainingMixin, self).__init__(**arguments)
         self.after_init()
 
     return gated_init
@@ -105,6 +110,12 @@ class AdapterTrainingMixin:
         revision = (args.model_init_kwargs or {}).get("revision")
         if isinstance(model, str):
             with explain_loading(model):
+                check_name(model)
+                if is_adapter(model):
+                    raise UserError(
+                        f"`model` must be a base model, got the adapter {model}. To train it further, give "
+                        f"`load_adapter(load_model(base), {model!r}, is_trainable=True)` as `model`."
+                    )
                 check_checkpoint(model, revision)
                 if args.model_init_kwargs:
                     args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
@@ -121,13 +132,16 @@ class AdapterTrainingMixin:
         self.step_metrics = defaultdict(list)
         self._given_weights = {}
         if isinstance(model, PeftModel):
+            if arguments["peft_config"] is not None:
+                raise UserError(
+                    "Set either `peft_config` or a `model` with an adapter, not both, because `peft_config` describes a new "
+                    "adapter."
+                )
             self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-            arguments["peft_config"] = None
         else:
             arguments["peft_config"] = default_peft_config(skeleton, arguments["peft_config"])
         if arguments["processing_class"] is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
-            arguments["processing_class"] = load_tokenizer(name, revision)
+            arguments["processing_class"] = load_tokenizer(_name_of(model), revision)
         else:
             warn_if_rebuilt(arguments["processing_class"])
         # The user's callbacks come last. They may evaluate, and must see unit gates.
