@@ -29,7 +29,7 @@ from loopdropout_trainer.looped import (
     attach_looped_model,
     check_num_loops,
     find_looped_model,
-    set_depth,
+    use_depth,
 )
 from loopdropout_trainer.lora import kind_of, use_gates
 
@@ -148,7 +148,7 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     depths = [check_num_loops(depth, "depths") for depth in depths or range(1, 2 * num_loops + 1)]
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
         depths = [num_loops]
-    with set_depth(model, max(depths)):
+    with use_depth(model, max(depths)):
         scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
     return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]
 

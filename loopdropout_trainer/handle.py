@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
-from loopdropout_trainer.looped import GatedBatch, as_gate_matrix, attach_looped_model, find_examples
+from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
     add_gates,

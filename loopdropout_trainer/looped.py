@@ -1,383 +1,26 @@
-"""Looped models: the recurrent block, the running loop, and the gates in force.
+"""Looped models: the recurrent block, the recurrence depth K, and how a model is found inside of wrappers.
 
-A looped model runs h_t = F(h_{t-1}; W) for t = 1..K with the same weights W (Eq. 1). The gates of a micro-batch, g[t, b] for K
-loops and N examples (Eq. 3), are a `GatedBatch`. While the model runs, it sets each loop in its `GateState` as a
-`RunningLoop`: the tokens that run, and the multipliers of their updates. A gated LoRA layer reads them there. Models, LoRA
-layers and gate rules never import one another.
+`LoopedModelMixin` is the interface that all looped models share. The gates of its loops are in `gate_state.py`.
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gate_state import GateState
+from loopdropout_trainer.renames import renamed_function
 
 
 MOST_LOOPS = 1024
 """Largest recurrence depth that is accepted."""
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """Optimizations of a training step that leave its result unchanged.
-
-    Attributes:
-        remove_padding: Whether the examples of a batch may run packed in one row, without their padding.
-        lora_parameters: Trained parameters of the adapter, if nothing else is trained. Then the loops before an example's
-            first active gate may run as the frozen model, without gradient. None: all loops run with gradient.
-    """
-
-    remove_padding: bool = False
-    lora_parameters: tuple[nn.Parameter, ...] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class RunningLoop:
-    """One loop of one forward pass, for some or all of its tokens.
-
-    Attributes:
-        batch: Gates of the forward pass. Recomputation reads them here, because another pass may have replaced the gates in
-            force.
-        index: Index of the loop, from 0.
-        token_examples: [n] index of each token's example, if examples are packed in one row [1, n]. None: row b is example b.
-        gate: Gates of the packed tokens, [n, 1] or [n, M] for M adapted modules. Without packing, gates of the examples,
-            [N, 1] or [N, M]. None: unit gates.
-        frozen: Whether the tokens have no active gate up to this loop. They run without adapter and gradient.
-        skips_updates: Whether no token has an active gate in this loop.
-    """
-
-    batch: GatedBatch
-    index: int = 0
-    token_examples: Tensor | None = None
-    gate: Tensor | None = None
-    frozen: bool = False
-    skips_updates: bool = False
-
-
-@dataclass(eq=False)
-class GatedBatch:
-    """The gates of one micro-batch, or of a block of `use_gates`.
-
-    Attributes:
-        gates: [K, N] multipliers of the adapter's update for N examples (N = 1: for all examples), or [K, N, M] with one for
-            each of the M adapted modules. None: unit gates. Gates that are all exactly one are stored as None.
-        token_examples: [B, S] index of each token's example, if rows hold several examples. None: row b is example b.
-        seeds: int64 seeds of random factors that an adapter expands itself, in the adapter's shape, or None.
-        draw: Key of the step's random draws, for models with a random start state: `seed`, `step` and `example_ids`, which
-            are (row, segment) of the examples. None outside of a training step.
-        options: Optimizations that the model may use.
-        sampled: The gates as they were given, also if all are one.
-        active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
-            effect or a gradient although its gate is zero.
-        unused_modules: [M], True for modules that no loop and no example uses. Empty unless gates are [K, N, M].
-    """
-
-    gates: Tensor | None = None
-    token_examples: Tensor | None = None
-    seeds: Tensor | None = None
-    draw: Any = None
-    options: BatchOptions = BatchOptions()
-    sampled: Tensor | None = field(init=False, default=None)
-    active: list[list[bool]] | None = field(init=False, default=None)
-    unused_modules: list[bool] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sampled = self.gates
-        if self.gates is None or self.gates.requires_grad:
-            return
-        if bool((self.gates == 1).all()):
-            self.gates = None
-            return
-        used = (self.gates != 0).cpu()  # [K, N] or [K, N, M]
-        if self.seeds is None:
-            self.active = (used if used.dim() == 2 else used.any(dim=2)).tolist()
-        if used.dim() == 3 and bool(used.any()):
-            self.unused_modules = (~used.flatten(0, 1).any(dim=0)).tolist()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether gates were given, also if all are one."""
-        return self.sampled is not None
-
-    def find_token_examples(self, shape: Sequence[int], num_examples: int | None = None) -> Tensor | None:
-        """Return the [B, S] index of each token's example in a batch of shape (B, S). None: row b is example b.
-
-        Args:
-            shape: Shape of the batch.
-            num_examples: Number of examples with a value each, or 1 for all. Default: the number of columns of the gates.
-
-        Raises:
-            UserError: If the examples are not those of the batch.
-        """
-        if num_examples is None:
-            num_examples = 1 if self.gates is None else self.gates.shape[1]
-        index = self.token_examples
-        if index is not None and (index.shape == shape or num_examples > 1):
-            if index.shape != shape:
-                raise UserError(
-                    f"The gates in force belong to a packed batch of shape {list(index.shape)}, but the model runs a batch of "
-                    f"shape {list(shape)}. Run other batches inside `use_gates`."
-                )
-            return index
-        if num_examples not in (1, shape[0]):
-            raise UserError(
-                f"`gates` must have one column for each of the {shape[0]} examples or one column for all, got "
-                f"{num_examples} columns."
-            )
-        return None
-
-    def check_loop(self, index: int) -> None:
-        """Raise UserError if the gates have no row for a loop."""
-        if self.gates is not None and index >= len(self.gates):
-            raise UserError(
-                f"`gates` must have one row for each loop, got {len(self.gates)} rows, but the model runs loop {index + 1}. "
-                "Set the gates after the depth."
-            )
-
-    def loop(
-        self, index: int, device: torch.device | None = None, token_examples: Tensor | None = None, **attributes: Any
-    ) -> RunningLoop:
-        """Return the loop of this index with its gates.
-
-        Args:
-            index: Index of the loop, from 0.
-            device: Device of the gates.
-            token_examples: [n] index of each packed token's example, or None.
-            **attributes: Other attributes of `RunningLoop`.
-        """
-        gate = None
-        if self.gates is not None:
-            self.check_loop(index)
-            gate = self.gates[index].to(device, non_blocking=True)
-            gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
-            if token_examples is not None:
-                gate = gate[token_examples if len(gate) > 1 else torch.zeros_like(token_examples)]  # [n, 1 or M]
-        return RunningLoop(self, index, token_examples, gate, **attributes)
-
-
-UNIT_GATES = GatedBatch()
-"""Ordinary LoRA: the gates outside of training steps and of `use_gates`."""
-
-
-class GateState:
-    """The gates in force in one looped model, and its running loop.
-
-    Both are plain attributes and not thread-locals, because CUDA's backward pass recomputes in autograd's own thread.
-
-    Attributes:
-        batch: Gates of the next forward pass. The trainer sets them for a training step, `use_gates` for its block,
-            `loop_dropout` for one pass.
-        running: Running loop, with the gates of its pass. The recurrent layers set it inside their checkpointed `forward`, so
-            that recomputation in the backward pass sets the right loop again, although loops run backwards there.
-        dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
-        is_read: Whether gated layers read the gates. False once they are removed.
-        must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
-        ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
-    """
-
-    must_draw = False
-    is_read = True
-    ignores_padding = False
-    dropout: Any = None
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def __repr__(self) -> str:
-        gates = "unit gates" if self.gates is None else f"gates={short_repr(self.gates.tolist())}"
-        return f"GateState({gates}, loop={self.loop})"
-
-    @property
-    def loop(self) -> int:
-        """Index of the running loop, from 0."""
-        return self.running.index
-
-    @property
-    def gates(self) -> Tensor | None:
-        """The gates in force, [K, N] or [K, N, M]; None for unit gates."""
-        return self.batch.gates
-
-    def set(self, batch: GatedBatch) -> None:
-        """Apply the gates of `batch` from now on."""
-        self.batch = batch
-        self.running = batch.loop(0)
-
-    def reset(self) -> None:
-        """Return to unit gates, which is ordinary LoRA."""
-        self.set(UNIT_GATES)
-
-    def set_loop(self, loop: RunningLoop) -> None:
-        """Set the running loop, and the tokens that run in it."""
-        if not self.is_read and loop.gate is not None:
-            raise UserError("The gates of a pass must not be removed before its backward pass, which runs it again.")
-        self.running = loop
-
-    def check_drawn(self, layer: nn.Module) -> None:
-        """Raise RuntimeError if a layer trains in `train()` before gates are drawn."""
-        if self.must_draw and not self.running.batch.is_set and layer.training and torch.is_grad_enabled():
-            raise RuntimeError(
-                "The model trains without drawn gates, which is plain LoRA. Call `super().compute_loss(...)` in your "
-                "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs."
-            )
-
-    def gate_for(self, hidden_states: Tensor, module: int = 0, factor: Tensor | None = None) -> Tensor | None:
-        """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
-
-        Args:
-            hidden_states: [B, S, H] input of an adapted linear map.
-            module: Index of that map among the adapted maps.
-            factor: Further factor of the gate, such as a learned gate.
-        """
-        gate = self.running.gate
-        if gate is None:
-            return factor
-        if gate.shape[1] > 1:
-            gate = gate[:, module : module + 1]
-        gate = gate.to(hidden_states.device)  # another device in a model that is spread over several devices
-        if self.running.token_examples is not None:
-            gate = gate.unsqueeze(0)  # [1, n, 1], one for each packed token
-        else:
-            index = self._token_index(len(gate), hidden_states)
-            shape = (len(gate), *[1] * (hidden_states.dim() - 1))
-            gate = gate.view(shape) if index is None else gate[index]  # [N, 1, 1] or [B, S, 1]
-        return gate if factor is None else gate * factor
-
-    def per_token(self, values: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return values of each example, [N] or [N, E], shaped to multiply [B, S, r] or [B, S, E] activations."""
-        values = values.reshape(len(values), -1)  # [N, E]
-        index = self._token_index(len(values), hidden_states)
-        shape = (len(values), *[1] * (hidden_states.dim() - 2), -1)
-        return values.view(shape) if index is None else values[index]  # [B, S, E], or [1, n, E] of packed tokens
-
-    def _token_index(self, num_examples: int, hidden_states: Tensor) -> Tensor | None:
-        """Return the [B, S] index of each token's example, or None if row b is example b or there is one for all."""
-        packed = self.running.token_examples
-        if packed is None:
-            index = self.running.batch.find_token_examples(hidden_states.shape[:2], num_examples)
-        else:
-            index = packed.unsqueeze(0)
-        return None if index is None or num_examples == 1 else index.to(hidden_states.device)
-
-    def is_unused(self, module: int) -> bool:
-        """Return whether the update of an adapted module is zero for all running tokens and need not be computed."""
-        unused = self.running.batch.unused_modules
-        return self.running.skips_updates or (bool(unused) and unused[module])
-
-
-@contextmanager
-def applied_gates(state: GateState, gates: Tensor | None, token_examples: Tensor | None = None) -> Iterator[None]:
-    """Apply gates inside the block and restore the former gates after it."""
-    before = state.batch, state.running
-    state.set(GatedBatch(gates, token_examples))
-    try:
-        yield
-    finally:
-        state.batch, state.running = before
-
-
-def example_starts(position_ids: Tensor) -> Tensor:
-    """Return whether an example begins at each token, [B, S]: its position is not the previous token's plus 1.
-
-    transformers' attention masks have the same criterion.
-    """
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids.diff(dim=1) != 1
-    return starts
-
-
-def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
-    """Return (row, segment) of each example of a batch, and the [B, S] index of each token's example.
-
-    Examples with the same id share their gates. The index is None if each row is one example.
-    """
-    rows = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-    if "position_ids" not in inputs or "attention_mask" in inputs:
-        return [(row, 0) for row in range(len(rows))], None
-    starts = example_starts(inputs["position_ids"].expand(len(rows), -1))  # [B, S] of packed rows
-    token_examples = (starts.flatten().cumsum(0) - 1).view_as(starts)
-    if "example_ids" not in inputs:
-        return [(0, segment) for segment in range(int(starts.sum()))], token_examples
-    ids = inputs["example_ids"].tolist()
-    return ids, token_examples.clamp(max=len(ids) - 1)  # padding counts as part of the last example
-
-
-def as_gate_matrix(
-    gates: Any, num_loops: int, num_modules: int, num_examples: int | None = None, name: str = "`gates`"
-) -> Tensor:
-    """Return gates as a finite floating-point tensor [K, N] or [K, N, M].
-
-    Args:
-        gates: Gates [K], [K, N] or [K, N, M], where N may be 1 for all examples.
-        num_loops: Recurrence depth K.
-        num_modules: Number M of adapted modules.
-        num_examples: Number N of examples. None: any number.
-        name: Subject of the error messages.
-
-    Raises:
-        UserError: If the gates have another shape, or are not finite real numbers.
-    """
-    try:
-        gates = torch.as_tensor(gates)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{name} must be numbers, got {short_repr(gates)}.") from error
-    if gates.is_complex() or gates.is_meta:
-        raise UserError(f"{name} must be real numbers, got {gates.dtype} on the device {gates.device}.")
-    if not gates.is_floating_point():
-        gates = gates.to(torch.float32)
-    if gates.dim() == 1:
-        gates = gates.unsqueeze(1)
-    shape = tuple(gates.shape)
-    fits = len(shape) in (2, 3) and shape[0] == num_loops and shape[2:] in ((), (num_modules,)) and 0 not in shape
-    if not fits or num_examples is not None and shape[1] not in (1, num_examples):
-        examples = "N examples" if num_examples is None else f"N = {num_examples} examples"
-        raise UserError(
-            f"{name} must have shape [K], [K, 1], [K, N] or [K, N, M] with K = {num_loops} loops, {examples} and "
-            f"M = {num_modules} adapted modules, got {list(shape)}."
-        )
-    if not bool(torch.isfinite(gates.detach()).all()):
-        raise UserError(f"{name} must be finite numbers.")
-    return gates
-
-
-def expand_gates(gates: Sequence[str] | None, num_loops: int) -> list[str | None]:
-    """Return gates with `single_loop` replaced by "loop 1" to "loop K". Unit gates are None."""
-    alone = [f"loop {loop + 1}" for loop in range(num_loops)]
-    return [each for text in gates or [None] for each in (alone if text == "single_loop" else [text])]
-
-
-def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
-    """Return the gates [K] from numbers, or from a string such as "1-0-0-0" or "loop 1". Unit gates are None.
-
-    Raises:
-        UserError: if there is not one number for each loop.
-    """
-    if gates is None:
-        return None
-    alone = expand_gates(["single_loop"], num_loops)
-    if gates in alone:
-        gates = [text == gates for text in alone]
-    try:
-        numbers = [float(gate) for gate in (str(gates).split("-") if isinstance(gates, str | int | float) else gates)]
-    except (TypeError, ValueError):
-        numbers = []
-    if len(numbers) != num_loops:
-        example = "-".join("1000"[:num_loops])
-        raise UserError(
-            f"`gates` must have one number for each loop (K = {num_loops}), such as {example}, got {short_repr(gates)}."
-        )
-    return None if all(number == 1 for number in numbers) else numbers
-
-
-# Looped models.
 
 
 class NotLoopedError(UserError):
@@ -551,7 +194,7 @@ def check_num_layers(config: Any, num_layers: int | None) -> None:
 
 
 @contextmanager
-def set_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
+def use_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
     """Run a model at another recurrence depth inside the block.
 
     Args:
@@ -560,8 +203,12 @@ def set_depth(model: nn.Module, num_loops: int | None) -> Iterator[None]:
     """
     looped = attach_looped_model(model)
     own_depth = looped.num_loops
-    looped.num_loops = own_depth if num_loops is None else num_loops
+    if num_loops is not None:
+        looped.num_loops = num_loops
     try:
         yield
     finally:
         looped.num_loops = own_depth
+
+
+set_depth = renamed_function("set_depth", use_depth)

@@ -30,8 +30,9 @@ from rich.text import Text
 from loopdropout_trainer.arguments import DepthArguments, option
 from loopdropout_trainer.data import FIELD, DataArguments
 from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.looped import expand_gates, find_looped_model, parse_gates, set_depth
+from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import build, name_words, parse
 from loopdropout_trainer.results import read_recipe
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
                     title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
                     with Live(get_renderable=partial(make_table, title, answers)):
                         for name, numbers in columns.items():
-                            with set_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
+                            with use_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
                                 generate_greedy(
                                     model,
                                     tokenizer,

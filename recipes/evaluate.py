@@ -25,7 +25,8 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.looped import expand_gates, find_looped_model
+from loopdropout_trainer.gate_state import expand_gates
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import dump_recipe, name_folders, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
 from loopdropout_trainer.saving.cards import find_adapter

@@ -32,7 +32,8 @@ from loopdropout_trainer.arguments import option
 from loopdropout_trainer.data import FIELD
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.looped import check_num_loops, find_looped_model, parse_gates
+from loopdropout_trainer.gate_state import parse_gates
+from loopdropout_trainer.looped import check_num_loops, find_looped_model
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.loading import adapter_folder, is_adapter, load_model, load_saved_tokenizer

@@ -14,12 +14,17 @@ import loopdropout_trainer
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-errors arithmetic rewards plots memory | files looped gates | lora recipe arguments tokenizers | models data results handle
-prompts | saving generation diagnostics | training integrations serving | evaluation progress | lm_eval cli runs | __main__
+errors renames arithmetic rewards plots memory
+files gate_state gates | looped | lora recipe arguments tokenizers
+models data results handle | prompts | saving generation diagnostics
+training integrations serving | evaluation progress
+lm_eval cli runs | __main__
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
-APART = {"looped": {"errors"}, "gates": {"errors"}, "lora": {"errors", "looped"}, "models": {"errors", "looped"}}
-"""Places that meet in `looped.py` only."""
+BASE = {"errors", "renames"}
+MEETING = {*BASE, "gate_state", "looped"}
+APART = {"gate_state": BASE, "looped": MEETING, "gates": BASE, "lora": MEETING, "models": MEETING}
+"""Places that meet in `gate_state.py` and `looped.py` only."""
 
 
 def imports():

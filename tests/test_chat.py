@@ -12,7 +12,7 @@ from raises import user_error
 
 from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.looped import set_depth
+from loopdropout_trainer.looped import use_depth
 from loopdropout_trainer.saving.cards import read_card_fields
 
 
@@ -49,7 +49,7 @@ def shown(monkeypatch):
 def answer(model, tokenizer, prompt, num_loops=4, gates=None):
     """One answer of at most eight tokens, which ends before another question."""
     gates = gates or [1.0] * num_loops
-    with set_depth(model, num_loops), use_gates(model, gates):
+    with use_depth(model, num_loops), use_gates(model, gates):
         return generate_greedy(model, tokenizer, [prompt], 8, stop_strings=["Question:"], progress=False)[0]
 
 

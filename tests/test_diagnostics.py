@@ -15,7 +15,7 @@ from loopdropout_trainer import diagnostics, use_gates
 from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batches, readouts, single_loop
 from loopdropout_trainer.evaluation import own_benchmark
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.looped import find_looped_model, set_depth
+from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.loading import save_adapter_metadata
@@ -70,7 +70,7 @@ def test_diagnostics_equal_forward_passes(make, tokenizer):
     losses = values(rows, "readout_loss")
     assert max(losses) - min(losses) > 1e-3 and len(rows) == 2 * (4 + 3)
     for row in rows:
-        with set_depth(model, row.get("loop", row["num_loops"])):
+        with use_depth(model, row.get("loop", row["num_loops"])):
             expected = forward(model)["accuracy" in row["metric"]]
         assert row["value"] == pytest.approx(expected, abs=1e-5)
     assert find_looped_model(model).num_loops == 4

@@ -14,7 +14,7 @@ from test_evaluation import adapted, saved, write_task  # noqa: F401 (`saved` is
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.looped import find_looped_model, set_depth
+from loopdropout_trainer.looped import find_looped_model, use_depth
 
 
 CONTEXTS = ["Q: 1+1?\nA:", "", "Trailing space ", "A longer context, of more words than the others"]
@@ -54,7 +54,7 @@ def test_answers_match_hf(make_tiny, tokenizer, options, gates):
     own_depth = looped.config.num_loops
     scores, rolling, texts = answers(LoopedLM(model, tokenizer, **{"batch_size": 4, **options}))
     assert looped.config.num_loops == own_depth and looped.gate_state.gates is None
-    with set_depth(model, len(gates)), use_gates(model, gates):
+    with use_depth(model, len(gates)), use_gates(model, gates):
         hf = HFLM(model, tokenizer=tokenizer, batch_size=1, max_length=options.get("max_length"))
         expected = answers(hf)
     assert len({*expected[0]}) > 10 and len({*texts}) > 1

@@ -15,7 +15,7 @@ from trl import SFTTrainer
 
 from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.looped import find_looped_model, set_depth
+from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import gated_layers
 
 
@@ -88,7 +88,7 @@ def test_recomputation_keeps_the_gates_of_its_pass(make):
 def test_gates_are_one_outside_of_training_passes(make):
     peft_model = with_adapter(make(), scale=0.1).eval()
     unit = peft_model(IDS).logits
-    with torch.no_grad(), set_depth(peft_model, 2), use_gates(peft_model, [1, 0]):
+    with torch.no_grad(), use_depth(peft_model, 2), use_gates(peft_model, [1, 0]):
         peft_model(IDS)
     dropout = loop_dropout(peft_model)
     assert torch.equal(peft_model(IDS).logits, unit)

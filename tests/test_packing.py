@@ -7,7 +7,8 @@ import torch
 from conftest import TINY, tiny_ouro, trained_parameters, with_adapter
 from raises import user_error
 
-from loopdropout_trainer.looped import BatchOptions, GatedBatch, find_looped_model
+from loopdropout_trainer.gate_state import BatchOptions, GatedBatch
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import add_gates, trained_lora_parameters
 from loopdropout_trainer.models import packing
 from loopdropout_trainer.models.passes import plan_loops

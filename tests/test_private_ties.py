@@ -24,7 +24,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import loopdropout_trainer
-from loopdropout_trainer.looped import example_starts
+from loopdropout_trainer.gate_state import example_starts
 
 
 PAGE = (ROOT / "docs/architecture.md").read_text().partition("## Ties to other libraries")[2]

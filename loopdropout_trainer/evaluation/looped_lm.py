@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gate_state import parse_gates
 from loopdropout_trainer.generation import generate_greedy
-from loopdropout_trainer.looped import attach_looped_model, check_num_loops, parse_gates, set_depth
+from loopdropout_trainer.looped import attach_looped_model, check_num_loops, use_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
 from loopdropout_trainer.tokenizers import end_tokens
@@ -152,7 +153,7 @@ class LoopedLM(HFLM):
         before, config.use_cache = config.use_cache, False  # generation asks for a cache itself
         try:
             with (
-                set_depth(self.model, depth),
+                use_depth(self.model, depth),
                 use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext(),
             ):
                 yield

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.transformers import VLLM_ATTN_ATTR, TransformersForCausalLM
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import GateState
+from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.models.layers import StaysFloat32
 
 

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import GateState, applied_gates, as_gate_matrix, attach_looped_model, find_looped_model
+from loopdropout_trainer.gate_state import GateState, applied_gates, as_gate_matrix
+from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
 
 

@@ -21,7 +21,8 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import capture_outputs
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import GateState, check_num_layers
+from loopdropout_trainer.gate_state import GateState
+from loopdropout_trainer.looped import check_num_layers
 from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm
 from loopdropout_trainer.models.looped_modeling import CACHE, LoopedModelOutput, LoopedPreTrainedModel, check_keywords
 from loopdropout_trainer.models.passes import BatchPass, LoopInputs, PackedPass

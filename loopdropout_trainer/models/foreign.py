@@ -17,18 +17,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gate_state import UNIT_GATES, GateState, applied_gates
 from loopdropout_trainer.looped import (
     DESCRIPTIONS,
-    UNIT_GATES,
-    GateState,
     LoopedModelMixin,
     NotLoopedError,
-    applied_gates,
     attach_looped_model,
     check_num_layers,
     check_num_loops,
     refuse_continuous_batching,
-    set_depth,
+    use_depth,
 )
 
 
@@ -152,7 +150,7 @@ class LoopDescription(LoopedModelMixin, ABC):
         """Return the outputs of runs with 1 to K loops."""
         readouts = []
         for depth in range(1, self.num_loops + 1):
-            with set_depth(self.model, depth):
+            with use_depth(self.model, depth):
                 readouts.append(self.base_model(**inputs, use_cache=False).last_hidden_state)
         return tuple(readouts)
 

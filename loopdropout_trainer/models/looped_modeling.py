@@ -22,8 +22,8 @@ from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
 from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, check_name, first_line, short_repr
+from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.looped import (
-    GateState,
     LoopedModelMixin,
     NotLoopedError,
     check_num_loops,

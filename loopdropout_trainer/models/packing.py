@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from loopdropout_trainer.looped import example_starts
+from loopdropout_trainer.gate_state import example_starts
 
 
 try:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
-from loopdropout_trainer.looped import RunningLoop
+from loopdropout_trainer.gate_state import RunningLoop
 from loopdropout_trainer.models.looped_modeling import CACHE, LoopedPreTrainedModel
 from loopdropout_trainer.models.packing import PackedAttention, chunk_mask, find_packing, launch_flops
 

@@ -9,9 +9,9 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.depth import FixedDepth, sample_depth
-from loopdropout_trainer.looped import GateState
 from loopdropout_trainer.training.config import GateConfig
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.looped import example_starts
+from loopdropout_trainer.gate_state import example_starts
 
 
 IGNORED = -100

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from loopdropout_trainer.errors import UserError, check_name
 from loopdropout_trainer.files import model_path
+from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
-from loopdropout_trainer.looped import BatchOptions, GatedBatch, GateState, LoopedModelMixin, find_looped_model
+from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
     add_gates,
