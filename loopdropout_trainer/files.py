@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,11 +42,36 @@ def recipe_names() -> list[str]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Replace a file in one step, so that interrupted writes and other processes never see a part of it."""
+    """Replace a file in one step, so that interrupted writes and other processes never see a part of it.
+
+    Its content reaches the disk before its name, so that a power failure leaves the former file or the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
     temporary.replace(path)
+    _sync(path.parent)
+
+
+def sync_files(files: Iterable[Path]) -> None:
+    """Wait until files have reached the disk, with the folders that name them, so that a power failure cannot undo them."""
+    files = list(files)
+    folders = {parent for path in files for parent in (path.parent, path.parent.parent)}
+    with ThreadPoolExecutor(8) as pool:  # the disk writes several files in about the time of one
+        list(pool.map(_sync, files))
+        list(pool.map(_sync, folders))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without folders that can be synced
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Job:
     """
 
     def __init__(self, *arguments: Any) -> None:
-        from loopdropout_trainer.training.stopping import find_checkpoint
+        from loopdropout_trainer.saving.checkpoints import find_checkpoint
 
         self.script_args, self.model_args, self.adapter_args, _, self.args, *_ = arguments
         if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
@@ -141,7 +141,7 @@ class Job:
 
     def print_plan(self) -> None:
         """Print the model, the rules, the data, the training, and the checkpoint that it uses or could use."""
-        from loopdropout_trainer.training.stopping import newest_checkpoint
+        from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
         args, recipe, runs = self.args, self.runs[0].recipe, self.runs
         get = lambda *names: " ".join(str(recipe[name]) for name in names if recipe.get(name))

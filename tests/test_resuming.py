@@ -17,7 +17,8 @@ from transformers import TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
 from loopdropout_trainer.files import lock_folder
-from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, newest_checkpoint
+from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
 
 
 def die_at(place, event):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from loopdropout_trainer.errors import UserError, check_name
 from loopdropout_trainer.files import model_path
@@ -37,6 +38,8 @@ from loopdropout_trainer.lora import (
 from loopdropout_trainer.models.foreign import foreign_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
+from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
+from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import is_adapter, save_adapter_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
@@ -283,17 +286,41 @@ class AdapterTrainingMixin:
         """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""
         check_finite(self.model, self.state.global_step, self.args)
         folder = output_dir or self.args.output_dir
-        save_settings = functools.partial(save_adapter_metadata, self.model, folder, **self.looped.trained_with)
-        if self.args.should_save:
-            save_settings()  # first, because an adapter without them would run at another depth after a kill
-        super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            save_settings()  # again, with the new adapter_config.json
+        is_checkpoint = _internal_call and output_dir is not None
+        if not self.args.should_save:
+            super().save_model(output_dir, _internal_call)
+        elif is_checkpoint:  # `_save_checkpoint` marks the whole folder
+            self._save_adapter(output_dir, _internal_call)
             card = Path(self.args.output_dir, CARD_FILE)
+            if card.is_file():  # TRL has called `create_model_card` for this checkpoint
+                shutil.copy2(card, output_dir)
+        else:
+            with saving(folder, adapter_patterns(self.model.peft_config)):
+                self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
                 write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
-            elif output_dir and card.is_file():  # TRL has called `create_model_card` for this checkpoint
-                shutil.copy2(card, output_dir)
+
+    def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
+        folder, settings = output_dir or self.args.output_dir, self.looped.trained_with
+        save_adapter_metadata(self.model, folder, **settings)  # first: without it, an adapter runs at another depth
+        super().save_model(output_dir, _internal_call)
+        save_adapter_metadata(self.model, folder, **settings)  # again, with the new adapter_config.json
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, and delete older ones only after all of its files have reached the disk."""
+        args, output_dir = self.args, self._get_output_dir(trial)
+        folder = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if args.should_save:
+            begin(folder)
+        limit, args.save_total_limit = args.save_total_limit, None  # transformers would delete them here
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # every process writes its own state of the random numbers
+        if args.should_save:
+            record(folder)
+            delete_older_checkpoints(folder, limit, self.state.best_model_checkpoint)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

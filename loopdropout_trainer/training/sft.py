@@ -16,11 +16,12 @@ from trl import SFTTrainer
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.saving.checkpoints import find_checkpoint
 from loopdropout_trainer.training.batches import collate_with_example_ids, reads_padding, score_targets_only
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
-from loopdropout_trainer.training.stopping import explain_write_errors, find_checkpoint
+from loopdropout_trainer.training.stopping import explain_write_errors
 
 
 class GateSamplingMixin(AdapterTrainingMixin):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import signal
 import threading
 import time
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,22 +18,20 @@ import pyarrow as pa
 import torch
 from accelerate.utils import reduce
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UNWRITABLE, UserError
+from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 logger = logging.get_logger(__name__)
-
-_RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
-"""Files of a checkpoint that a training continues from."""
 
 _WRITE_ERRORS = re.compile("|".join([*map(os.strerror, UNWRITABLE), "PytorchStreamWriter failed"]), re.IGNORECASE)
 """Texts of errors of torch, safetensors and the system for a folder that cannot be written."""
@@ -177,64 +173,6 @@ def describe_data(dataset: Any) -> dict[str, Any]:
             stream.write_table(table)
         digest.update(sink.getvalue())
     return {"examples": len(dataset), "digest": digest.hexdigest()}
-
-
-def find_fault(checkpoint: Path) -> str | None:
-    """Return why a training cannot continue from a checkpoint, as the end of a sentence about it, or None."""
-    from transformers.trainer import TRAINER_STATE_NAME  # takes seconds
-
-    try:  # the Trainer writes its state last
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return f"has no readable {TRAINER_STATE_NAME}"
-    is_deepspeed = any(checkpoint.glob("global_step*"))
-    for pattern in ("**/*.safetensors", "rng_state*") if is_deepspeed else _RESUMED:
-        files = [*checkpoint.glob(pattern)]
-        if not files:
-            return f"has no `{pattern.removeprefix('**/')}`, as with `save_only_model`"
-        for file in files:
-            try:
-                if file.suffix == ".safetensors":
-                    with safe_open(file, "pt"):
-                        pass
-                elif file.is_file() and not zipfile.is_zipfile(file):
-                    return f"has a damaged {file.name}"
-            except (OSError, SafetensorError):
-                return f"has a damaged {file.name}"
-    return None
-
-
-class Checkpoint(str):
-    """Folder of a checkpoint that a training can continue from, which is therefore not examined again."""
-
-
-def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in a folder, or None."""
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
-    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        if (fault := find_fault(folder)) is None:
-            return Checkpoint(folder)
-        logger.warning_once("The checkpoint %s is not used, because it %s.", folder, fault)
-    return None
-
-
-def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoint | None:
-    """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`.
-
-    Raises:
-        UserError: If a training cannot continue from the named checkpoint.
-    """
-    if not name or isinstance(name, Checkpoint):
-        return name or None
-    if str(name).lower() == "true":
-        return newest_checkpoint(output_dir)
-    if fault := find_fault(Path(name)):
-        newest = newest_checkpoint(Path(name).parent)
-        raise UserError(
-            f"`resume_from_checkpoint` must be true or the folder of a complete checkpoint, but {name} {fault}."
-            + (f" The newest complete checkpoint is {newest}." if newest else "")
-        )
-    return Checkpoint(name)
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+"""The checkpoints of a training: which there are, which of them a training can continue from, and which are deleted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import zipfile
+from functools import cache
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.saving.integrity import find_damage
+
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+"""Name of the state of a training, which transformers writes last."""
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+_RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
+"""Files of a checkpoint that a training continues from."""
+
+
+class Checkpoint(str):
+    """Folder of a checkpoint that a training can continue from, which is therefore not examined again."""
+
+
+def checkpoint_step(folder: str | Path) -> int | None:
+    """Return the step of a checkpoint by the name of its folder, or None for another folder."""
+    match = _NAME.fullmatch(Path(folder).name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the folders of all checkpoints of a run, complete or not, in the order of their steps."""
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if checkpoint_step(path) is not None]
+    return sorted((path for path in folders if path.is_dir()), key=checkpoint_step)
+
+
+def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
+    """Return the newest checkpoint in a folder that a training can continue from, or None. The others are logged."""
+    for folder in reversed(list_checkpoints(output_dir)):
+        fault = find_fault(folder)
+        if fault is None:
+            return Checkpoint(folder)
+        _warn_once(f"The checkpoint {folder} is not used, because it {fault}.")
+    return None
+
+
+def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoint | None:
+    """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`.
+
+    Raises:
+        UserError: If a training cannot continue from the named checkpoint.
+    """
+    if not name or isinstance(name, Checkpoint):
+        return name or None
+    if str(name).lower() == "true":
+        return newest_checkpoint(output_dir)
+    if fault := find_fault(Path(name)):
+        newest = newest_checkpoint(Path(name).parent)
+        raise UserError(
+            f"`resume_from_checkpoint` must be true or the folder of a complete checkpoint, but {name} {fault}."
+            + (f" The newest complete checkpoint is {newest}." if newest else "")
+        )
+    return Checkpoint(name)
+
+
+def find_fault(checkpoint: Path) -> str | None:
+    """Return why a training cannot continue from a checkpoint, as the end of a sentence about it, or None."""
+    try:
+        json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"has no readable {STATE_FILE}"
+    return find_damage(checkpoint) or _find_missing(checkpoint)
+
+
+def _find_missing(checkpoint: Path) -> str | None:
+    """Return the fault of a checkpoint by the names and headers of its files, which also tell about other programs' ones."""
+    is_deepspeed = any(checkpoint.glob("global_step*"))
+    for pattern in ("**/*.safetensors", "rng_state*") if is_deepspeed else _RESUMED:
+        files = [*checkpoint.glob(pattern)]
+        if not files:
+            return f"has no `{pattern.removeprefix('**/')}`, as with `save_only_model`"
+        for file in files:
+            if not _has_header(file):
+                return f"has a damaged {file.name}"
+    return None
+
+
+def _has_header(file: Path) -> bool:
+    """Return whether the header of a file of tensors can be read."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "np"):
+                return True
+        return not file.is_file() or zipfile.is_zipfile(file)
+    except (OSError, SafetensorError):
+        return False
+
+
+def delete_older_checkpoints(newest: str | Path, limit: int | None, best: str | Path | None = None) -> None:
+    """Delete checkpoints until `limit` are left, by their steps and not by the clock, which may have gone back.
+
+    Args:
+        newest: Checkpoint that was just saved. It is kept.
+        limit: `save_total_limit`.
+        best: Best checkpoint, which is kept, too.
+    """
+    if not limit or limit < 1:
+        return
+    newest = Path(newest)
+    kept = {path.resolve() for path in (newest, Path(best or newest))}
+    others = [path for path in list_checkpoints(newest.parent) if path.resolve() not in kept]
+    # A checkpoint of a later step is left from a former training in this folder, which the present one replaces.
+    others.sort(key=lambda path: checkpoint_step(path) < checkpoint_step(newest))
+    surplus = len(others) + len(kept) - max(limit, len(kept))
+    for path in others[: max(surplus, 0)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

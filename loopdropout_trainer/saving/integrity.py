@@ -1,0 +1,147 @@
+"""Decide if the files of a checkpoint, an adapter or a model are complete and undamaged, by digests that are saved with them.
+
+`checksums.json` in the folder has a digest of each file. It is empty while the files are written. Its digests come last, after
+the files have reached the disk, so they also tell that a power failure did not cut the save short. A folder of another program
+has no such file, and nothing is known about it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import sync_files, write_file
+
+
+logger = logging.getLogger(__name__)
+
+CHECKSUMS_FILE = "checksums.json"
+
+_ADAPTER_FILES = ("*.safetensors", "adapter_config.json", "loop_dropout.json", "*token*", "chat_template.jinja")
+"""Files of an adapter in the folder of a run, which holds other files, too."""
+
+_EDITABLE = (
+    "adapter_config.json",
+    "loop_dropout.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""Files that people edit, for example to name another folder of the base model."""
+
+_UNRECORDED = ("README.md", CHECKSUMS_FILE)
+
+
+@contextmanager
+def saving(folder: str | Path, patterns: Iterable[str] = ("**/*",)) -> Iterator[None]:
+    """Write the files of a folder inside the block. It is complete only if the block ends without an error.
+
+    Args:
+        folder: Folder of a checkpoint, an adapter or a model.
+        patterns: Patterns of its files, relative to it.
+    """
+    begin(folder)
+    yield
+    record(folder, patterns)
+
+
+def adapter_patterns(adapters: Iterable[str] = ()) -> list[str]:
+    """Return the patterns of adapters in the folder of a run. PEFT saves the adapter `x` in the subfolder `x`."""
+    subfolders = [f"{adapter}/" for adapter in adapters if adapter != "default"]
+    return [subfolder + pattern for subfolder in ("", *subfolders) for pattern in _ADAPTER_FILES]
+
+
+def begin(folder: str | Path) -> None:
+    """Mark a folder as incomplete, before its first file is written or replaced."""
+    write_file(Path(folder, CHECKSUMS_FILE), "{}\n")
+
+
+def record(folder: str | Path, patterns: Iterable[str] = ("**/*",)) -> None:
+    """Mark a folder as complete: bring its files to the disk, and then write their digests.
+
+    Args:
+        folder: Folder whose files are written.
+        patterns: Patterns of the files, relative to the folder.
+    """
+    folder = Path(folder)
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    files = sorted(path for path in found if path.is_file() and path.name not in _UNRECORDED)
+    sync_files(files)
+    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files}
+    write_file(folder / CHECKSUMS_FILE, json.dumps({"xxh3_128": digests}, indent=1) + "\n")
+
+
+def find_damage(folder: str | Path) -> str | None:
+    """Return why the files in a folder must not be used, as the end of a sentence about it, such as "has a damaged x.pt".
+
+    Returns:
+        The fault, or None for an undamaged folder, and for a folder without digests.
+    """
+    folder = Path(folder)
+    try:
+        digests = _read_digests(folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return f"has a damaged {CHECKSUMS_FILE}"
+    if not digests:
+        return "was not saved completely"
+    for name, digest in digests.items():
+        path = folder / name
+        try:
+            is_same = _digest(path) == digest
+        except FileNotFoundError:
+            return f"has no {name}, which was saved with it"
+        except OSError:  # of a broken disk
+            return f"has an unreadable {name}"
+        if not is_same and not _is_edited(path):
+            return f"has a damaged {name}"
+    return None
+
+
+def check(folder: str | Path) -> None:
+    """Raise UserError if the files in a folder are incomplete or damaged."""
+    if fault := find_damage(folder):
+        raise UserError(f"The folder {folder} {fault}. Save it again, or restore it from a copy.")
+
+
+def _read_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of files by name. They are empty if the files are still being written."""
+    content: Any = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+    digests = content.get("xxh3_128", {}) if isinstance(content, dict) else None
+    if not isinstance(digests, dict):
+        raise ValueError(f"{CHECKSUMS_FILE} has no digests.")
+    return digests
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a file, which is read in pieces of 4 MiB."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _is_edited(path: Path) -> bool:
+    """Return whether a changed file is a text that somebody may have edited, and not a damaged one. It is logged then."""
+    if path.name not in _EDITABLE:
+        return False
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            json.loads(text)
+    except ValueError:
+        return False
+    if not text.strip() or "\0" in text:
+        return False
+    logger.warning("%s has been edited since it was saved.", path)
+    return True
