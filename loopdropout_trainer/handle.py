@@ -27,6 +27,7 @@ from loopdropout_trainer.lora import (
     gated_layers,
     physical_layers,
 )
+from loopdropout_trainer.renames import renamed_attribute
 
 
 def loop_dropout(
@@ -66,14 +67,16 @@ class LoopDropoutHandle:
         rule: Rule that draws the gates.
         seed: Seed of the draws.
         num_draws: Number of passes that drew gates.
-        drawn: Gates of the last of them, or None.
+        last_gates: Gates of the last pass that drew gates, or None.
     """
 
-    drawn: GatedBatch | None = None
+    last_gates: GatedBatch | None = None
     num_draws = 0
 
+    drawn = renamed_attribute("drawn", "last_gates")
+
     def __init__(self, model: PeftModel, rule: GateRule, seed: int | None) -> None:
-        if rule.adapter != "gated" or rule.uses_steps or rule.wants_sensitivity:
+        if rule.lora_kind != "gated" or rule.uses_steps or rule.wants_sensitivity:
             raise UserError(
                 f"`rule` must only draw gates, got {rule.name!r}, which needs `LoopDropoutSFTTrainer` and its training steps."
             )
@@ -156,13 +159,13 @@ class LoopDropoutHandle:
         inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
         ids, token_examples = find_examples({name: x for name, x in inputs.items() if x is not None})
         shape = (self.looped.num_loops, len(self.physical_layers), len(ids))
-        self.drawn = GatedBatch(as_gate_matrix(self.sample(ids), *shape, "Gates of `sample`"), token_examples)
+        self.last_gates = GatedBatch(as_gate_matrix(self.sample(ids), *shape, "Gates of `sample`"), token_examples)
         self.num_draws += 1
-        self.gate_state.set(self.drawn)
+        self.gate_state.set(self.last_gates)
 
     @torch.compiler.disable
     def _reset_gates(self, backbone: nn.Module, args: tuple, output: Any) -> None:
-        if self.gate_state.batch is self.drawn:
+        if self.gate_state.batch is self.last_gates:
             self.gate_state.reset()
 
 

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-def warn_about_rename(old: str, new: str) -> None:
-    """Warn that a name has changed. The warning shows the line of the caller's caller."""
-    warnings.warn(
-        f"`{old}` is now `{new}`. The old name works until the next release.", DeprecationWarning, stacklevel=3
-    )
+def _warn(old: str, new: str, num_frames: int) -> None:
+    """Warn that a name has changed, with the line of the user's code, `num_frames` calls above this one."""
+    message = f"`{old}` is now `{new}`. The old name works until the next release."
+    warnings.warn(message, DeprecationWarning, stacklevel=num_frames + 1)
 
 
 def renamed_function(old: str, function: Callable) -> Callable:
@@ -20,7 +19,7 @@ def renamed_function(old: str, function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        warn_about_rename(old, function.__name__)
+        _warn(old, function.__name__, 2)
         return function(*args, **kwargs)
 
     return call
@@ -30,14 +29,14 @@ def renamed_attribute(old: str, new: str) -> property:
     """Return a property under the old name of an attribute."""
 
     def read(instance: Any) -> Any:
-        warn_about_rename(old, new)
+        _warn(old, new, 2)
         return getattr(instance, new)
 
     return property(read)
 
 
 def take_old_attribute(cls: type, old: str, new: str) -> None:
-    """Set a class attribute to the value that a user's class gives it under its old name."""
+    """Set a class attribute to the value that a user's class gives it under its old name, for a decorator of the class."""
     if old in vars(cls):
-        warn_about_rename(old, new)
+        _warn(old, new, 3)
         setattr(cls, new, vars(cls)[old])

@@ -55,14 +55,14 @@ def test_all_trainers_have_the_same_gradients(make, train, make_sft):
     dropout = loop_dropout(trainer.model, p=0.3, seed=7)
     trainer.train()
     assert torch.equal(trainer.batch["input_ids"], ours.batch["input_ids"])
-    assert torch.equal(dropout.drawn.sampled, ours.gated.sampled)
+    assert torch.equal(dropout.last_gates.sampled, ours.gated.sampled)
     torch.testing.assert_close(trainer.gradients, want, atol=1e-6, rtol=1e-4)
 
     peft_model = with_adapter(make(), scale=0.1).train()
     dropout = loop_dropout(peft_model, p=0.3, seed=7)
     loss = peft_model(**trainer.batch).loss
     loss.backward()
-    assert torch.equal(dropout.drawn.sampled, ours.gated.sampled)
+    assert torch.equal(dropout.last_gates.sampled, ours.gated.sampled)
     torch.testing.assert_close(loss, ours.loss, atol=1e-5, rtol=0)
     torch.testing.assert_close(gradients(peft_model), want, atol=1e-6, rtol=1e-4)
 
@@ -167,7 +167,7 @@ def test_later_active_adapter_has_gates(is_added_before):
     peft_model.set_adapter("second")
     loss = peft_model(IDS, labels=IDS).loss
     assert len(gated_layers(peft_model)) == len(dropout.physical_layers) == 6
-    gates = dropout.drawn.sampled
+    gates = dropout.last_gates.sampled
     dropout.remove()
     assert not gated_layers(peft_model)
     with use_gates(peft_model, gates):

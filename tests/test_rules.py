@@ -102,9 +102,9 @@ def sparse_update(seeds, p):
     return update
 
 
-def draw_of(trainer, pass_index=0):
+def draw_of(trainer, draw_index=0):
     layers, ids = physical_layers(trainer.model), [(row, 0) for row in range(N)]
-    return Draw(101, 0, ids, K, num_steps=4, num_modules=M, layers=layers, pass_index=pass_index)
+    return Draw(101, 0, ids, K, num_steps=4, num_modules=M, layers=layers, draw_index=draw_index)
 
 
 def oracle_update(trainer, draw):
@@ -132,7 +132,7 @@ def test_gradients_equal_full_matrices(case, checkpointing, make_trainer):
     # An adapter that is switched off for the step is left out; its gradient is zero.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
 
-    updates = [oracle_update(trainer, draw_of(trainer, index)) for index in range(trainer.rule.passes)]
+    updates = [oracle_update(trainer, draw_of(trainer, index)) for index in range(trainer.rule.draws_per_batch)]
     expected = sum(oracle_loss(model, batch, num_items, update) for update in updates) / len(updates)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     wanted = torch.autograd.grad(expected, parameters, materialize_grads=True)

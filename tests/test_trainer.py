@@ -106,7 +106,7 @@ def test_callbacks_see_unit_gates(make_sft, train):
     watch.trainer = trainer
     trainer.train()
     assert len(watch.after) >= 16 and all(gates is None for gates in watch.after)
-    assert trainer.drawn.gates is not None
+    assert trainer.last_gates.gates is not None
     evaluated, plain = train(eval_strategy="steps", eval_steps=1, **fields), train(**fields)
     assert logged(trainer, "eval_loss") == logged(evaluated, "eval_loss")
     assert logged(evaluated, "eval_loss")[1] == plain.evaluate()["eval_loss"]
@@ -230,10 +230,10 @@ def test_changed_p_and_adapter_take_effect(make_sft):
     trainer.model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     trainer.model.set_adapter("second")
     trainer.train()
-    assert (trainer.drawn.sampled == 1).all() and trainer.looped.trained_with["p"] == 0
+    assert (trainer.last_gates.sampled == 1).all() and trainer.looped.trained_with["p"] == 0
     trainer.args.p = 0.9
     trainer.train()
-    assert (trainer.drawn.sampled != 1).any() and trainer.looped.trained_with["p"] == 0.9
+    assert (trainer.last_gates.sampled != 1).any() and trainer.looped.trained_with["p"] == 0.9
     variants = [layer.lora_variant["second"] for layer in adapted_layers(trainer.model) if "second" in layer.lora_A]
     assert len(variants) == 2 and all(variant.rule is trainer.rule for variant in variants)
     with use_gates(trainer.model, [0, 2, 0, 2]):

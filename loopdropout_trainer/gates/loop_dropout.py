@@ -128,7 +128,7 @@ class Learned(MaskedRule):
 
     name = "learned"
     title = "Learned gates"
-    adapter = "learned"
+    lora_kind = "learned"
     mergeable = False
     p: float | tuple[float, ...] = 0.0
 
@@ -147,6 +147,6 @@ class Independent(MaskedRule):
     """
 
     name = "independent"
-    adapter = "per_loop"
+    lora_kind = "per_loop"
     mergeable = False
     p: float | tuple[float, ...] = 0.0

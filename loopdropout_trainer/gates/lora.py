@@ -50,7 +50,7 @@ class LoRADropout(LoRA):
 
     name = "lora_dropout"
     title = "LoRA Dropout"
-    adapter = "sparse"
+    lora_kind = "sparse"
     p: float = 0.5
     num_masks: int = 4
 
@@ -63,10 +63,10 @@ class LoRADropout(LoRA):
         return (1 - self.p) ** 2
 
     @property
-    def passes(self) -> int:
+    def draws_per_batch(self) -> int:
         return self.num_masks
 
     def seeds(self, draw: Draw) -> torch.Tensor:
-        """Return [M] seeds of this pass's masks."""
+        """Return [M] seeds of this draw's masks."""
         u = draw.step_uniforms("lora dropout", self.num_masks * draw.num_modules)
-        return (u * 2.0**53).to(torch.int64).view(self.num_masks, -1)[draw.pass_index]
+        return (u * 2.0**53).to(torch.int64).view(self.num_masks, -1)[draw.draw_index]

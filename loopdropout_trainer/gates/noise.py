@@ -58,7 +58,7 @@ class WeightNoise(MaskedRule):
 
     name = "weight_noise"
     title = "Low-rank weight noise"
-    adapter = "weight_noise"
+    lora_kind = "weight_noise"
     c: float = 1.0
     noise_rank: int = 16
 

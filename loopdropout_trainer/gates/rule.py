@@ -1,6 +1,6 @@
 """Gate rules turn stateless draws into the gates of a micro-batch, and a registry holds all rules.
 
-Most rules implement `sample` only. `adapter` names another kind of LoRA layer from `loopdropout_trainer.lora`, which reads
+Most rules implement `sample` only. `lora_kind` names another kind of LoRA layer from `loopdropout_trainer.lora`, which reads
 the gates, the rule's fields and its `seeds`. `GateRule` documents the other optional attributes.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, short_repr
 from loopdropout_trainer.gates.streams import Streams
+from loopdropout_trainer.renames import renamed_attribute, take_old_attribute
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,16 @@ class Draw(Streams):
         num_steps: Total number of optimizer steps, for schedules.
         num_modules: Number M of adapted linear maps.
         layers: Index of the physical layer of each adapted map, [M].
-        pass_index: Index of the pass among the rule's `passes` over a micro-batch.
+        draw_index: Index of this draw among the rule's `draws_per_batch` of a micro-batch.
     """
 
     num_loops: int
     num_steps: int = 0
     num_modules: int = 1
     layers: Sequence[int] = ()
-    pass_index: int = 0
+    draw_index: int = 0
+
+    pass_index = renamed_attribute("pass_index", "draw_index")
 
     def event_uniforms(self) -> Tensor:
         """Return event uniforms [K, N], which pair the masks of rules with the same seed."""
@@ -59,12 +62,15 @@ class GateRule:
 
     name: ClassVar[str]
     title: ClassVar[str]  # name of the method in tables, by default the capitalized name
-    adapter: ClassVar[str] = "gated"
+    lora_kind: ClassVar[str] = "gated"  # kind of LoRA layer in `loopdropout_trainer.lora`
     uses_steps: ClassVar[bool] = False  # gates depend on the optimizer step
     wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
     mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
     alpha_factor: ClassVar[float] = 1.0  # factor on the `lora_alpha` of a new adapter
-    passes: ClassVar[int] = 1  # forward and backward passes per micro-batch, over which the loss is averaged
+    draws_per_batch: ClassVar[int] = 1  # each with a forward and a backward pass; the loss is their mean
+
+    adapter = renamed_attribute("adapter", "lora_kind")
+    passes = renamed_attribute("passes", "draws_per_batch")
 
     def check(self, num_loops: int) -> None:
         """Raise ValueError if the rule's fields do not fit a model of `num_loops` loops."""
@@ -74,7 +80,7 @@ class GateRule:
         raise NotImplementedError
 
     def seeds(self, draw: Draw) -> Tensor | None:
-        """Return int64 seeds of the random factors that the rule's adapter expands, in the adapter's shape."""
+        """Return int64 seeds of the random factors that the rule's LoRA layers expand, in the shape that they take."""
         return None
 
     def observe(self, sensitivity: Tensor) -> None:
@@ -97,6 +103,8 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
         raise UserError(
             f"The rule {cls.__name__} must be a dataclass with its own `name`. Write `@dataclass` under `@register_rule`."
         )
+    take_old_attribute(cls, "adapter", "lora_kind")
+    take_old_attribute(cls, "passes", "draws_per_batch")
     cls.title = vars(cls).get("title", cls.name.replace("_", " ").capitalize())
     RULES[cls.name] = cls
     return cls

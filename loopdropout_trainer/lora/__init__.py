@@ -1,4 +1,4 @@
-"""Gated LoRA layers, with one file for each kind that a rule selects by its `adapter`."""
+"""Gated LoRA layers, with one file for each kind that a rule selects by its `lora_kind`."""
 
 # ruff: noqa: F401  (re-exported)
 from loopdropout_trainer.lora.compatibility import (

@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 class GatedLora(LoraVariant):
     """PEFT variant of one LoRA layer that multiplies its update by the running loop's gate.
 
-    A subclass is another kind of adapter (`class Kind(GatedLora, kind="name")`), which rules select by `adapter = "name"`. It
+    A subclass is another kind of layer (`class Kind(GatedLora, kind="name")`), which rules select by `lora_kind = "name"`. It
     overrides the gate or the use of A and B. A kind with additional parameters also implements `prepare`, `is_on`,
     `saved_num_loops` and `is_own`.
 
@@ -225,7 +225,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     Args:
         model: PEFT model over a looped model.
         in_activation_dtype: See `GatedLora`.
-        rule: Rule that the active adapter is trained with. Its `adapter` names the kind of LoRA layer, and the other adapters
+        rule: Rule that the active adapter is trained with. Its `lora_kind` names the kind of LoRA layer. The other adapters
             keep unit gates. None: gates apply to all adapters, and each adapter keeps its kind.
         seed: Seed of the initial weights that a kind adds.
 
@@ -291,7 +291,7 @@ def _combine_adapters(model: PeftModel, adapters: Sequence[str], *args: Any, **k
 def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
     """Return the kind of an existing adapter, or the kind that a rule selects."""
     present = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
-    kind = present if rule is None else ADAPTER_KINDS[rule.adapter]
+    kind = present if rule is None else ADAPTER_KINDS[rule.lora_kind]
     if present not in (GatedLora, kind):
         raise UserError(
             f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}. Use the "

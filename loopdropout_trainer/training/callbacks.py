@@ -82,9 +82,9 @@ class GateLoggingCallback(GatedStepCallback):
 
     def on_micro_batch_end(self) -> None:
         trainer = self.trainer
-        if trainer.drawn is None:  # the user's own loss with the rule `lora`
+        if trainer.last_gates is None:  # the user's own loss with the rule `lora`
             return
-        gates = trainer.drawn.sampled.detach()  # [K, N] or [K, N, M]
+        gates = trainer.last_gates.sampled.detach()  # [K, N] or [K, N, M]
         active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
         means = torch.stack([gates.mean(), *active]).to(trainer.accelerator.device)
         names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(means)))]
@@ -107,7 +107,7 @@ class SensitivityCallback(GatedStepCallback, ExportableState):
             self.rule.load_state_dict(saved["attributes"])
 
     def on_micro_batch_end(self) -> None:
-        self.total += self.trainer.drawn.sampled.grad.abs().sum(dim=1)
+        self.total += self.trainer.last_gates.sampled.grad.abs().sum(dim=1)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()

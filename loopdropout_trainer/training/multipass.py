@@ -1,4 +1,4 @@
-"""Training with several passes over each micro-batch, for the baseline LoRA Dropout (Lin et al. 2024)."""
+"""Training with several draws of masks for each micro-batch, for the baseline LoRA Dropout (Lin et al. 2024)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
     """Trainer for the rule `lora_dropout`, with one forward and backward pass for each of its `num_masks` draws.
 
-    The passes run one after the other in the memory of one. It takes the arguments of `LoopDropoutSFTTrainer`.
+    The draws run one after the other in the memory of one. It takes the arguments of `LoopDropoutSFTTrainer`.
     """
 
-    runs_passes = True
+    runs_several_draws = True
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Scale the alpha of a new adapter, so that plain LoRA at inference has the original's expected update."""
         super().before_init(arguments)
-        if arguments["args"].deepspeed and self.rule.passes > 1:
+        if arguments["args"].deepspeed and self.rule.draws_per_batch > 1:
             raise UserError(
                 f"`deepspeed` must not be set with the rule {self.rule.name!r}, because it steps after each pass."
             )
@@ -31,12 +31,12 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
             lora.alpha_pattern = {name: alpha * factor for name, alpha in lora.alpha_pattern.items()}
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """Run the passes over one micro-batch and return the mean of their losses."""
+        """Run a forward and a backward pass for each draw, and return the mean of their losses."""
         losses, num_tokens = [], self._total_train_tokens
-        for index in range(self.rule.passes):
-            self.pass_index = index
+        for index in range(self.rule.draws_per_batch):
+            self.draw_index = index
             self._total_train_tokens = num_tokens  # TRL counts the tokens of each pass
-            is_last = index == self.rule.passes - 1
+            is_last = index == self.rule.draws_per_batch - 1
             with nullcontext() if is_last else self.accelerator.no_sync(model):
                 losses.append(super().training_step(model, copy.copy(inputs), num_items_in_batch))
         return sum(losses)
@@ -45,4 +45,4 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             return loss
-        return (loss[0] / self.rule.passes, loss[1]) if return_outputs else loss / self.rule.passes
+        return (loss[0] / self.rule.draws_per_batch, loss[1]) if return_outputs else loss / self.rule.draws_per_batch

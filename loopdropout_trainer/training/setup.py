@@ -37,6 +37,7 @@ from loopdropout_trainer.lora import (
 )
 from loopdropout_trainer.models.foreign import foreign_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
+from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
@@ -83,14 +84,14 @@ class AdapterTrainingMixin:
         config_class: Class of `args`.
         rule: Rule that draws the gates.
         gate_state: Gates in force in the model. They are one outside of training passes.
-        drawn: Gates that were drawn last.
+        last_gates: Gates that were drawn last.
         unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
         step_metrics: Values of micro-batches since the last log of the training, whose means are logged.
         physical_layers: [M] index of the layer of each adapted module.
         batch_options: Optimizations that training may use.
         samples_start_states: Whether models with a random start state draw it for each step.
-        runs_passes: Whether the trainer runs rules with several passes over a micro-batch.
-        pass_index: Index of the running pass.
+        runs_several_draws: Whether the trainer runs rules with several draws for a micro-batch.
+        draw_index: Index of the running draw.
     """
 
     config_class: type[GateConfig]
@@ -101,11 +102,13 @@ class AdapterTrainingMixin:
     unit_gates: UnitGatesCallback
     step_metrics: dict[str, list[float]]
     physical_layers: list[int]
-    drawn: GatedBatch | None = None
+    last_gates: GatedBatch | None = None
     batch_options = BatchOptions()
     samples_start_states = True
-    runs_passes = False
-    pass_index = 0
+    runs_several_draws = False
+    draw_index = 0
+
+    drawn = renamed_attribute("drawn", "last_gates")
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
@@ -127,7 +130,7 @@ class AdapterTrainingMixin:
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.rule = args.make_rule()
         self._made_with = _copy_fields(args)
-        if self.rule.passes > 1 and not self.runs_passes:
+        if self.rule.draws_per_batch > 1 and not self.runs_several_draws:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.unit_gates = UnitGatesCallback()
         self.stop_callback = StopCallback()
@@ -219,7 +222,7 @@ class AdapterTrainingMixin:
     def _needs_one_depth(self) -> str | None:
         if self.looped.trains_at_one_depth:
             return f"`model_type: {self.looped.config.model_type}`"
-        is_bound = ADAPTER_KINDS[self.rule.adapter].one_depth or self.rule.wants_sensitivity
+        is_bound = ADAPTER_KINDS[self.rule.lora_kind].one_depth or self.rule.wants_sensitivity
         return f"the rule {self.rule.name!r}" if is_bound else None
 
     def find_batch_options(self) -> BatchOptions:

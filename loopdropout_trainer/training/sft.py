@@ -38,7 +38,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         inputs = dict(self.looped.complete_batch(inputs))
         if model.training:
             self.draw_gates(inputs)
-        elif self.gate_state.batch is self.drawn:  # by a call of this method outside of `train()`
+        elif self.gate_state.batch is self.last_gates:  # by a call of this method outside of `train()`
             self.gate_state.reset()
         inputs.pop("example_ids", None)
         with self.skip_unread_tokens(inputs) if self._hides_outputs(model, return_outputs) else nullcontext():
@@ -66,8 +66,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
         Args:
             inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.
         """
-        self.drawn = self.sample_gates(inputs)
-        self.gate_state.set(self.drawn)
+        self.last_gates = self.sample_gates(inputs)
+        self.gate_state.set(self.last_gates)
         inputs.pop("example_ids", None)
 
     def sample_gates(self, inputs: dict[str, Any]) -> GatedBatch:
@@ -87,7 +87,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             num_steps=self.state.max_steps,
             num_modules=len(self.physical_layers),
             layers=self.physical_layers,
-            pass_index=self.pass_index,
+            draw_index=self.draw_index,
         )
         shape = (draw.num_loops, draw.num_modules, len(ids))
         gates = as_gate_matrix(self.rule.sample(draw), *shape, f"Gates of the rule {self.rule.name!r}")
