@@ -21,7 +21,7 @@ from wrapt import register_post_import_hook
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.handle import loop_dropout
     from loopdropout_trainer.lora import default_peft_config, use_gates
-    from loopdropout_trainer.models.foreign import LoopDescription, check_loops, register_looped
+    from loopdropout_trainer.models.external import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.saving.loading import load_adapter, load_model
     from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
     from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
@@ -33,21 +33,21 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
 _HOMES = {
     "GateSamplingMixin": "training.sft",
     "LoRADropoutSFTTrainer": "training.multipass",
-    "LoopDescription": "models.foreign",
+    "LoopDescription": "models.external",
     "LoopDropoutConfig": "training.config",
     "LoopDropoutDPOConfig": "training.config",
     "LoopDropoutDPOTrainer": "training.dpo",
     "LoopDropoutGRPOConfig": "training.config",
     "LoopDropoutGRPOTrainer": "training.grpo",
     "LoopDropoutSFTTrainer": "training.sft",
-    "check_loops": "models.foreign",
+    "check_loops": "models.external",
     "default_peft_config": "lora",
     "load_adapter": "saving.loading",
     "load_model": "saving.loading",
     "loop_dropout": "handle",
     "merge_and_save": "saving.merging",
     "push_merged_to_hub": "saving.merging",
-    "register_looped": "models.foreign",
+    "register_looped": "models.external",
     "use_gates": "lora",
 }
 """The public names, each with its module. They are imported when they are asked for, since torch takes seconds."""

@@ -145,7 +145,9 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         `depth_loss` and `depth_token_accuracy` with `num_loops` of each depth.
     """
     num_loops = find_looped_model(model).num_loops
-    depths = [check_num_loops(depth, "depths") for depth in depths or range(1, 2 * num_loops + 1)]
+    depths = depths or range(1, 2 * num_loops + 1)
+    for depth in depths:
+        check_num_loops(depth, "depths")
     if isinstance(model, PeftModel) and kind_of(model, model.active_adapters[0]).one_depth:
         depths = [num_loops]
     with use_depth(model, max(depths)):

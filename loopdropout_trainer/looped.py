@@ -63,13 +63,15 @@ class LoopedModelMixin:
     def recurrent_linears(self) -> list[str]:
         """Return the full names of the linear projections of the recurrent block, which adapters may have."""
         layers = set(map(id, self.recurrent_layers()))
-        inside = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
-        names = [
-            name.removesuffix(".base_layer")  # PEFT keeps the model's own layer under this name
-            for name, module in self.named_modules()
-            if f"{name}.".startswith(inside) and hasattr(module, "in_features") and ".lora_" not in name
-        ]
-        return list(dict.fromkeys(names))
+        prefixes = tuple(f"{name}." for name, module in self.named_modules() if id(module) in layers)
+        names = []
+        for name, module in self.named_modules():
+            is_inside = f"{name}.".startswith(prefixes)
+            is_linear = hasattr(module, "in_features")
+            is_factor = ".lora_" in name
+            if is_inside and is_linear and not is_factor:
+                names.append(name.removesuffix(".base_layer"))  # PEFT keeps the model's own layer under this name
+        return list(dict.fromkeys(names))  # an adapted projection is there twice
 
     def default_targets(self) -> list[str]:
         """Return the full names of the projections that an adapter has by default."""
@@ -121,7 +123,7 @@ def _require_gradient(module: nn.Module, args: tuple, output: Tensor) -> None:
 
 
 DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
-"""Descriptions of foreign model classes, by class."""
+"""Descriptions of external model classes, by class."""
 
 
 UNSUPPORTED = {
@@ -147,7 +149,7 @@ def check_supported(*names: str | None) -> None:
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside PEFT, DDP or other wrappers, or the description of a foreign looped model.
+    """Return the looped model inside PEFT, DDP or other wrappers, or the description of an external looped model.
 
     The model stays unchanged. A description that is not attached knows the layers and the depth, and its gates have no effect.
     """
@@ -162,17 +164,16 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
 
 
 def attach_looped_model(model: nn.Module) -> LoopedModelMixin:
-    """Return the looped model inside wrappers. The description of a foreign model installs its hooks, if it has not yet."""
+    """Return the looped model inside wrappers. The description of an external model installs its hooks, if it has not yet."""
     looped = find_looped_model(model)
     looped.attach()
     return looped
 
 
-def check_num_loops(num_loops: int, name: str = "num_loops") -> int:
-    """Return `num_loops` if it is a usable recurrence depth K, an integer from 1 to `MOST_LOOPS`."""
+def check_num_loops(num_loops: int, name: str = "num_loops") -> None:
+    """Raise UserError unless `num_loops` is a usable recurrence depth K, an integer from 1 to `MOST_LOOPS`."""
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or not 1 <= num_loops <= MOST_LOOPS:
         raise UserError(f"`{name}` must be an integer from 1 to {MOST_LOOPS:,}, got {num_loops!r}.")
-    return num_loops
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
@@ -185,7 +186,8 @@ def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
 
 def check_num_layers(config: Any, num_layers: int | None) -> None:
     """Restore the number of layers of a built model and raise UserError if `assistant_early_exit` has changed it."""
-    if num_layers != (found := getattr(config, "num_hidden_layers", None)):
+    found = getattr(config, "num_hidden_layers", None)
+    if found != num_layers:
         config.num_hidden_layers = num_layers
         raise UserError(
             f"`num_hidden_layers` must stay {num_layers}, got {found}. `assistant_early_exit` does not "

@@ -89,7 +89,7 @@ for name in [*sys.modules]:
 sys.modules.update(dict.fromkeys(["trl", "datasets", "lm_eval", "evaluate"]))  # importing one raises ImportError
 import torch
 from loopdropout_trainer import LoopDescription, loop_dropout, looped
-from loopdropout_trainer.models import foreign
+from loopdropout_trainer.models import external
 from transformers import AutoModelForCausalLM
 from peft import LoraConfig, get_peft_model
 model = get_peft_model(AutoModelForCausalLM.from_pretrained("{MODEL}"), LoraConfig(target_modules={MODULES}))

@@ -101,7 +101,10 @@ class LoopedLM(HFLM):
         options = {"backend": "causal", "softmax_dtype": "float32", **kwargs}
         super().__init__(pretrained, tokenizer=tokenizer, batch_size=batch_size, **options)
         self.looped = attach_looped_model(pretrained)
-        self.num_loops = self.looped.num_loops if num_loops is None else check_num_loops(num_loops)
+        if num_loops is None:
+            num_loops = self.looped.num_loops
+        check_num_loops(num_loops)
+        self.num_loops = num_loops
         self.gates = parse_gates(gates, self.num_loops)
         self.readout = readout
         self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_p, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, as_probabilities, register_rule
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MaskedRule(GateRule):
     p: float | tuple[float, ...] = 0.5
 
     def __post_init__(self):
-        object.__setattr__(self, "p", check_p(self.p))
+        object.__setattr__(self, "p", as_probabilities(self.p))
 
     def check(self, num_loops: int) -> None:
         if isinstance(self.p, tuple) and len(self.p) != num_loops:

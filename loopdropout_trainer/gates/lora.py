@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, check_one_p, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, as_probability, check_number, register_rule
 
 
 @register_rule
@@ -55,7 +55,7 @@ class LoRADropout(LoRA):
     num_masks: int = 4
 
     def __post_init__(self):
-        object.__setattr__(self, "p", check_one_p(self.p))
+        object.__setattr__(self, "p", as_probability(self.p))
         check_number("num_masks", self.num_masks, 1, 64, int)
 
     @property

@@ -145,7 +145,7 @@ def check_number(name: str, value: Any, low: float, high: float, kind: type | tu
         raise UserError(f"`{name}` must be {noun} from {low:g} to {high:g}, got {short_repr(value)}.")
 
 
-def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
+def as_probabilities(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
     """Return p as a float or a tuple of floats. Every value must be in [0, 1)."""
     values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
@@ -153,12 +153,14 @@ def check_p(p: float | Sequence[float], name: str = "p") -> float | tuple[float,
             raise UserError(f"`{name}` must be a number in [0, 1), got {short_repr(value)}.")
     if not values:
         raise UserError(f"`{name}` must be one drop probability or one for each loop, got an empty list.")
-    return float(values[0]) if len(values) == 1 else tuple(map(float, values))
+    if len(values) == 1:
+        return float(values[0])
+    return tuple(map(float, values))
 
 
-def check_one_p(p: float | Sequence[float], name: str = "p") -> float:
+def as_probability(p: float | Sequence[float], name: str = "p") -> float:
     """Return p as one float for all loops. It must be one number in [0, 1)."""
-    p = check_p(p, name)
+    p = as_probabilities(p, name)
     if isinstance(p, tuple):
         raise UserError(f"`{name}` must be one drop probability for all loops with this rule, got {list(p)}.")
     return p

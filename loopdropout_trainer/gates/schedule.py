@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.loop_dropout import LoopDropout
-from loopdropout_trainer.gates.rule import Draw, GateRule, check_number, check_one_p, register_rule
+from loopdropout_trainer.gates.rule import Draw, GateRule, as_probability, check_number, register_rule
 
 
 @register_rule
@@ -32,8 +32,8 @@ class Schedule(GateRule):
     p_end: float = 0.0
 
     def __post_init__(self):
-        object.__setattr__(self, "p_start", check_one_p(self.p_start, "p_start"))
-        object.__setattr__(self, "p_end", check_one_p(self.p_end, "p_end"))
+        object.__setattr__(self, "p_start", as_probability(self.p_start, "p_start"))
+        object.__setattr__(self, "p_end", as_probability(self.p_end, "p_end"))
 
     def p_at(self, step: int, num_steps: int) -> float:
         """Return p in optimizer step `step` (from 0) of `num_steps`."""
@@ -108,12 +108,12 @@ class Adaptive(GateRule):
     estimate: Tensor | None = field(default=None, init=False, repr=False)  # [K] float64, mean 1
 
     def __post_init__(self):
-        self.p = check_one_p(self.p)
+        self.p = as_probability(self.p)
         if self.direction not in ("more", "less"):
             raise UserError(f"`direction` must be 'more' or 'less', got {self.direction!r}.")
         check_number("decay", self.decay, 0, 1)
-        self.p_min = check_one_p(self.p_min, "p_min")
-        self.p_max = check_one_p(self.p_max, "p_max")
+        self.p_min = as_probability(self.p_min, "p_min")
+        self.p_max = as_probability(self.p_max, "p_max")
         if not self.p_min <= self.p <= self.p_max:
             raise UserError(f"`p` must be from `p_min` ({self.p_min}) to `p_max` ({self.p_max}), got {self.p}.")
 

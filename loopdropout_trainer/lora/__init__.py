@@ -2,10 +2,10 @@
 
 # ruff: noqa: F401  (re-exported)
 from loopdropout_trainer.lora.compatibility import (
-    check_adapter,
     check_peft_config,
     check_trainable,
     default_peft_config,
+    find_active_adapter,
     parse_peft_config,
 )
 from loopdropout_trainer.lora.gated import (

@@ -169,7 +169,7 @@ def check_layers(model: nn.Module) -> None:
 
 def check_trainable(model: PeftModel) -> None:
     """Raise UserError if the active adapter has only frozen weights."""
-    adapter = check_adapter(model)
+    adapter = find_active_adapter(model)
     weights = [x for name, x in model.named_parameters() if "lora_" in name and adapter in name.split(".")]
     if weights and not any(weight.requires_grad for weight in weights):
         raise UserError(
@@ -179,7 +179,7 @@ def check_trainable(model: PeftModel) -> None:
         )
 
 
-def check_adapter(model: nn.Module) -> str:
+def find_active_adapter(model: nn.Module) -> str:
     """Return the name of the active adapter, or raise UserError if it cannot be gated."""
     if isinstance(model, PeftModel) and len(model.active_adapters) != 1:
         raise UserError(

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gate_state import GateState, applied_gates, as_gate_matrix
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
-from loopdropout_trainer.lora.compatibility import check_adapter, check_layers, check_variant
+from loopdropout_trainer.lora.compatibility import check_layers, check_variant, find_active_adapter
 
 
 logger = logging.get_logger(__name__)
@@ -237,7 +237,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
         UserError: If an adapter is merged, uses a PEFT feature without a gated meaning, or does not fit the rule.
     """
     looped = attach_looped_model(model)
-    trained = None if rule is None else check_adapter(model)
+    trained = None if rule is None else find_active_adapter(model)
     _check_gates_reach(model)
     num_loops = looped.num_loops
     state = looped.gate_state

@@ -24,7 +24,12 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.looped import check_num_layers
 from loopdropout_trainer.models.layers import DecoderLayer, ExactRotaryEmbedding, RMSNorm
-from loopdropout_trainer.models.looped_modeling import CACHE, LoopedModelOutput, LoopedPreTrainedModel, check_keywords
+from loopdropout_trainer.models.looped_modeling import (
+    CACHE,
+    LoopedModelOutput,
+    LoopedPreTrainedModel,
+    accept_cache_names,
+)
 from loopdropout_trainer.models.passes import BatchPass, LoopInputs, PackedPass
 
 
@@ -40,7 +45,7 @@ class LoopedBackbone(LoopedPreTrainedModel):
     def __init__(self, config) -> None:
         super().__init__(config)
         _check_engine(config)
-        self.register_forward_pre_hook(check_keywords, with_kwargs=True)
+        self.register_forward_pre_hook(accept_cache_names, with_kwargs=True)
         self.gate_state = GateState()
         self.gradient_checkpointing = False
         self.num_layers = config.num_hidden_layers

@@ -23,8 +23,8 @@ from transformers.models.dory.modeling_dory import DoryLMHead
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.models.backbone import count_positions
-from loopdropout_trainer.models.foreign import LoopDescription, register_looped
-from loopdropout_trainer.models.looped_modeling import check_keywords
+from loopdropout_trainer.models.external import LoopDescription, register_looped
+from loopdropout_trainer.models.looped_modeling import accept_cache_names
 
 
 class DoryLoops(LoopDescription):
@@ -34,7 +34,7 @@ class DoryLoops(LoopDescription):
 
     def add_hooks(self) -> None:
         super().add_hooks()
-        self.add_hook(self.base_model, check_keywords, prepend=True)
+        self.add_hook(self.base_model, accept_cache_names, prepend=True)
         self.add_hook(self.base_model, _complete_inputs)
 
     def recurrent_layers(self) -> list[nn.Module]:

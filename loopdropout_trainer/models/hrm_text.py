@@ -15,8 +15,8 @@ from torch import nn
 from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.models.foreign import LoopDescription, register_looped
-from loopdropout_trainer.models.looped_modeling import check_keywords
+from loopdropout_trainer.models.external import LoopDescription, register_looped
+from loopdropout_trainer.models.looped_modeling import accept_cache_names
 
 
 class HrmTextLoops(LoopDescription):
@@ -27,7 +27,7 @@ class HrmTextLoops(LoopDescription):
 
     def add_hooks(self) -> None:
         super().add_hooks()
-        self.add_hook(self.base_model, check_keywords, prepend=True)
+        self.add_hook(self.base_model, accept_cache_names, prepend=True)
         # Instances of `partial` can be copied and pickled with the model.
         self.model.generate = functools.partial(_generate, self.model)
         self.model._update_model_kwargs_for_generation = functools.partial(_update_model_kwargs, self.model)

@@ -73,7 +73,7 @@ def _parameters(module_class: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(module_class.forward).parameters)
 
 
-def check_keywords(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def accept_cache_names(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Take the cache under both names. It is the first pre-hook of a backbone.
 
     Raises:

@@ -23,7 +23,7 @@ from loopdropout_trainer.errors import UserError, check_name, check_type, first_
 from loopdropout_trainer.files import TINY_OURO_PATH, model_path, read_json_object, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config, parse_peft_config
-from loopdropout_trainer.models.foreign import loading_fields
+from loopdropout_trainer.models.external import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
 from loopdropout_trainer.saving.authors_format import (

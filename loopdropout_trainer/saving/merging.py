@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, first_line, hide_secrets
-from loopdropout_trainer.lora import check_adapter, merged_update
+from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, read_authors_config, write_authors_format
 from loopdropout_trainer.saving.cards import CARD_FILE, base_name, is_hub_name, without_folders, write_model_card
@@ -71,7 +71,7 @@ def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]
     Raises:
         UserError: If the adapter cannot be merged, or the base weights are sharded, or quantized to other than 4 bits.
     """
-    adapter = check_adapter(model)
+    adapter = find_active_adapter(model)
     base = model.get_base_model()
     skipped = re.compile(r"\.lora_|\.weight\.")  # constants of a quantized weight are named `weight.absmax`, ...
     merged = {name: tensor for name, tensor in base.state_dict().items() if not skipped.search(name)}

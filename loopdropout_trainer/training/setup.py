@@ -27,15 +27,15 @@ from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
     add_gates,
-    check_adapter,
     check_trainable,
     default_peft_config,
+    find_active_adapter,
     is_gated_by,
     kind_of,
     physical_layers,
     trained_lora_parameters,
 )
-from loopdropout_trainer.models.foreign import foreign_skeleton, loading_fields
+from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
@@ -126,7 +126,7 @@ class AdapterTrainingMixin:
                 check_checkpoint(model, revision)
                 if args.model_init_kwargs:
                     args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
-                skeleton = foreign_skeleton(model, revision)
+                skeleton = external_skeleton(model, revision)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.rule = args.make_rule()
         self._made_with = _copy_fields(args)
@@ -159,7 +159,7 @@ class AdapterTrainingMixin:
         """Raise UserError if TRL cannot copy the adapter that will be trained to the frozen reference "ref"."""
         if not isinstance(model, PeftModel):
             return
-        adapter = check_adapter(model)
+        adapter = find_active_adapter(model)
         kind = kind_of(model, adapter)
         if adapter != "default" or kind.one_depth:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Looped models of foreign classes: a description tells which modules recur and how the running loop is known.
+"""Looped models of external classes: a description tells which modules recur and how the running loop is known.
 
 `attach_looped_model` attaches a description to a model. Neither the class nor its layers change. A pre-hook on
 the backbone passes the gates of the pass on as a keyword, which gradient checkpointing stores with the layer's arguments. A
@@ -85,7 +85,9 @@ class LoopDescription(LoopedModelMixin, ABC):
         """Pass the gates in force from the backbone on to its layers."""
         check_num_layers(self.config, self.num_layers)
         batch = self.gate_state.batch
-        return args, {**kwargs, PASS_GATES: batch} if batch.is_set else kwargs
+        if batch.is_set:
+            kwargs = {**kwargs, PASS_GATES: batch}
+        return args, kwargs
 
     def _set_loop(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Set the running loop with the gates of its pass, inside of a recurrent layer."""
@@ -102,9 +104,10 @@ class LoopDescription(LoopedModelMixin, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_own = "model" not in vars(self) or name in vars(self) or hasattr(type(self), name)
-        setattr(self.model, name, value) if not is_own and hasattr(self.model, name) else super().__setattr__(
-            name, value
-        )
+        if not is_own and hasattr(self.model, name):
+            setattr(self.model, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def detach(self) -> None:
         """Remove the description and its hooks from the model."""
@@ -142,7 +145,8 @@ class LoopDescription(LoopedModelMixin, ABC):
 
     @num_loops.setter
     def num_loops(self, num_loops: int) -> None:
-        for name, value in self.depth_fields(self.model.config, check_num_loops(num_loops)).items():
+        check_num_loops(num_loops)
+        for name, value in self.depth_fields(self.model.config, num_loops).items():
             setattr(self.model.config, name, value)
         self.num_layers = getattr(self.model.config, "num_hidden_layers", None)
 
@@ -160,7 +164,7 @@ def _drop_gates(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
 
 
 def register_looped(model_class: type[PreTrainedModel], description: type[LoopDescription]) -> None:
-    """Let the package treat models of a foreign class as looped models. The class stays unchanged.
+    """Let the package treat models of an external class as looped models. The class stays unchanged.
 
     Args:
         model_class: Class of causal language models whose `base_model` returns a head-ready `last_hidden_state`.
@@ -174,29 +178,39 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
 
 
 def loading_fields(name_or_path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `from_pretrained` with `num_loops` under the names that a foreign configuration has."""
-    if fields.get("num_loops") is None or (found := _find_foreign(name_or_path, fields.get("revision"))) is None:
+    """Return the keywords of `from_pretrained` with `num_loops` under the names that an external configuration has."""
+    num_loops = fields.get("num_loops")
+    if num_loops is None:
         return dict(fields)
+    found = _find_external(name_or_path, fields.get("revision"))
+    if found is None:
+        return dict(fields)
+    check_num_loops(num_loops)
     model_class, config = found
-    depth = DESCRIPTIONS[model_class].depth_fields(config, check_num_loops(fields["num_loops"]))
-    return {name: value for name, value in fields.items() if name != "num_loops"} | depth
+    renamed = {name: value for name, value in fields.items() if name != "num_loops"}
+    renamed.update(DESCRIPTIONS[model_class].depth_fields(config, num_loops))
+    return renamed
 
 
-def foreign_skeleton(name_or_path: str, revision: str | None = None) -> LoopDescription | None:
-    """Return the description of a foreign model without weights, or None for a model of another class."""
-    if (found := _find_foreign(name_or_path, revision)) is None:
+def external_skeleton(name_or_path: str, revision: str | None = None) -> LoopDescription | None:
+    """Return the description of an external model without weights, or None for a model of another class."""
+    found = _find_external(name_or_path, revision)
+    if found is None:
         return None
     model_class, config = found
     with torch.device("meta"):
         return DESCRIPTIONS[model_class](model_class(config))
 
 
-def _find_foreign(name_or_path: str, revision: str | None) -> tuple[type[PreTrainedModel], PreTrainedConfig] | None:
-    """Return the class and the configuration of a foreign model, or None for a model of another class."""
+def _find_external(name_or_path: str, revision: str | None) -> tuple[type[PreTrainedModel], PreTrainedConfig] | None:
+    """Return the class and the configuration of an external model, or None for a model of another class."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
-    return next(((cls, config) for cls in DESCRIPTIONS if isinstance(config, cls.config_class)), None)
+    for model_class in DESCRIPTIONS:
+        if isinstance(config, model_class.config_class):
+            return model_class, config
+    return None
 
 
 @torch.no_grad()
@@ -231,7 +245,8 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
     finally:
         hook.remove()
     for name, found in loops.items():
-        if sorted(set(found)) != list(range(looped.num_loops)) or found != sorted(found):
+        runs_in_each_loop = sorted(set(found)) == list(range(looped.num_loops))
+        if not runs_in_each_loop or found != sorted(found):
             raise NotLoopedError(
                 f"`{name}` must run in each of the {looped.num_loops} loops, in order, got loops {found}."
             )
