@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, TokenizersBackend
+from transformers import BatchEncoding, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, closest_match, short_repr
@@ -47,7 +47,26 @@ _SAMPLES = ("  7", "In 2023,  7 + 12345 = 12352.", "Don't  stop", " Ünï\n\n\tc
 
 
 class PreTrainedTokenizerFast(TokenizersBackend):
-    """A tokenizer that is read from `tokenizer.json` unchanged, also by transformers 4 after `save_pretrained`."""
+    """A tokenizer that is read from `tokenizer.json` unchanged, also by transformers 4 after `save_pretrained`.
+
+    Using it does not change it. Other tokenizers of transformers keep the padding and the truncation of their last call, and
+    save them in `tokenizer.json`.
+    """
+
+    def _encode_plus(self, *args: Any, **kwargs: Any) -> BatchEncoding:
+        """Tokenize texts, and restore the padding and the truncation of `tokenizer.json`."""
+        padding, truncation = self.backend_tokenizer.padding, self.backend_tokenizer.truncation
+        try:
+            return super()._encode_plus(*args, **kwargs)
+        finally:
+            if padding is None:
+                self.backend_tokenizer.no_padding()
+            else:
+                self.backend_tokenizer.enable_padding(**padding)
+            if truncation is None:
+                self.backend_tokenizer.no_truncation()
+            else:
+                self.backend_tokenizer.enable_truncation(**truncation)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """Save the tokenizer with the field names that transformers 4 reads too."""

@@ -84,6 +84,7 @@ BEHAVIORS = {
     ),
     "SFTTrainer._total_train_tokens": lambda make: make()._total_train_tokens == 0,
     "forward of a trainer's model": lambda make: isinstance(vars(make().looped)["forward"], MethodType),
+    "hooks of a module": lambda make: {"_forward_hooks", "_forward_pre_hooks"} <= vars(torch.nn.Module()).keys(),
     "shift_labels": lambda make: "shift_labels" in make().looped.forward.__func__.__code__.co_varnames,
     "DataCollatorForLanguageModeling": lambda make: {*collate(input_ids=[1])} == BATCH,
     "seq_lengths": lambda make: collate(input_ids=[1, 2, 3], seq_lengths=[2, 1])["position_ids"][0] == [0, 1, 0],

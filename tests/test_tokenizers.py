@@ -73,6 +73,26 @@ def test_load_tokenizer_keeps_the_files_tokens(published, backend, tokenizer_cla
     assert config["model_input_names"] == ["input_ids", "attention_mask"]
 
 
+@pytest.mark.parametrize("own", [{}, {"padding": {"length": 9}, "truncation": {"max_length": 9}}])
+def test_using_a_tokenizer_does_not_change_it(published, backend, own, tmp_path):
+    if own:
+        backend.enable_padding(**own["padding"])
+        backend.enable_truncation(**own["truncation"])
+        backend.save(str(published / "tokenizer.json"))
+        backend.no_padding()
+        backend.no_truncation()
+    tokenizer = load_tokenizer(published)
+    tokenizer.save_pretrained(tmp_path / "new")
+    ids = tokenizer(["a", TEXT], padding="longest", truncation=True, max_length=5, padding_side="left")["input_ids"]
+    assert [len(row) for row in ids] == [5, 5]
+    tokenizer.encode("a", padding="max_length", max_length=7)
+    tokenizer.save_pretrained(tmp_path / "used")
+    files = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("new", "used")]
+    assert files[0] == files[1]
+    saved = json.loads(files[0])
+    assert [bool(saved[field]) for field in ("padding", "truncation")] == [bool(own)] * 2
+
+
 def test_rebuilt_tokenizer_is_kept_with_a_warning(published, backend, monkeypatch, log):
     rebuilt = AutoTokenizer.from_pretrained(published)
     ids = rebuilt(TEXT)["input_ids"]

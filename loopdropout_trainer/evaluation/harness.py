@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import pandas as pd
 from accelerate.utils import broadcast_object_list
 from lm_eval.api.group import Group
-from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate as run_lm_eval
 
@@ -87,9 +85,9 @@ def evaluate_tasks(
     rows = []
     for name, task in selected.items():
         lm.add_bos_token = False if chats[name] else None  # a chat template writes the special tokens itself
-        with _cached(lm, cache_dir) as model, preserved_random_states():
+        with lm.keep_answers(cache_dir), preserved_random_states():
             results = run_lm_eval(
-                model,
+                lm,
                 {"tasks": {leaf.task_name: leaf for leaf in _leaves(task)}, "groups": {}},
                 limit=limit,
                 bootstrap_iters=0,
@@ -120,20 +118,6 @@ def _prepare(task: Task, max_new_tokens: int | None) -> None:
 
 def _leaves(task: Task | Group) -> list[Task]:
     return task.get_all_tasks() if isinstance(task, Group) else [task]
-
-
-@contextmanager
-def _cached(lm: LoopedLM, cache_dir: str | Path | None) -> Iterator[Any]:
-    """Keep each answer in a file of `cache_dir` that belongs to the model, its depth and its gates."""
-    if cache_dir is None:
-        yield lm
-        return
-    caching = CachingLM(lm, str(Path(cache_dir, f"{lm.fingerprint()}_rank{lm.rank}.db")))
-    try:
-        yield caching
-    finally:
-        lm.set_cache_hook(CacheHook(None))
-        caching.dbdict.close()
 
 
 def _collect(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lm_eval.api.model
@@ -16,6 +15,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
 from loopdropout_trainer.gate_state import parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import attach_looped_model, check_num_loops, use_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
-from loopdropout_trainer.tokenizers import end_tokens
 
 
 # HFLM warns about a model that is already loaded, which is the normal case here.
@@ -107,6 +107,7 @@ class LoopedLM(HFLM):
         self.num_loops = num_loops
         self.gates = parse_gates(gates, self.num_loops)
         self.readout = readout
+        self.answers: AnswerCache | None = None
         self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)
         if self.gates and not self.has_adapter:
             raise UserError("`gates` must not be set for a model without an adapter.")
@@ -134,18 +135,6 @@ class LoopedLM(HFLM):
                 columns["gates"] = f"loop {columns['loop']}"
         return columns if self.readout is None else {**columns, "readout": self.readout}
 
-    def fingerprint(self) -> str:
-        """Return a hash of everything that the answers depend on, apart from the requests."""
-        digest = hashlib.sha256()
-        config = {name: value for name, value in self.looped.config.to_dict().items() if name != "_name_or_path"}
-        facts = [self.columns, config, end_tokens(self.looped), self.max_length, self.add_bos_token]
-        digest.update(json.dumps(facts, default=str).encode())
-        digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
-        for name, tensor in self.model.state_dict().items():
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()[:16]
-
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Run the model at its depth and under its gates, with a cache of keys and values for generation only.
@@ -163,25 +152,58 @@ class LoopedLM(HFLM):
         finally:
             config.use_cache = before
 
+    @contextmanager
+    def keep_answers(self, folder: str | Path | None) -> Iterator[None]:
+        """Read known answers in a folder inside the block, and keep new ones there. None: keep no answers."""
+        if folder is None:
+            yield
+            return
+        self.answers = AnswerCache(folder, answer_key(self), self.rank)
+        self.set_cache_hook(self.answers)
+        try:
+            yield
+        finally:
+            self.set_cache_hook(CacheHook(None))
+            self.answers.close()
+            self.answers = None
+
+    def _complete(self, kind: str, requests: list[Instance], compute: Callable[[list[Instance]], list]) -> list:
+        """Return the answers to requests at the depth and under the gates, and compute only those that are not kept."""
+
+        def run(missing: list[Instance]) -> list:
+            with self._running():
+                return compute(missing)
+
+        # lm-eval lets the processes wait for one another in rolling log-likelihoods, so all of them compute or none.
+        is_common = kind == "loglikelihood_rolling" and self.world_size > 1
+        return run(requests) if self.answers is None or is_common else self.answers.complete(kind, requests, run)
+
     def loglikelihood(self, requests, disable_tqdm=False):
-        with self._running():
-            return super().loglikelihood(requests, disable_tqdm)
+        return self._complete(
+            "loglikelihood", requests, lambda missing: super(LoopedLM, self).loglikelihood(missing, disable_tqdm)
+        )
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        with self._running():
-            return super().loglikelihood_rolling(requests, disable_tqdm)
+        return self._complete(
+            "loglikelihood_rolling",
+            requests,
+            lambda missing: super(LoopedLM, self).loglikelihood_rolling(missing, disable_tqdm),
+        )
 
     def generate_until(self, requests, disable_tqdm=False):
+        return self._complete("generate_until", requests, lambda missing: self._generate(missing, disable_tqdm))
+
+    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+        """Return the texts of requests, of which each group with the same options runs together."""
         groups = Collator(requests, lambda _: 0, lambda request: request.args[1], group_by="gen_kwargs")
         answers = []
         for group in groups.get_batched(n=len(requests)):
             options = normalize_gen_kwargs(group[0].args[1], self.max_gen_toks)
             is_greedy = not options["do_sample"] and not set(options) - _GREEDY_FIELDS and self.think_end_token is None
-            with self._running():
-                if is_greedy:
-                    answers += self._generate_greedy(group, options, disable_tqdm)
-                else:
-                    answers += super().generate_until(group, disable_tqdm)
+            if is_greedy:
+                answers += self._generate_greedy(group, options, disable_tqdm)
+            else:
+                answers += super().generate_until(group, disable_tqdm)
         return groups.get_original(answers)
 
     def _generate_greedy(self, requests: list[Instance], options: dict[str, Any], disable_tqdm: bool) -> list[str]:
