@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loopdropout_trainer import __version__
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
 from loopdropout_trainer.errors import UserError
@@ -52,7 +51,6 @@ class DataArguments:
     )
 
     def __post_init__(self):
-        self.made_by = __version__  # `datasets` caches the results of a function by its name and arguments
         problems = self.preparation if PREPARATIONS[self.preparation].problems else None
         sources = {"dataset_name": self.dataset_name, "train_files": self.train_files, "preparation": problems}
         given = [f"`{name}: {value}`" for name, value in sources.items() if value]

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.errors import UserError
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetBuilder
 
     from loopdropout_trainer.data.arguments import DataArguments
 
@@ -27,6 +28,8 @@ def load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
         raise UserError("`dataset_name` or `train_files` must be set, because there is no data to train on.")
     try:
         return read_files(files) if files else _read_dataset(args)
+    except UserError:
+        raise
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
         reason = str(error.__cause__ or error) or "a file is empty"
         raise UserError(f"{files or args.dataset_name} cannot be loaded: {reason}") from error
@@ -34,27 +37,39 @@ def load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
 
 def read_files(files: str | Sequence[str]) -> Dataset:
     """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files."""
-    from datasets import load_dataset
+    from datasets import load_dataset_builder
 
     if isinstance(files, str):
         files = [files]
     suffix = Path(files[0].removesuffix(".gz")).suffix
     kind = {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json")
-    options = _csv_options(files[0]) if kind == "csv" else {}
-    return load_dataset(kind, data_files=files, split="train", **options)
+    builder = load_dataset_builder(kind, data_files=list(files))
+    return _read_local(builder, kind, data_files=list(files), split="train")
 
 
 def _read_dataset(args: DataArguments) -> Dataset:
     """Return the rows of a data set on the Hub or in a folder."""
     from datasets import load_dataset, load_dataset_builder
 
-    options = {"revision": args.dataset_revision, "split": args.dataset_split}
-    if Path(args.dataset_name).is_dir():
-        builder = load_dataset_builder(args.dataset_name, args.dataset_config)
-        if builder.name == "csv":
-            first_files = next(iter(builder.config.data_files.values()))
-            options |= _csv_options(first_files[0])
-    return load_dataset(args.dataset_name, args.dataset_config, **options)
+    names = (args.dataset_name, args.dataset_config)
+    if not Path(args.dataset_name).is_dir():
+        return load_dataset(*names, revision=args.dataset_revision, split=args.dataset_split)
+    return _read_local(load_dataset_builder(*names), *names, split=args.dataset_split)
+
+
+def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> Dataset:
+    """Load files that `builder` has found, from a cache that is named by their contents.
+
+    The cache of `datasets` knows files by path and time of change. A copied or restored file can keep its time.
+    """
+    from datasets import config, load_dataset
+
+    files = sorted(file for split in builder.config.data_files.values() for file in split)
+    local_files = [file for file in files if Path(file).is_file()]  # the others are addresses
+    if builder.name == "csv":
+        options |= _csv_options(files[0])
+    cache = Path(config.HF_DATASETS_CACHE, f"contents-{digest_files(local_files)}")
+    return load_dataset(*names, cache_dir=str(cache), **options)
 
 
 def _csv_options(file: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from accelerate import PartialState
@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.caching import examples_key, step_key
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import FORMATS, TARGETS, has_text
 from loopdropout_trainer.data.holding_out import random_order
@@ -47,23 +48,16 @@ def load_datasets(
 
     with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
         datasets = _split(args, tokenizer)
-        if isinstance(datasets["train"][0].get("completion"), str):
-            options = {"tokenizer": tokenizer, "is_one_text": args.target_prefix != ""}
-            datasets = datasets.map(tokenize, fn_kwargs=options)
-        if max_length is not None:
-            options = {"tokenizer": tokenizer, "max_length": max_length}
-            reason = f"they have more than {max_length:,} tokens"
-            datasets = {name: _keep(split, _fits, reason, **options) for name, split in datasets.items()}
+        for name, examples in datasets.items():
+            datasets[name] = _complete(examples, tokenizer, max_length)
     datasets = DatasetDict({name: split for name, split in datasets.items() if len(split)})
     if "train" not in datasets:
         raise UserError(f"`max_length` must be larger, because no example has {max_length} tokens or fewer.")
     return datasets
 
 
-def _split(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+def _split(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Examples]:
     """Return the training and the held-out examples, which may be none."""
-    from datasets import DatasetDict
-
     preparation = PREPARATIONS[args.preparation]
     num_train = args.num_train_examples or preparation.num_train_examples
     num_eval = args.num_eval_examples
@@ -77,12 +71,12 @@ def _split(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> DatasetDi
     else:
         rows = load_rows(args, args.train_files)
     examples = _make_examples(rows, args, tokenizer)
-    orders = np.array(examples["order"])
+    orders = np.array(examples.rows["order"])
     train, held_out = preparation.split(orders, num_eval)
     eval_examples = examples.select(held_out)
     if args.eval_files:
         eval_examples = _make_examples(load_rows(args, args.eval_files), args, tokenizer)
-    is_repeated = np.isin(orders[train], eval_examples["order"])
+    is_repeated = np.isin(orders[train], eval_examples.rows["order"])
     _log_left_out(np.sum(is_repeated), "they repeat a held-out example")
     train = train[~is_repeated]
     if len(train) < (args.num_train_examples or 1) or len(held_out) < num_eval:
@@ -91,20 +85,57 @@ def _split(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> DatasetDi
             f"numbers of usable examples, got {args.num_train_examples} and {num_eval:,}."
         )
     # `train` is in order of preference, from which the first ones are taken. They are trained on in the order of the source.
-    train = np.sort(train[:num_train])
-    return DatasetDict(train=examples.select(train), eval=eval_examples).remove_columns("order")
+    return {"train": examples.select(np.sort(train[:num_train])), "eval": eval_examples}
 
 
-def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+class Examples(NamedTuple):
+    """Examples, with a key of everything that they were made from.
+
+    Each method returns the result of a step. `datasets` caches it under the key of these examples and the step's inputs.
+    """
+
+    rows: Dataset
+    key: str
+
+    def select(self, indices: np.ndarray) -> Examples:
+        """Take the examples with these indices [N]."""
+        return Examples(self.rows.select(indices), step_key(self.key, indices))
+
+    def map(self, function: Callable[..., Row], remove_columns: Sequence[str], **options: Any) -> Examples:
+        """Replace each example by the result of a function of it and the options."""
+        key = step_key(self.key, function.__name__)
+        rows = self.rows.map(function, remove_columns=remove_columns, fn_kwargs=options, new_fingerprint=key)
+        return Examples(rows, key)
+
+    def keep(self, function: Callable[..., bool], reason: str, **options: Any) -> Examples:
+        """Leave out the examples for which a function is false, and log the reason with their number."""
+        key = step_key(self.key, function.__name__, reason)
+        rows = self.rows.filter(function, fn_kwargs=options, new_fingerprint=key)
+        _log_left_out(len(self.rows) - len(rows), reason)
+        return Examples(rows, key)
+
+
+def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Examples:
     """Return the examples of the usable rows, with their `order` in random choices."""
     mapping = args.column_mapping or {}
     columns = find_columns(args, [*rows.column_names, *mapping])
     _check_columns(columns, mapping, rows.column_names)
+    examples = Examples(rows, examples_key(rows, args, tokenizer))
     reason = "they have no text to train on, or `preparation` excludes them"
-    rows = _keep(rows, _is_usable, reason, args=args, columns=columns, tokenizer=tokenizer)
-    if not len(rows):
+    examples = examples.keep(_is_usable, reason, args=args, columns=columns, tokenizer=tokenizer)
+    if not len(examples.rows):
         raise UserError(f"The data must have an example with text in {columns[-1]}.")
-    return rows.map(_make_example, fn_kwargs={"args": args}, remove_columns=rows.column_names)
+    return examples.map(_make_example, rows.column_names, args=args)
+
+
+def _complete(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Dataset:
+    """Return examples with the tokens of pairs of texts, without examples that are too long."""
+    if len(examples.rows) and isinstance(examples.rows[0].get("completion"), str):
+        examples = examples.map(_add_tokens, [], tokenizer=tokenizer)
+    if max_length is not None:
+        reason = f"they have more than {max_length:,} tokens"
+        examples = examples.keep(_fits, reason, tokenizer=tokenizer, max_length=max_length)
+    return examples.rows.remove_columns(["order", "is_one_text"])
 
 
 def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Sequence[str]) -> None:
@@ -137,7 +168,11 @@ def _is_usable(row: Row, args: DataArguments, columns: Sequence[str], tokenizer:
 
 def _make_example(row: Row, args: DataArguments) -> Row:
     identity, example = PREPARATIONS[args.preparation].make_example(_map_columns(row, args), args)
-    return {**example, "order": random_order(identity, args.split_seed)}
+    return {**example, "order": random_order(identity, args.split_seed), "is_one_text": args.target_prefix != ""}
+
+
+def _add_tokens(example: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+    return tokenize(example, tokenizer, is_one_text=example["is_one_text"])
 
 
 def _fits(example: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
@@ -146,12 +181,6 @@ def _fits(example: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> 
         return len(example["input_ids"]) <= max_length
     whole = [{**example, "completion": example[name]} for name in ("chosen", "rejected") if name in example]
     return all(len(tokenize(part, tokenizer)["input_ids"]) <= max_length for part in whole or [example])
-
-
-def _keep(dataset: Dataset, function: Callable[..., bool], reason: str, **options: Any) -> Dataset:
-    kept = dataset.filter(function, fn_kwargs=options)
-    _log_left_out(len(dataset) - len(kept), reason)
-    return kept
 
 
 def _log_left_out(number: int, reason: str) -> None:

@@ -1,0 +1,141 @@
+"""The key of cached examples: one place for everything that examples are a function of.
+
+`datasets` keeps the result of a function on the disk, under a key made of the function's *name* and arguments. The code of a
+function in a file is not part of that key, so an edited preparation would get its old examples. `examples_key` replaces it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+import sysconfig
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from importlib.metadata import version
+from modulefinder import ModuleFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from loopdropout_trainer.data.preparations import PREPARATIONS
+from loopdropout_trainer.files import PACKAGE
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from loopdropout_trainer.data.arguments import DataArguments
+
+logger = logging.get_logger(__name__)
+
+LIBRARIES = ("datasets", "jinja2", "tokenizers", "transformers")
+"""Libraries that make examples of rows. The key has their versions."""
+
+
+def examples_key(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a short text that changes whenever anything changes from which examples are made.
+
+    A preparation may also read a file or the environment while it makes an example, which the key cannot know. It does know
+    the texts and numbers that the preparation's file stored in its global names when it was imported.
+
+    Args:
+        rows: Rows from `load_rows`. The folder of their cache is named by the contents of local files, or by the commit of a
+            data set on the Hub.
+        args: All fields are part of the key, because a preparation can read each of them.
+        tokenizer: Tokenizer. The key has its vocabulary, special tokens and chat template, but not the padding that a batch
+            sets.
+    """
+    preparation = PREPARATIONS[args.preparation]
+    functions = (preparation.make_example, preparation.keep)
+    try:
+        return step_key(
+            [file["filename"] for file in rows.cache_files],
+            [getattr(args, field.name) for field in fields(args)],
+            tokenizer,
+            [version(name) for name in LIBRARIES],
+            package_code(),
+            preparation,
+            [code_of(function) for function in functions],
+            [global_values(function) for function in functions],
+        )
+    except Exception as error:  # code that cannot be read or pickled can raise anything
+        logger.warning(f"The examples are not cached, because the code of `preparation` cannot be compared: {error!r}")
+        return uuid.uuid4().hex
+
+
+def step_key(*inputs: Any) -> str:
+    """Return a short text that is the same for the same inputs. It is a fingerprint of `datasets`."""
+    from datasets.fingerprint import Hasher
+
+    return Hasher.hash(inputs)
+
+
+def digest_files(paths: Iterable[str | Path]) -> str:
+    """Return a digest of the contents of files, in their order."""
+    whole = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        with open(path, "rb") as file:
+            whole.update(hashlib.file_digest(file, "blake2b").digest())
+    return whole.hexdigest()
+
+
+def package_code() -> str:
+    """Return a digest of the package's code that makes examples."""
+    return digest_files([*sorted((PACKAGE / "data").glob("*.py")), PACKAGE / "arithmetic.py"])
+
+
+def code_of(function: Callable[..., Any]) -> str | None:
+    """Return a digest of the file of a function and of the user's files that this file imports.
+
+    Installed libraries are left out. A function without a file, as in a notebook, needs none: `datasets` hashes its code.
+    """
+    file = own_file(_module_of(function))
+    if file is None:
+        return None
+    finder = ModuleFinder([path for path in sys.path if not _is_of_libraries(path)], excludes=[PACKAGE.name])
+    finder.run_script(str(file))  # finds its imports, without executing it
+    imported = {module.__file__ for module in finder.modules.values() if module.__file__}
+    return digest_files(sorted({str(file), *imported}))
+
+
+def global_values(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the texts and numbers among the global names of a function's file, also those in lists and dictionaries."""
+    module = _module_of(function)
+    if own_file(module) is None:
+        return {}
+    return {name: value for name, value in vars(module).items() if name[:2] != "__" and _is_plain(value)}
+
+
+def own_file(module: ModuleType | None) -> Path | None:
+    """Return the file of a module that is not part of this package, whose code `package_code` has."""
+    file = getattr(module, "__file__", None)
+    if file is None or Path(file).is_relative_to(PACKAGE):
+        return None
+    return Path(file)
+
+
+def _module_of(function: Callable[..., Any]) -> ModuleType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return sys.modules.get(function.__module__)
+
+
+def _is_of_libraries(path: str) -> bool:
+    parts = Path(path).parts
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return Path(path).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in [*value.keys(), *value.values()])
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | bytes | int | float | re.Pattern)
