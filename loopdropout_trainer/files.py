@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import UserError, first_line, short_repr
+from filelock import BaseFileLock, FileLock, Timeout
+
+from loopdropout_trainer.errors import UNWRITABLE, UserError, first_line, short_repr
 
 
 PACKAGE = Path(__file__).parent
@@ -64,7 +65,10 @@ def sync_files(files: Iterable[Path]) -> None:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # another user's file, which this process has not written
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -89,10 +93,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return fields
 
 
-_LOCKED: set[Path] = set()
-"""Folders that this process has locked."""
-
-
 @contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
     """Keep other processes out of a folder inside the block. A process can lock a folder several times.
@@ -101,23 +101,33 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         UserError: If another process has locked the folder.
     """
     path = Path(folder).resolve()
-    if path in _LOCKED:
-        yield
-        return
     path.mkdir(parents=True, exist_ok=True)
-    with open(path / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"Another process writes to `output_dir` {folder}. Wait until it has finished, or set another `output_dir`."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        _LOCKED.add(path)
-        try:
-            yield
-        finally:
-            _LOCKED.discard(path)
-            with suppress(OSError):
-                (path / ".lock").unlink()
+    lock = FileLock(path / ".lock", timeout=1, thread_local=False, is_singleton=True)
+    try:
+        acquired = _acquire(lock)
+    except Timeout:
+        raise UserError(
+            f"Another process writes to `output_dir` {folder}. Wait until it has finished, or set another `output_dir`."
+        ) from None
+    with acquired:
+        yield
+
+
+@contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """Let one process at a time read a file and replace it by `write_file`. The others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _acquire(FileLock(path.with_name(f".{path.name}.lock"))):
+        yield
+
+
+def _acquire(lock: BaseFileLock) -> AbstractContextManager:
+    """Acquire a lock, and return a context that releases it. On a file system without locks, nothing is locked."""
+    try:
+        return lock.acquire()
+    except Timeout:
+        raise
+    except OSError as error:
+        if error.errno in UNWRITABLE:
+            raise
+        return nullcontext()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.files import write_file
+from loopdropout_trainer.files import lock_file, sync_files, write_file
 from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
 
 
@@ -69,9 +69,10 @@ def write_results(output_dir: str | Path, rows: Iterable[Mapping[str, Any]], ste
         step: optimizer step of the adapter in the folder. Results of a training that was made longer since are removed.
     """
     path = Path(output_dir, RESULTS_FILE)
-    kept = (row for row in _read_lines(path) if not step or row.get("step") in (None, step))
-    by_key = {_key(row): row for row in [*kept, *rows]}
-    write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
+    with lock_file(path):
+        kept = [row for row in _read_lines(path) if not step or row.get("step") in (None, step)]
+        by_key = {_key(row): row for row in [*kept, *rows]}
+        write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
 
 
 def read_results(*folders: str | Path) -> list[dict[str, Any]]:
@@ -112,11 +113,17 @@ def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def write_run(output_dir: str | Path, **facts: Any) -> None:
-    """Write `run.json`, which marks a run as finished, with the versions of the libraries, new facts and the facts before."""
+    """Write `run.json`, which marks a run as finished, with the versions of the libraries, new facts and the facts before.
+
+    The other files of the folder reach the disk first, so that a power failure never leaves a finished run with empty files.
+    """
     versions = {"python": platform.python_version(), "loopdropout-trainer": loopdropout_trainer.__version__}
     versions |= {name: version(name) for name in _LIBRARIES}
-    facts = {**read_run(output_dir), "status": "finished", **facts, "versions": versions}
-    write_file(Path(output_dir, RUN_FILE), json.dumps(facts, indent=2, default=str) + "\n")
+    path = Path(output_dir, RUN_FILE)
+    with lock_file(path):
+        sync_files(file for file in path.parent.iterdir() if file.is_file())
+        facts = {**read_run(output_dir), "status": "finished", **facts, "versions": versions}
+        write_file(path, json.dumps(facts, indent=2, default=str) + "\n")
 
 
 def read_run(output_dir: str | Path) -> dict[str, Any]:

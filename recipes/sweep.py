@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.files import write_file
+from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import (
@@ -319,16 +319,18 @@ class Sweep:
         from _tables import ACCURACY_TITLE, accuracy_table, load_results, print_table
 
         path = Path(self.output_dir, "summary.json")
-        choices = json.loads(path.read_bytes())["choices"] if path.exists() else {}
+        own_choices = {}
         for method in () if self.full_grid else self.recipes:
             choice = self.choice(method)
             print(f"{method}: learning rate {choice.best}. {choice.remark}")
-            choices[method] = choice._asdict()
+            own_choices[method] = choice._asdict()
         table = accuracy_table(load_results(self.output_dir))
         if len(table):
             print_table(ACCURACY_TITLE, table)
-        summary = {"choices": choices, "accuracy": table.reset_index().to_dict("records")}
-        write_file(path, json.dumps(summary, indent=1) + "\n")
+        with lock_file(path):
+            choices = json.loads(path.read_bytes())["choices"] if path.exists() else {}
+            summary = {"choices": choices | own_choices, "accuracy": table.reset_index().to_dict("records")}
+            write_file(path, json.dumps(summary, indent=1) + "\n")
 
 
 def _gpus() -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import read_lines
+from processes import ended, fork
 from raises import user_error
 
 from loopdropout_trainer import results
@@ -21,6 +22,17 @@ def test_write_results_replaces_equal_keys_only(tmp_path, column):
     write_results(tmp_path / "new", [ROW])
     write_results(tmp_path / "new", [newer, other])
     assert read_lines(tmp_path / "new/results.jsonl") == [newer, other]  # one flat object per line
+
+
+def write_rows(folder, method):
+    for step in range(40):
+        write_results(folder, [{**ROW, "method": method, "step": None, "seed": step}])
+
+
+def test_write_results_keeps_rows_of_all_writers(tmp_path):
+    writers = [fork(write_rows, str(tmp_path), method) for method in ("LoRA", "Loop Dropout")]
+    assert [ended(writer) for writer in writers] == [0, 0]
+    assert len(read_lines(tmp_path / "results.jsonl")) == 80
 
 
 def test_read_results_joins_recipes(tmp_path):

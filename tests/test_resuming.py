@@ -16,6 +16,7 @@ from raises import user_error
 from transformers import TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
@@ -172,6 +173,28 @@ def enter_locked_folder(folder):
         pass
 
 
+def enter_free_folder(folder):
+    with lock_folder(folder), lock_folder(folder):
+        pass
+
+
+def hold_folder(folder, rounds):
+    """Lock a folder many times, and raise if another process has it at the same time."""
+    holder = Path(folder, "holder")
+    for _ in range(rounds):
+        try:
+            with lock_folder(folder):
+                holder.touch(exist_ok=False)
+                holder.unlink()
+        except UserError:  # another process was in it for long
+            pass
+
+
+def test_folder_is_locked_once(tmp_path):
+    processes = [fork(hold_folder, str(tmp_path), 300) for _ in range(4)]
+    assert [ended(process) for process in processes] == [0] * 4
+
+
 def test_folder_is_locked_while_training(make_trainer):
     class Intruder(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -179,7 +202,7 @@ def test_folder_is_locked_while_training(make_trainer):
 
     trainer = make_trainer(callbacks=[Intruder()], max_steps=1)
     trainer.train()
-    assert not Path(trainer.args.output_dir, ".lock").exists()
+    assert ended(fork(enter_free_folder, trainer.args.output_dir)) == 0
 
 
 def test_full_disk_names_newest_checkpoint(make_trainer, monkeypatch):
