@@ -52,6 +52,7 @@ class JobProgressCallback(ProgressCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.current_step = self.first_step = state.global_step
         self.start = time.monotonic()
+        self.time_left = ""  # after the first step, such as "job: 0:01:00 left"
         self.evaluation_seconds = self.trained_at and self.start - self.trained_at
         hidden = args.disable_tqdm or not state.is_world_process_zero
         self.training_bar = tqdm(desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden)
@@ -64,12 +65,14 @@ class JobProgressCallback(ProgressCallback):
         left = (self.trainings * state.max_steps - state.global_step) * step_seconds
         left += self.trainings * (self.evaluation_seconds or 0)
         without = "" if self.evaluation_seconds else " without evaluations"
-        self.training_bar.set_postfix_str(f"job: {timedelta(seconds=round(left))} left{without}", refresh=False)
+        self.time_left = f"job: {timedelta(seconds=round(left))} left{without}"
+        self.training_bar.set_postfix_str(self.time_left, refresh=False)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
             values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
-            self.training_bar.write(f"{self.title}, {self.training_bar.postfix}: {values}")
+            title = f"{self.title}, {self.time_left}" if self.time_left else self.title
+            self.training_bar.write(f"{title}: {values}")
 
     def on_train_end(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)

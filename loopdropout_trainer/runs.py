@@ -6,6 +6,7 @@ trainings and measurements need are imported in the functions, so that mistakes 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -30,6 +31,9 @@ from loopdropout_trainer.results import (
     write_results,
     write_run,
 )
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, newest_checkpoint
+from loopdropout_trainer.saving.integrity import adapter_patterns, find_damage
+from loopdropout_trainer.saving.integrity import record as record_files
 
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from loopdropout_trainer.progress import JobProgressCallback
     from loopdropout_trainer.training.config import GateConfig
 
+
+logger = logging.getLogger(__name__)
 
 LORA_VARIANTS = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
 """Names of the methods that a setting makes of LoRA."""
@@ -59,14 +65,20 @@ class Run(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the training has ended, with the length that the recipe asks for."""
-        has_ended = read_run(self.args.output_dir).get("status") in ("trained", "finished")
-        return has_ended and not find_difference(self.args.output_dir, self.recipe, (), LENGTH)
+        """Whether the training has ended, with the length that the recipe asks for, and its adapter is undamaged."""
+        is_long_enough = self.has_ended and not find_difference(self.args.output_dir, self.recipe, (), LENGTH)
+        return is_long_enough and find_damage(self.args.output_dir) is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `run.json` says that a training has ended, of the present length or a shorter one."""
+        return read_run(self.args.output_dir).get("status") in ("trained", "finished")
 
     @property
     def is_complete(self) -> bool:
         """Whether the run has finished with all of its measurements."""
-        return is_finished(self.args.output_dir) and not find_difference(self.args.output_dir, self.recipe)
+        is_measured = is_finished(self.args.output_dir) and not find_difference(self.args.output_dir, self.recipe)
+        return is_measured and self.is_trained
 
     @property
     def title(self) -> str:
@@ -93,6 +105,13 @@ class Run(NamedTuple):
             raise UserError(
                 f"{folder} holds another run: {difference}. Set another `output_dir`,{longer} or remove the folder."
             )
+        if self.has_ended and (damage := find_damage(folder)):
+            if not self.args.resume_from_checkpoint:
+                raise UserError(
+                    f"{folder} {damage}. Add `--resume_from_checkpoint true` to continue from its newest checkpoint, or "
+                    "remove the folder."
+                )
+            logger.warning("The adapter in %s is not used, because the folder %s.", folder, damage)
 
 
 class Job:
@@ -111,8 +130,6 @@ class Job:
     """
 
     def __init__(self, *arguments: Any) -> None:
-        from loopdropout_trainer.saving.checkpoints import find_checkpoint
-
         self.script_args, self.model_args, self.adapter_args, _, self.args, *_ = arguments
         if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
@@ -141,8 +158,6 @@ class Job:
 
     def print_plan(self) -> None:
         """Print the model, the rules, the data, the training, and the checkpoint that it uses or could use."""
-        from loopdropout_trainer.saving.checkpoints import newest_checkpoint
-
         args, recipe, runs = self.args, self.runs[0].recipe, self.runs
         get = lambda *names: " ".join(str(recipe[name]) for name in names if recipe.get(name))
         length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
@@ -294,6 +309,8 @@ class Job:
         trainer.save_model()
         trainer.save_state()
         if trainer.is_world_process_zero():
+            # A finished run is measured further with its adapter and the state of its training.
+            record_files(trainer.args.output_dir, [*adapter_patterns(trainer.model.peft_config), STATE_FILE])
             write_run(
                 trainer.args.output_dir,
                 status="trained",
@@ -406,9 +423,8 @@ def adapter_rank(adapter: str) -> int:
 def load_state(folder: str | Path) -> TrainerState:
     """Return the state of a training, or of its checkpoint."""
     from transformers import TrainerState
-    from transformers.trainer import TRAINER_STATE_NAME
 
-    return TrainerState.load_from_json(str(Path(folder, TRAINER_STATE_NAME)))
+    return TrainerState.load_from_json(str(Path(folder, STATE_FILE)))
 
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:

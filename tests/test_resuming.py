@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from conftest import Recorder, assert_same_weights, make_tokenizer, tiny_ouro, t
 from datasets import Dataset
 from processes import ended, fork
 from raises import user_error
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
 from loopdropout_trainer.errors import UserError
@@ -114,6 +115,35 @@ def test_signal_stops_with_a_checkpoint(make_trainer, stop):
     resumed.train(resume_from_checkpoint=True)
     assert len(resumed.seen) == 3
     assert_same_weights(resumed, straight)
+
+
+def test_stop_without_a_full_checkpoint_promises_nothing(make_trainer):
+    class Interrupted(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            signal.raise_signal(signal.SIGTERM)
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(TrainingInterrupted, match="of 6. It cannot be continued, because with `save_only_model`"):
+        make_trainer(cls=Interrupted, save_only_model=True).train()
+
+
+@pytest.mark.parametrize("rule", ["loop_dropout", "adaptive"])
+def test_restored_callbacks_resume_bit_for_bit(tmp_path, make_trainer, rule):
+    """transformers makes the user's callbacks again from a checkpoint, and leaves the callbacks of this package alone."""
+    fields = {"rule": rule, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    fields |= {"output_dir": str(tmp_path), "restore_callback_states_from_checkpoint": True}
+    make_trainer(callbacks=[EarlyStoppingCallback(5)], **fields).train()
+    last = tmp_path / "checkpoint-6"
+    weights = (last / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(last)
+    resumed = make_trainer(callbacks=[EarlyStoppingCallback(9)], **fields)
+    places = [type(callback) for callback in resumed.callback_handler.callbacks]
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.seen[0].step == 4 and (last / "adapter_model.safetensors").read_bytes() == weights
+    (stopping,) = (x for x in resumed.callback_handler.callbacks if isinstance(x, EarlyStoppingCallback))
+    assert stopping.early_stopping_patience == 5
+    kept = [type(callback) for callback in resumed.callback_handler.callbacks if callback is not stopping]
+    assert kept == [place for place in places if place is not EarlyStoppingCallback]
 
 
 def test_finished_training_is_not_continued(make_trainer):

@@ -18,6 +18,7 @@ from raises import user_error
 
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
+from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
@@ -179,6 +180,12 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     assert read_run(copy)["training_data"] == state["TrainingDataCallback"]["attributes"]
 
 
+def test_run_without_bars_resumes_after_its_last_step(quickstart, copy, no_steps):
+    interrupt(copy, 6)
+    run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true --disable_tqdm true", FEW_MEASUREMENTS)
+    assert adapter(copy) == adapter(quickstart[0])
+
+
 def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
     write_run(copy, status="trained")
     lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
@@ -186,10 +193,23 @@ def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_
     assert tables(run(WORDS, "--output_dir", copy)) == tables(quickstart[1])
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "trainer_state.json"])
+def test_damaged_adapter_of_a_finished_run(quickstart, copy, no_steps, name, log):
+    """The run continues from its newest checkpoint, which has all steps, or says how to do so."""
+    content = (copy / name).read_bytes()
+    (copy / name).write_bytes(content[:-100] + bytes(100))
+    with user_error(f"{re.escape(str(copy))} has a damaged {name}. Add `--resume_from_checkpoint true`"):
+        run(WORDS, "--output_dir", copy)
+    run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
+    assert f"not used, because the folder has a damaged {name}" in log.text
+    assert adapter(copy) == adapter(quickstart[0])
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_crafted_checkpoint_runs_no_code(copy, name):
     interrupt(copy, 4)
     torch.save(SimpleNamespace(), copy / "checkpoint-4" / name)  # unpickling calls its class
+    record(copy / "checkpoint-4")  # a stranger writes fitting digests, too
     with pytest.raises(Exception, match="(?i)weights.only|unpickl"):
         run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true")
 

@@ -325,6 +325,18 @@ class AdapterTrainingMixin:
             record(folder)
             delete_older_checkpoints(folder, limit, self.state.best_model_checkpoint)
 
+    def _load_callback_state(self) -> None:
+        """Restore the user's callbacks, if `restore_callback_states_from_checkpoint` is set.
+
+        Callbacks of this package restore themselves. transformers would replace them by new ones, which would not know the
+        trainer, and would come after the callback that resets the gates.
+        """
+        saved = self.state.stateful_callbacks
+        own = {type(callback).__name__ for callback in (*self.step_callbacks, self.data_callback)}
+        self.state.stateful_callbacks = {name: state for name, state in saved.items() if name not in own}
+        super()._load_callback_state()
+        self.state.stateful_callbacks = saved
+
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:

@@ -123,7 +123,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         try:
             with explain_write_errors(folder), lock_folder(folder) if self.args.should_save else nullcontext():
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
-            self.stop_callback.raise_if_stopped(self.state)
+            self.stop_callback.raise_if_stopped(self.args, self.state)
             return output
         finally:
             self.stop_callback.restore_handlers()

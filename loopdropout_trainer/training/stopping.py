@@ -111,12 +111,14 @@ class StopCallback(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def raise_if_stopped(self, state: TrainerState) -> None:
+    def raise_if_stopped(self, args: TrainingArguments, state: TrainerState) -> None:
         """Raise TrainingInterrupted after a training that a signal stopped before its last step."""
         if self.received and state.global_step < state.max_steps:
+            advice = "Continue with `resume_from_checkpoint`."
+            if args.save_only_model:
+                advice = "It cannot be continued, because with `save_only_model` its checkpoint has the adapter only."
             interrupted = TrainingInterrupted(
-                f"Training stopped after step {state.global_step:,} of {state.max_steps:,}. Continue with "
-                "`resume_from_checkpoint`."
+                f"Training stopped after step {state.global_step:,} of {state.max_steps:,}. {advice}"
             )
             interrupted.signal = signal.SIGTERM if self.received % signal.SIGTERM == 0 else signal.SIGINT
             raise interrupted
