@@ -76,7 +76,7 @@ def small_fields(fields: dict, num_layers: int) -> dict:
             "num_hidden_layers": 4 + 2 * num_layers,
             "layer_types": ["sliding_attention", "mlp"] * (num_layers + 2),
         }
-    return {**small, FAMILIES[kind][2]: 1}
+    return {**small, FAMILIES[kind].num_loops: 1}
 
 
 def small_model(fields: dict) -> torch.nn.Module:

@@ -7,7 +7,9 @@ share, and all return the same results.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,7 +69,10 @@ def reference_examples(task: Task, num_examples: int | None = 500) -> list[dict[
     if not problems or not isinstance(solutions[0], str):
         raise UserError("The diagnosed task must have a text column `solution` or `answer`.")
     pairs = zip(problems, solutions, strict=True)
-    return [{"prompt": task.doc_to_text(doc), "completion": f" {remove_calculations(text)}"} for doc, text in pairs]
+    examples = []
+    for problem, solution in pairs:
+        examples.append({"prompt": task.doc_to_text(problem), "completion": f" {remove_calculations(solution)}"})
+    return examples
 
 
 def label_batches(
@@ -107,12 +112,13 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
     num_loops = find_looped_model(model).num_loops
     frozen = score(model, batches, torch.zeros(num_loops))
     results = [_result("loss", frozen.loss, "nats", frozen.n, num_loops, "none") | {"method": "base model"}]
-    for t, gates in enumerate([*torch.eye(num_loops), torch.ones(num_loops)], start=1):
-        loss, _, n = score(model, batches, gates)
-        reduction = 100 * (frozen.loss - loss) / frozen.loss
-        place = {"gates": f"loop {t}", "loop": t} if t <= num_loops else {"gates": "unit"}
-        results.append(_result("loss", loss, "nats", n, num_loops, **place))
-        results.append(_result("loss_reduction", reduction, "%", n, num_loops, **place))
+    columns = [{"gates": f"loop {loop}", "loop": loop} for loop in range(1, num_loops + 1)]
+    columns.append({"gates": "unit"})
+    for place, gates in zip(columns, [*torch.eye(num_loops), torch.ones(num_loops)], strict=True):
+        adapted = score(model, batches, gates)
+        reduction = 100 * (frozen.loss - adapted.loss) / frozen.loss
+        results.append(_result("loss", adapted.loss, "nats", adapted.n, num_loops, **place))
+        results.append(_result("loss_reduction", reduction, "%", adapted.n, num_loops, **place))
     return results
 
 
@@ -127,8 +133,10 @@ def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
         `readout_loss` and `readout_token_accuracy` of each loop.
     """
     num_loops = find_looped_model(model).num_loops
-    scores = enumerate(score_readouts(model, batches), start=1)
-    return [row for t, each in scores for row in _loss_and_accuracy("readout", each, num_loops, model, loop=t)]
+    results = []
+    for loop, readout in enumerate(score_readouts(model, batches), start=1):
+        results += _loss_and_accuracy("readout", readout, num_loops, model, loop=loop)
+    return results
 
 
 def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[int] | None = None) -> list[Result]:
@@ -152,7 +160,10 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
         depths = [num_loops]
     with use_depth(model, max(depths)):
         scores = score_readouts(model, batches)  # the readout of loop t is the output of a run with t loops
-    return [row for depth in depths for row in _loss_and_accuracy("depth", scores[depth - 1], depth, model)]
+    results = []
+    for depth in depths:
+        results += _loss_and_accuracy("depth", scores[depth - 1], depth, model)
+    return results
 
 
 @torch.no_grad()
@@ -176,22 +187,31 @@ def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: 
     for looped, inputs, labels in _prepare(model, batches):
         is_target = labels != -100
 
-        def logits(gates: Tensor, looped=looped, inputs=inputs, is_target=is_target) -> Tensor:  # [n, V]
-            with use_gates(model, gates):
-                readout = looped.base_model(**inputs, use_cache=False).last_hidden_state
-            return looped.get_output_embeddings()(readout[:, :-1][is_target]).float()
-
-        shares = logits(torch.ones(num_loops)).softmax(dim=-1)
+        target_logits = functools.partial(_target_logits, model, looped, inputs, is_target)
+        shares = target_logits(torch.ones(num_loops)).softmax(dim=-1)  # [n, V]
         for loop, direction in enumerate(step * torch.eye(num_loops)):
-            v = (logits(1 + direction) - logits(1 - direction)) / (2 * step)
-            sums[loop] += ((shares * v**2).sum(dim=-1) - (shares * v).sum(dim=-1) ** 2).double().sum().cpu()
+            v = (target_logits(1 + direction) - target_logits(1 - direction)) / (2 * step)  # [n, V]
+            variance = (shares * v**2).sum(dim=-1) - (shares * v).sum(dim=-1) ** 2  # [n]
+            sums[loop] += variance.double().sum().cpu()
         n += int(is_target.sum())
-    total = sum(gather_object([torch.cat([sums, torch.tensor([float(n)], dtype=torch.float64)])]))
+    own = torch.cat([sums, torch.tensor([float(n)], dtype=torch.float64)])
+    total = sum(gather_object([own]))  # [K + 1], of all processes
     values, n = total[:-1] / total[-1], int(total[-1])
-    rows = [
-        _result("curvature", value, "nats", n, num_loops, "unit", loop=t) for t, value in enumerate(values.tolist(), 1)
-    ]
-    return [*rows, _result("curvature_term", p / (2 * (1 - p)) * float(values.sum()), "nats", n, num_loops, "unit")]
+    results = []
+    for loop, value in enumerate(values.tolist(), start=1):
+        results.append(_result("curvature", value, "nats", n, num_loops, "unit", loop=loop))
+    term = p / (2 * (1 - p)) * float(values.sum())
+    results.append(_result("curvature_term", term, "nats", n, num_loops, "unit"))
+    return results
+
+
+def _target_logits(
+    model: PeftModel, looped: LoopedModelMixin, inputs: dict[str, Any], is_target: Tensor, gates: Tensor
+) -> Tensor:
+    """Return the float32 logits [n, V] of the n target tokens of a batch, under gates [K]."""
+    with use_gates(model, gates):
+        readout = looped.base_model(**inputs, use_cache=False).last_hidden_state  # [B, S, H]
+    return looped.get_output_embeddings()(readout[:, :-1][is_target]).float()
 
 
 def recommend_method(rho: Sequence[float]) -> str:
@@ -200,8 +220,9 @@ def recommend_method(rho: Sequence[float]) -> str:
     Args:
         rho: Loss reductions of loops 1 to K in percent, from `single_loop`.
     """
-    first, *_, last = rho
-    if max([*rho][:-1]) < 0.1 * last:
+    rho = list(rho)
+    first, last = rho[0], rho[-1]
+    if max(rho[:-1]) < 0.1 * last:
         return "rho_t is near zero in all loops but the last. Use LoRA, because only its last application counts."
     if first > 1.1 * last:
         return "rho_t falls from the first loop on, as for a new skill. Use LoRA."
@@ -221,9 +242,8 @@ def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequenc
         `gain` in percentage points over all problems, and its parts `gain_both_answered` and `gain_missing_in_either`.
     """
     gains = _gains(samples, baseline)
-    both = np.array(
-        [one["answered"] and other["answered"] for one, other in zip(samples, baseline, strict=True)], bool
-    )
+    answered = np.array([sample["answered"] for sample in samples], bool)
+    both = answered & np.array([sample["answered"] for sample in baseline], bool)
     parts = {"gain": gains, "gain_both_answered": gains * both, "gain_missing_in_either": gains * ~both}
     return [{"metric": name, "value": part.mean(), "unit": "points", "n": len(part)} for name, part in parts.items()]
 
@@ -245,7 +265,10 @@ class Comparison(NamedTuple):
     n: int
 
     def __str__(self) -> str:
-        return f"{self.gain:+.1f} [{self.low:+.1f}, {self.high:+.1f}]" + ", not significant" * (self.p >= 0.05)
+        text = f"{self.gain:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
+        if self.p >= 0.05:
+            text += ", not significant"
+        return text
 
 
 def compare_answers(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Comparison:
@@ -261,24 +284,24 @@ def compare_answers(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Map
     half = 100 * 0.5**0.5
     low, high = stats.ttest_1samp([*gains, half, -half], 0).confidence_interval()
     p = stats.binomtest(int((gains > 0).sum()), max(1, int((gains != 0).sum()))).pvalue
-    return Comparison(*map(float, (gains.mean(), low, high, p)), len(gains))
+    return Comparison(float(gains.mean()), float(low), float(high), float(p), n=len(gains))
 
 
 def _gains(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Return the differences between two models by problem, in percentage points."""
     if len(samples) != len(baseline):
         raise UserError(f"`baseline` must have {len(samples)} samples, got {len(baseline)}.")
-    correct, others = (np.array([row["correct"] for row in rows], float) for rows in (samples, baseline))
+    correct = np.array([sample["correct"] for sample in samples], float)
+    others = np.array([sample["correct"] for sample in baseline], float)
     return 100 * (correct - others)
 
 
 def score(model: nn.Module, batches: Iterable[Batch], gates: Sequence[float] | Tensor | None = None) -> Score:
     """Return the final loop's score, under gates [K] or under the gates in force."""
     final = lambda looped, inputs: [looped.base_model(**inputs, use_cache=False).last_hidden_state]
-    if gates is None:
-        return _score(model, batches, final)[0]
-    with use_gates(model, gates):
-        return _score(model, batches, final)[0]
+    with nullcontext() if gates is None else use_gates(model, gates):
+        (final_score,) = _score(model, batches, final)
+    return final_score
 
 
 def score_readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Score]:
@@ -293,12 +316,15 @@ def _score(
     """Return the score of each readout [B, S, H] that `readouts_of` returns for a batch."""
     sums = 0  # [readouts, 3]: loss, most probable targets, targets
     for looped, inputs, labels in _prepare(model, batches):
-        head, is_target = looped.get_output_embeddings(), labels != -100
-        targets, rows = labels[is_target], []  # [n]
+        head = looped.get_output_embeddings()
+        is_target = labels != -100
+        targets = labels[is_target]  # [n]
+        rows = []
         for readout in readouts_of(looped, inputs):
             logits = head(readout[:, :-1][is_target]).float()  # [n, V]
             losses = F.cross_entropy(logits, targets, reduction="none").double()
-            rows.append([losses.sum().item(), (logits.argmax(dim=-1) == targets).sum().item(), len(targets)])
+            num_correct = (logits.argmax(dim=-1) == targets).sum().item()
+            rows.append([losses.sum().item(), num_correct, len(targets)])
         sums += torch.tensor(rows, dtype=torch.float64)
     sums = sum(gather_object([sums]))
     if not isinstance(sums, Tensor) or not sums[0, 2]:
@@ -308,8 +334,10 @@ def _score(
 
 def _prepare(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[LoopedModelMixin, dict[str, Any], Tensor]]:
     """Yield the looped model, its inputs and the shifted labels [B, S - 1] of this process's batches, in evaluation mode."""
-    state, looped = PartialState(), attach_looped_model(model)
-    device, was_training = next(model.parameters()).device, model.training
+    state = PartialState()
+    looped = attach_looped_model(model)
+    device = next(model.parameters()).device
+    was_training = model.training
     model.eval()
     try:
         for batch in islice(batches, state.process_index, None, state.num_processes):

@@ -11,6 +11,7 @@ number of rows.) An example with two slots (a letter: a token; .: free; *: left 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -78,19 +79,13 @@ def generate_greedy(
         raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")
     ending = _Ending(looped, tokenizer, stop_strings, on_text)
     decode = _decode_in_slots if supports_slots(looped) else _generate
+    description = progress if isinstance(progress, str) else None
+    bar = tqdm(total=len(prompts), desc=description, unit=" prompts", disable=not progress)
     completions: dict[int, str] = {}
     was_training = model.training
     model.eval()
     try:
-        with (
-            torch.no_grad(),
-            tqdm(
-                total=len(prompts),
-                desc=progress if isinstance(progress, str) else None,
-                unit=" prompts",
-                disable=not progress,
-            ) as bar,
-        ):
+        with torch.no_grad(), bar:
             for finished in decode(looped, token_ids, max_new_tokens, batch_size, ending.find_ended):
                 for index, tokens in finished:
                     completions[index] = ending.to_text(tokens)
@@ -110,7 +105,8 @@ class _Ending:
     ) -> None:
         self.on_text = on_text
         self.decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self.stops = re.compile("|".join(map(re.escape, stops)) if stops else "(?!)")  # (?!) matches nothing
+        pattern = "|".join(map(re.escape, stops)) if stops else "(?!)"  # which matches nothing
+        self.stops = re.compile(pattern)
         added = tokenizer.get_added_vocab()  # special tokens are not part of the decoded text
         stop_tokens = [added[stop] for stop in stops if stop in added]
         self.end_tokens = {*end_tokens(looped), tokenizer.eos_token_id, *stop_tokens} - {None}
@@ -137,13 +133,11 @@ class _Ending:
 
 def supports_slots(model: PreTrainedModel) -> bool:
     """Return whether a model can decode with a `SlotCache`, by attention with a given mask [B, 1, S, columns]."""
-    layers = DynamicCache(config=model.config).layers
     takes_masks = model.config._attn_implementation in ("sdpa", "eager") and model._can_compile_fullgraph
-    return (
-        takes_masks
-        and not getattr(model.config, "prefix_lm", False)
-        and all(type(layer) is DynamicLayer for layer in layers)
-    )
+    is_causal = not getattr(model.config, "prefix_lm", False)
+    layers = DynamicCache(config=model.config).layers
+    sees_all_columns = all(type(layer) is DynamicLayer for layer in layers)
+    return takes_masks and is_causal and sees_all_columns
 
 
 class SlotCache(Cache):
@@ -180,21 +174,33 @@ class SlotLayer(StaticLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the states [B, heads, S, d] of the next tokens, and return all states that they may attend to."""
-        cache, new = self.cache, (key_states, value_states)
-        if not self.is_initialized:  # the number and the size of heads may differ from layer to layer
-            self.keys, self.values = (x.new_zeros(cache.num_slots, 0, x.shape[1], x.shape[3]) for x in new)
+        cache = self.cache
+        if not self.is_initialized:  # here, because the number and the size of heads may differ from layer to layer
+            self.keys = _no_columns(key_states, cache.num_slots)
+            self.values = _no_columns(value_states, cache.num_slots)
             self.is_initialized = True
         num_columns = cache.num_columns or cache.positions.shape[1]
-        missing = num_columns - self.keys.shape[1]
-        if missing > 0:  # zeros, because attention multiplies masked values by zero
-            padding = (0, 0, 0, 0, 0, -(-missing // COLUMN_BLOCK) * COLUMN_BLOCK)
-            self.keys, self.values = (nn.functional.pad(states, padding) for states in (self.keys, self.values))
+        self._add_columns(num_columns)
+        # Token s of row b goes to column positions[b, s] of slot slots[b]. Both indices broadcast to [B, S], and select places
+        # [B, S, heads, d]. A slice of columns would not do, because rows differ in length.
         places = cache.slots.to(key_states.device), cache.positions.to(key_states.device)
-        for states, added in zip((self.keys, self.values), new, strict=True):
-            states[places] = added.transpose(1, 2)
+        self.keys[places] = key_states.transpose(1, 2)
+        self.values[places] = value_states.transpose(1, 2)
         if cache.num_columns is None:
-            return new
-        return tuple(states[: len(cache.slots), :num_columns].transpose(1, 2) for states in (self.keys, self.values))
+            return key_states, value_states  # a prompt attends to itself, without older columns
+        keys, values = (states[: len(cache.slots), :num_columns] for states in (self.keys, self.values))
+        return keys.transpose(1, 2), values.transpose(1, 2)  # [B, heads, columns, d]
+
+    def _add_columns(self, num_columns: int) -> None:
+        """Allocate blocks of columns until there are `num_columns`."""
+        missing = num_columns - self.keys.shape[1]
+        if missing <= 0:
+            return
+        num_blocks = math.ceil(missing / COLUMN_BLOCK)
+        padding = (0, 0, 0, 0, 0, num_blocks * COLUMN_BLOCK)  # of d, heads and columns, from the last dimension
+        # Zeros, because attention multiplies the values of masked columns by zero, and NaN times zero is NaN.
+        self.keys = nn.functional.pad(self.keys, padding)
+        self.values = nn.functional.pad(self.values, padding)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.num_columns or query_length, 0
@@ -204,6 +210,11 @@ class SlotLayer(StaticLayer):
         return 0
 
 
+def _no_columns(states: Tensor, num_slots: int) -> Tensor:
+    """Return an empty tensor [slots, 0, heads, d] for states [B, heads, S, d]."""
+    return states.new_zeros(num_slots, 0, states.shape[1], states.shape[3])
+
+
 def _decode_in_slots(
     model: PreTrainedModel,
     prompts: list[list[int]],
@@ -211,56 +222,83 @@ def _decode_in_slots(
     num_slots: int,
     find_ended: Callable[[list[list[int]]], list[bool]],
 ) -> Iterator[Finished]:
-    """Yield the completions that end together."""
+    """Yield the completions that end together.
+
+    A turn is one call of the model. It reads some new prompts [B, S], or the last token [B, 1] of every running completion.
+    """
     num_slots = min(num_slots, len(prompts))
     cache = SlotCache(num_slots)
     waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
     rows: list[int] = []  # prompts of the slots in use, from the first slot
     answers: list[list[int]] = [[] for _ in prompts]
     while waiting or rows:
-        free, first = num_slots - len(rows), 0
-        # Not for each free slot, because reading prompts takes a call of its own.
-        if reads_prompts := bool(waiting) and 4 * free >= num_slots:
-            size = max(1, PREFILL_TOKENS // len(prompts[waiting[0]]))  # the first prompt is the longest
-            first = len(rows)
-            rows += [waiting.popleft() for _ in range(min(free, len(waiting), size))]
-        lengths = [len(prompts[index]) + len(answers[index]) for index in rows[first:]]
-        cache.num_columns = None if reads_prompts else max(lengths)
-        new = [torch.tensor(answers[index][-1:] or prompts[index]) for index in rows[first:]]
-        starts = torch.tensor([[length - len(row)] for length, row in zip(lengths, new, strict=True)])
-        ids = pad_sequence(new, batch_first=True).to(model.device)  # [B, S]
-        cache.slots = torch.arange(first, len(rows), device=model.device).unsqueeze(1)
-        # Padding comes after a prompt, which does not attend to it, in the columns of the completion.
-        cache.positions = (starts + torch.arange(ids.shape[1])).to(model.device)
-        logits = _next_logits(model, cache, ids, [len(row) - 1 for row in new])
-        for index, token in zip(rows[first:], logits.argmax(dim=-1).tolist(), strict=True):
+        num_free = num_slots - len(rows)
+        # Reading prompts takes a call in which the running rows wait. So it pays only for a quarter of the slots.
+        if waiting and 4 * num_free >= num_slots:
+            longest = len(prompts[waiting[0]])
+            num_new = min(num_free, len(waiting), max(1, PREFILL_TOKENS // longest))
+            first_slot = len(rows)
+            rows += [waiting.popleft() for _ in range(num_new)]
+            new = [prompts[index] for index in rows[first_slot:]]
+            starts = [0] * num_new
+            cache.num_columns = None
+        else:
+            first_slot = 0
+            new = [answers[index][-1:] for index in rows]
+            starts = [len(prompts[index]) + len(answers[index]) - 1 for index in rows]
+            cache.num_columns = max(starts) + 1
+        logits = _next_logits(model, cache, new, starts, first_slot)
+        for index, token in zip(rows[first_slot:], logits.argmax(dim=-1).tolist(), strict=True):
             answers[index].append(token)
 
         ended = find_ended([answers[index] for index in rows])
         ended = [end or len(answers[index]) >= max_new_tokens for end, index in zip(ended, rows, strict=True)]
         if any(ended):
             finished = [(index, answers[index]) for index, end in zip(rows, ended, strict=True) if end]
-            # The last rows move to the slots before them that are free: of rows [a, -, c, -, e], e moves to slot 1.
-            kept = [slot for slot, end in enumerate(ended) if not end]
-            sources = [slot for slot in kept if slot >= len(kept)]
-            targets = [slot for slot in range(len(kept)) if ended[slot]]
-            if targets:
-                cache.move(sources, targets)
-                for source, target in zip(sources, targets, strict=True):
-                    rows[target] = rows[source]
-            del rows[len(kept) :]
+            _close_gaps(cache, rows, ended)
             yield finished
 
 
-def _next_logits(model: PreTrainedModel, cache: SlotCache, ids: Tensor, ends: list[int]) -> Tensor:
-    """Return the float32 logits [B, V] after the tokens [B, S] of the cache's rows, at the columns `ends`."""
+def _close_gaps(cache: SlotCache, rows: list[int], ended: list[bool]) -> None:
+    """Remove the rows that ended. The running rows then fill the first slots again.
+
+    Attention reads the first B slots as one slice, without a copy of the cache. So the last rows move to the free slots before
+    them, which copies as few rows as possible: of rows [a, -, c, -, e], only e moves, to slot 1.
+    """
+    kept = [slot for slot, end in enumerate(ended) if not end]
+    sources = [slot for slot in kept if slot >= len(kept)]
+    targets = [slot for slot in range(len(kept)) if ended[slot]]
+    if targets:
+        cache.move(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            rows[target] = rows[source]
+    del rows[len(kept) :]
+
+
+def _next_logits(
+    model: PreTrainedModel, cache: SlotCache, new: list[list[int]], starts: list[int], first_slot: int
+) -> Tensor:
+    """Return the float32 logits [B, V] after the new tokens of B rows.
+
+    Args:
+        model: Looped model.
+        cache: Cache of the slots. Its `slots` and `positions` are set here.
+        new: The new tokens of each row.
+        starts: Position of the first new token of each row.
+        first_slot: Slot of the first of these rows. The others follow.
+    """
+    ids = pad_sequence([torch.tensor(tokens) for tokens in new], batch_first=True).to(model.device)  # [B, S]
+    cache.slots = torch.arange(first_slot, first_slot + len(new), device=model.device).unsqueeze(1)  # [B, 1]
+    # Padding comes after a prompt, which does not attend to it, in the columns of the completion, which overwrites them.
+    cache.positions = (torch.tensor(starts).unsqueeze(1) + torch.arange(ids.shape[1])).to(model.device)  # [B, S]
     # A token attends to the columns up to its own position. The mask is a number to add to the scores, because every
     # attention layer of every loop would have to convert a boolean mask.
     columns = torch.arange(cache.num_columns or ids.shape[1], device=ids.device)
     unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
     mask = torch.zeros_like(unseen, dtype=model.dtype).masked_fill_(unseen, torch.finfo(model.dtype).min)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": cache.positions, CACHE: cache}
-    hidden = model.base_model(**inputs, use_cache=True).last_hidden_state
+    hidden = model.base_model(**inputs, use_cache=True).last_hidden_state  # [B, S, H]
+    ends = [len(tokens) - 1 for tokens in new]
     return model.get_output_embeddings()(hidden[torch.arange(len(hidden)), ends]).float()
 
 
@@ -282,9 +320,7 @@ def _generate(
         indices = order[first : first + batch_size]
         rows = [torch.tensor(prompts[index]) for index in indices]
         ids = pad(rows).to(model.device)  # [B, S]
-        stop = lambda ids, scores, start=ids.shape[1], **kwargs: torch.tensor(
-            find_ended(ids[:, start:].tolist()), device=ids.device
-        )
+        stop = partial(_find_ended_rows, find_ended=find_ended, start=ids.shape[1])
         own_config = model.generation_config
         model.generation_config = GenerationConfig()  # `generate` takes unset fields from it, such as penalties
         try:
@@ -297,3 +333,10 @@ def _generate(
         finally:
             model.generation_config = own_config
         yield list(zip(indices, answers[:, ids.shape[1] :].tolist(), strict=True))
+
+
+def _find_ended_rows(
+    ids: Tensor, scores: Tensor, find_ended: Callable[[list[list[int]]], list[bool]], start: int, **kwargs: Any
+) -> Tensor:
+    """Return whether each row of ids [B, S] ends, [B], for transformers' `generate`. Completions begin at column `start`."""
+    return torch.tensor(find_ended(ids[:, start:].tolist()), device=ids.device)

@@ -57,7 +57,9 @@ def loop_dropout(
     Raises:
         UserError: If the model has gates already, or the adapter or the rule is not supported.
     """
-    return LoopDropoutHandle(model, make_rule(rule, p=p) if isinstance(rule, str) else rule, seed)
+    if isinstance(rule, str):
+        rule = make_rule(rule, p=p)
+    return LoopDropoutHandle(model, rule, seed)
 
 
 class LoopDropoutHandle:
@@ -82,12 +84,12 @@ class LoopDropoutHandle:
             )
         self.rule = rule
         self.seed = torch.initial_seed() if seed is None else seed
-        is_described = any("loop_description" in vars(module) for module in model.modules())
+        self._was_described = any("loop_description" in vars(module) for module in model.modules())
         check_trainable(model)
         self.looped = attach_looped_model(model)
         rule.check(self.looped.num_loops)
         layers = adapted_layers(model)
-        before = _variants(layers)
+        self._before = _variants(layers)
         casts_inputs = all(layer.cast_input_dtype_enabled for layer in layers)  # PEFT's arithmetic
         self.gate_state = add_gates(model, in_activation_dtype=not casts_inputs, rule=rule)
         self.gate_state.dropout = self
@@ -95,13 +97,12 @@ class LoopDropoutHandle:
             for variant in layer.lora_variant.values():
                 variant.gate_state = self.gate_state  # gates of the adapters that `set_adapter` activates later
         self.model = model
-        self.physical_layers, self._adapters = physical_layers(model), dict(model.peft_config)
+        self._number_layers()
         backbone = self.looped.base_model
         self._hooks = [
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),
             backbone.register_forward_hook(self._reset_gates, always_call=True),
         ]
-        self._before = before, is_described
 
     def sample(self, example_ids: Sequence[tuple[int, int]]) -> Tensor:
         """Return gates [K, N] for the N examples of a pass, each of them a (row, segment)."""
@@ -121,32 +122,40 @@ class LoopDropoutHandle:
 
         Call it after the backward pass, because gradient checkpointing computes the layers again with the gates.
 
-        If the model's class was described before, Dory keeps its `ScaledHead`, whose weights and output are equal.
+        For a Dory that a trainer used before, the head stays a `ScaledHead` (same weights and output).
         """
         if not self._hooks:
             return  # another handle may have set gates since
-        layers, is_described = self._before
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for layer, variants, casts_inputs in layers:
-            layer.lora_variant, layer.cast_input_dtype_enabled = variants, casts_inputs
+        for layer, variants, casts_inputs in self._before:
+            layer.lora_variant = variants
+            layer.cast_input_dtype_enabled = casts_inputs
         self.gate_state.dropout = None
         self.gate_state.is_read = bool(gated_layers(self.model))
-        if not is_described:
+        if not self._was_described:
             self.looped.detach()
 
     def _gate_new_layers(self) -> None:
         """Gate the layers of adapters that were added after the handle."""
         gated = gated_layers(self.model)
-        self._before[0].extend(_variants(layer for layer in adapted_layers(self.model) if layer not in gated))
+        new_layers = [layer for layer in adapted_layers(self.model) if layer not in gated]
+        self._before.extend(_variants(new_layers))
         gate_new_layers(self.model)
-        self.physical_layers, self._adapters = physical_layers(self.model), dict(self.model.peft_config)
+        self._number_layers()
+
+    def _number_layers(self) -> None:
+        """Find the physical layer of each adapted layer, and remember the adapters that they belong to."""
+        self.physical_layers = physical_layers(self.model)
+        self._adapters = dict(self.model.peft_config)
 
     @torch.compiler.disable
     def _draw_gates(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not backbone.training or self.gate_state.batch.is_set:
             return  # set gates are those of `use_gates`
+        # Layers that are checkpointed run again with the gates that this pass has stored in them. A checkpoint around the
+        # whole model would run this hook again instead, in the backward pass, and draw gates that the loss does not belong to.
         if _is_checkpointed():
             raise UserError(
                 "The whole model must not be checkpointed, because its recomputation would draw other gates. Checkpoint the "
@@ -156,10 +165,12 @@ class LoopDropoutHandle:
             return
         if self.model.peft_config != self._adapters:
             self._gate_new_layers()
-        inputs = {**inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
-        ids, token_examples = find_examples({name: x for name, x in inputs.items() if x is not None})
-        shape = (self.looped.num_loops, len(self.physical_layers), len(ids))
-        self.last_gates = GatedBatch(as_gate_matrix(self.sample(ids), *shape, "Gates of `sample`"), token_examples)
+        positional = inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments
+        inputs = {name: x for name, x in {**positional, **kwargs}.items() if x is not None}
+        ids, token_examples = find_examples(inputs)
+        num_loops, num_modules = self.looped.num_loops, len(self.physical_layers)
+        gates = as_gate_matrix(self.sample(ids), num_loops, num_modules, len(ids), "Gates of `sample`")  # [K, N]
+        self.last_gates = GatedBatch(gates, token_examples)
         self.num_draws += 1
         self.gate_state.set(self.last_gates)
 

@@ -3,18 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 
-HUGINN_LAYERS = ("n_layers_in_recurrent_block", "n_layers_in_prelude", "n_layers_in_coda")
+@dataclass(frozen=True)
+class Family:
+    """Where the sizes of a family's models are in config.json.
+
+    Attributes:
+        kept: C. A run of a layer keeps C H + 6 I bytes of a token for the backward pass.
+        hidden: Field of the hidden size H.
+        num_loops: Field of the recurrence depth K.
+        looped: Field of the layers that are looped, their number or a list of their indices.
+        outside: Fields of the layers that run once.
+        heads: Field of the number of attention heads.
+    """
+
+    kept: int
+    hidden: str
+    num_loops: str
+    looped: str
+    outside: tuple[str, ...] = ()
+    heads: str = "num_attention_heads"
+
+
 FAMILIES = {
-    "ouro": (41, "hidden_size", "total_ut_steps", "num_hidden_layers"),
-    "nanbeige": (37, "hidden_size", "num_loops", "num_hidden_layers"),
-    "huginn_raven": (39, "n_embd", "mean_recurrence", *HUGINN_LAYERS),
-    "lds": (44, "hidden_size", "N", "reasoning_layer_indices", "encoder_layer_indices", "decoder_layer_indices"),
-    "dory": (79, "hidden_size", "n_recurrent_loops", "n_recurrent_layers", "n_input_layers", "n_output_layers"),
+    "ouro": Family(41, hidden="hidden_size", num_loops="total_ut_steps", looped="num_hidden_layers"),
+    "nanbeige": Family(37, hidden="hidden_size", num_loops="num_loops", looped="num_hidden_layers"),
+    "huginn_raven": Family(
+        39,
+        hidden="n_embd",
+        num_loops="mean_recurrence",
+        looped="n_layers_in_recurrent_block",
+        outside=("n_layers_in_prelude", "n_layers_in_coda"),
+        heads="n_heads",
+    ),
+    "lds": Family(
+        44,
+        hidden="hidden_size",
+        num_loops="N",
+        looped="reasoning_layer_indices",
+        outside=("encoder_layer_indices", "decoder_layer_indices"),
+    ),
+    "dory": Family(
+        79,
+        hidden="hidden_size",
+        num_loops="n_recurrent_loops",
+        looped="n_recurrent_layers",
+        outside=("n_input_layers", "n_output_layers"),
+    ),
 }
-"""C, and the names of the fields of H, K, the looped layers and the other layers, by `model_type`."""
+"""Families whose memory is known, by `model_type`."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model.
+
+    Attributes:
+        hidden: Hidden size H.
+        mlp: Width I of an MLP.
+        num_loops: Recurrence depth K of the model.
+        looped, outside: Numbers of layers that are looped, and that run once.
+        projections: (in, out) of the linear projections of a layer.
+        vocabulary: Number of tokens.
+        has_tied_head: Whether the head is the embedding.
+    """
+
+    hidden: int
+    mlp: int
+    num_loops: int
+    looped: int
+    outside: int
+    projections: list[tuple[int, int]]
+    vocabulary: int
+    has_tied_head: bool
+
+
+def read_shape(config: Mapping[str, Any]) -> Shape:
+    """Return the sizes of a model of a known family."""
+    kind = config["model_type"]
+    family = FAMILIES[kind]
+    config = {**config, **config.get("base_config_dict", {})}  # LoopUS nests the fields of Qwen3
+    hidden, mlp = config[family.hidden], config["intermediate_size"]
+    heads = config[family.heads]
+    width = heads * (config.get("head_dim") or hidden // heads)
+    kv_width = width * (config.get("num_key_value_heads") or heads) // heads
+    projections = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, hidden)]
+    projections += [(hidden, mlp), (hidden, mlp), (mlp, hidden)]
+    if kind == "dory":
+        projections.append((hidden, width))  # the gate of its attention
+    is_tied = config.get("tie_word_embeddings", config.get("tie_embeddings", False))
+    return Shape(
+        hidden=hidden,
+        mlp=mlp,
+        num_loops=config[family.num_loops],
+        looped=_count_layers(config[family.looped], kind),
+        outside=sum(_count_layers(config[name], kind) for name in family.outside),
+        projections=projections,
+        vocabulary=config["vocab_size"],
+        has_tied_head=bool(is_tied) and kind != "lds",  # LoopUS has a head of its own
+    )
+
+
+def _count_layers(layers: int | list[int], kind: str) -> int:
+    """Return a number of layers from a field, which is a number or a list of indices."""
+    count = len(layers) if isinstance(layers, list) else layers
+    if kind == "dory":  # counts attention and MLP apart
+        return count // 2
+    return count
 
 
 def estimate_memory(
@@ -38,26 +136,26 @@ def estimate_memory(
         checkpointing: Whether the backward pass computes the layers again.
         four_bit: Whether the linear layers of the frozen model have 4-bit weights.
     """
-    if (kind := config.get("model_type")) not in FAMILIES:
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
         return {}
-    config = {**config, **config.get("base_config_dict", {})}
-    factor, *names = FAMILIES[kind]
-    hidden, own_loops, layers, *outside = [config[name] for name in names]
-    counts = [len(part) if isinstance(part, list) else part for part in (layers, *outside)]
-    # Dory counts attention and MLP apart.
-    layers, *outside = [count // 2 if kind == "dory" else count for count in counts]
-    mlp, heads = config["intermediate_size"], config.get("num_attention_heads") or config["n_heads"]
-    width = heads * (config.get("head_dim") or hidden // heads)
-    kv_width = width * (config.get("num_key_value_heads") or heads) // heads
-    sizes = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, hidden)]  # (in, out) of the projections
-    sizes += [(hidden, mlp), (hidden, mlp), (mlp, hidden), *[(hidden, width)] * (kind == "dory")]
-    linear = (layers + sum(outside)) * sum(rows * columns for rows, columns in sizes)
-    is_tied = config.get("tie_word_embeddings", config.get("tie_embeddings", False)) and kind != "lds"
-    runs, kept = (num_loops or own_loops) * layers + sum(outside), factor * hidden + 6 * mlp
+    shape = read_shape(config)
+    layers = shape.looped + shape.outside
+    linear = layers * sum(rows * columns for rows, columns in shape.projections)
+    num_embeddings = 1 if shape.has_tied_head else 2
+    factors = shape.looped * rank * sum(rows + columns for rows, columns in shape.projections)
+
+    runs = (num_loops or shape.num_loops) * shape.looped + shape.outside  # of layers, in a forward pass
+    kept = family.kept * shape.hidden + 6 * shape.mlp  # bytes of a token in a run
+    if checkpointing:  # the inputs of all runs, and one run that is computed again
+        activations = num_tokens * (runs * 2 * shape.hidden + kept)
+    else:
+        activations = num_tokens * runs * kept
     parts = {
-        "frozen weights": (0.56 if four_bit else 2) * linear + 2 * config["vocab_size"] * hidden * (2 - bool(is_tied)),
-        "adapter and optimizer": 16 * layers * rank * sum(map(sum, sizes)),  # with gradient and AdamW in float32
-        "activations": num_tokens * (runs * 2 * hidden + kept if checkpointing else runs * kept),
+        "frozen weights": (0.56 if four_bit else 2) * linear + 2 * shape.vocabulary * shape.hidden * num_embeddings,
+        "adapter and optimizer": 16 * factors,  # with gradient and AdamW in float32
+        "activations": activations,
         "overhead": 1.2e9,  # CUDA, the kernels' workspaces, and the loss, which is computed in chunks of tokens
     }
-    return {name: value / 1e9 for name, value in {**parts, "total": sum(parts.values())}.items()}
+    parts["total"] = sum(parts.values())
+    return {name: size / 1e9 for name, size in parts.items()}

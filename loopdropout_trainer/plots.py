@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from functools import reduce
-from operator import or_
+from itertools import cycle, islice
 from pathlib import Path
 
 import pandas as pd
@@ -62,12 +61,14 @@ def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.
     methods = [label.split(", ")[0] for label in labels]
     # A method has the same color in every figure.
     colors = [COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)] for name in methods]
+    shapes = list(islice(cycle("os^Dv<>P"), len(labels)))
     panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
     plots = []
     for place, (axis, own) in enumerate(panels):
         ticks = sorted(own[x].unique())
         x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
-        low, high = (own["mean"] - own["sd"]).min(), (own["mean"] + own["sd"]).max()
+        low = (own["mean"] - own["sd"]).min()
+        high = (own["mean"] + own["sd"]).max()
         begin = low if 0 < high / 2 < low < high else 0
         plot = (
             p9.ggplot(own, p9.aes(x, "mean", color="label", fill="label", shape="label"))
@@ -76,7 +77,7 @@ def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.
             + p9.geom_point(size=2)
             + p9.scale_color_manual(colors, limits=labels)
             + p9.scale_fill_manual(colors, limits=labels)
-            + p9.scale_shape_manual([*"os^Dv<>P" * len(labels)][: len(labels)], limits=labels)
+            + p9.scale_shape_manual(shapes, limits=labels)
             + x_scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
             + p9.expand_limits(y=[begin, high or 1])
         )
@@ -85,7 +86,10 @@ def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.
         if place != len(panels) // 2:  # one legend for all panels
             plot += p9.theme(legend_position="none")
         plots.append(plot)
-    return reduce(or_, plots)
+    figure = plots[0]
+    for plot in plots[1:]:
+        figure = figure | plot  # next to each other
+    return figure
 
 
 def heat_plot(data: pd.DataFrame, x: str, y: str, title: str, x_label: str, y_label: str) -> p9.ggplot:

@@ -72,7 +72,9 @@ class CoTo(GateRule):
     def keep_at(self, step: int, num_steps: int) -> float:
         """Return q in optimizer step `step` (from 0) of `num_steps`."""
         ramp_steps = self.ramp * num_steps
-        progress = min(step / ramp_steps, 1.0) if ramp_steps > 0 else 1.0
+        if ramp_steps <= 0:
+            return 1.0
+        progress = min(step / ramp_steps, 1.0)
         return self.keep_start + (1 - self.keep_start) * progress
 
     def sample(self, draw: Draw) -> Tensor:
@@ -123,7 +125,8 @@ class Adaptive(GateRule):
             return torch.full((num_loops,), self.p, dtype=torch.float64)
         floor = 1e-9  # a sensitivity of zero has no reciprocal
         weights = self.estimate.clamp(min=floor)
-        weights = weights if self.direction == "more" else 1 / weights
+        if self.direction == "less":
+            weights = 1 / weights
         return _proportional(weights / weights.mean(), self.p, self.p_min, self.p_max)
 
     def sample(self, draw: Draw) -> Tensor:
@@ -134,7 +137,10 @@ class Adaptive(GateRule):
         if not (torch.isfinite(total) and total > 0):  # float16 overflow, or B is zero
             return
         share = sensitivity.double() * len(sensitivity) / total
-        self.estimate = share if self.estimate is None else self.decay * self.estimate + (1 - self.decay) * share
+        if self.estimate is None:
+            self.estimate = share
+        else:
+            self.estimate = self.decay * self.estimate + (1 - self.decay) * share
 
     def state_dict(self) -> dict[str, Any]:
         return {"estimate": None if self.estimate is None else self.estimate.tolist()}

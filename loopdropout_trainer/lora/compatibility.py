@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,31 +65,53 @@ def default_peft_config(
         peft_config = LoraConfig(**{"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", **fields})
     peft_config = copy.copy(peft_config)  # another model may use it
     targets = getattr(peft_config, "target_modules", "")
-    if not isinstance(peft_config, LoraConfig) or isinstance(targets, str) and targets != "all-linear":
+    if not isinstance(peft_config, LoraConfig):
         return peft_config
-    if model is None:
-        peft_config.target_modules = None if targets == "all-linear" else targets
-        return peft_config
-    looped = find_looped_model(model)
-    names = set(looped.recurrent_linears())
-    takes_full_names = peft_config.layers_to_transform is None  # PEFT ignores that field for full names
     if targets in (None, "all-linear"):
-        defaults = looped.default_targets()
-        peft_config.target_modules = {name if takes_full_names else name.rpartition(".")[2] for name in defaults}
-        return peft_config
+        peft_config.target_modules = _default_targets(model, peft_config)
+    elif model is not None and not isinstance(targets, str):  # a text is a pattern of names
+        peft_config.target_modules = _targets_inside(model, peft_config)
+    return peft_config
+
+
+def _default_targets(model: PreTrainedModel | None, peft_config: LoraConfig) -> set[str] | None:
+    """Return the targets of a configuration that names none. None: PEFT's table for the type of the model."""
+    if model is None:
+        return None
+    names = find_looped_model(model).default_targets()
+    if peft_config.layers_to_transform is None:
+        return set(names)
+    return {_last_part(name) for name in names}  # because PEFT ignores `layers_to_transform` for full names
+
+
+def _targets_inside(model: PreTrainedModel, peft_config: LoraConfig) -> Collection[str]:
+    """Return the named targets, with full names instead of a name that other modules than the recurrent block have, too."""
+    targets = peft_config.target_modules
+    inside = set(find_looped_model(model).recurrent_linears())
     modules = dict(model.named_modules())
-    matches = {target: {name for name in modules if f".{name}".endswith(f".{target}")} for target in targets}
+    matches = {}
+    for target in targets:
+        matches[target] = {name for name in modules if f".{name}".endswith(f".{target}")}
     if not any(matches.values()):
-        known = sorted({name.rpartition(".")[2] for name in names})
+        known = sorted({_last_part(name) for name in inside})
         raise UserError(
             f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(targets)}."
         )
-    if takes_full_names:
-        peft_config.target_modules = set()
-        for target, found in matches.items():  # names outside of the block too are replaced by full names inside
-            is_outside = any(hasattr(modules[name], "in_features") for name in found - names)
-            peft_config.target_modules |= found & names if found & names and is_outside else {target}
-    return peft_config
+    if peft_config.layers_to_transform is not None:  # which PEFT ignores for full names
+        return targets
+    chosen = set()
+    for target, found in matches.items():
+        is_outside_too = any(hasattr(modules[name], "in_features") for name in found - inside)
+        if found & inside and is_outside_too:
+            chosen |= found & inside
+        else:
+            chosen.add(target)
+    return chosen
+
+
+def _last_part(name: str) -> str:
+    """Return `q_proj` of `model.layers.0.self_attn.q_proj`."""
+    return name.rpartition(".")[2]
 
 
 def parse_peft_config(fields: Mapping[str, Any], file: Path) -> LoraConfig:

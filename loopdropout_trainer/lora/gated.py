@@ -119,8 +119,8 @@ class GatedLora(LoraVariant):
 
         DDP raises an error for a parameter without gradient, and ZeRO-3 applies its previous gradient.
         """
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone or self.gate_state.running.frozen:
+        has_other_processes = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not has_other_processes or self.gate_state.running.frozen:
             return result
         token = self._cast(x.flatten(0, -2)[:1], result)
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
@@ -194,16 +194,22 @@ def adapted_layers(model: nn.Module) -> list[LoraLayer]:
 def merged_update(layer: LoraLayer, adapter: str) -> Tensor:
     """Return the update [out, in] of a layer at unit gates, or raise UserError if it differs between loops."""
     variant = layer.lora_variant.get(adapter)
-    return variant.merged_update(layer, adapter) if isinstance(variant, GatedLora) else layer.get_delta_weight(adapter)
+    if isinstance(variant, GatedLora):
+        return variant.merged_update(layer, adapter)
+    return layer.get_delta_weight(adapter)
 
 
 def trained_lora_parameters(model: PeftModel) -> tuple[nn.Parameter, ...] | None:
     """Return the trained A and B, or None if other parameters are trained or the input has dropout."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     are_factors = all(".lora_A." in name or ".lora_B." in name for name in trained)
-    parts = [part for layer in adapted_layers(model) for part in layer.lora_dropout.modules()]
-    has_dropout = any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts)
-    return tuple(trained.values()) if trained and are_factors and not has_dropout else None
+    if not trained or not are_factors or any(map(_has_input_dropout, adapted_layers(model))):
+        return None
+    return tuple(trained.values())
+
+
+def _has_input_dropout(layer: LoraLayer) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.lora_dropout.modules())
 
 
 def physical_layers(model: nn.Module) -> list[int]:
@@ -257,8 +263,14 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     for module, layer in enumerate(adapted_layers(model)):
         _gate_layer(layer, state, module, in_activation_dtype)
         for adapter, variant in layer.lora_variant.items():
-            options = (states[adapter], module, rules[adapter], in_activation_dtype, shared[adapter], variant.replaced)
-            layer.lora_variant[adapter] = kinds[adapter](*options)
+            layer.lora_variant[adapter] = kinds[adapter](
+                gate_state=states[adapter],
+                module=module,
+                rule=rules[adapter],
+                in_activation_dtype=in_activation_dtype,
+                shared=shared[adapter],
+                replaced=variant.replaced,
+            )
     if any(kind.one_depth for kind in kinds.values()):
         model.base_model.add_weighted_adapter = functools.partial(_combine_adapters, model)
     if not getattr(model.base_model, "refuses_unread", False):
@@ -281,7 +293,8 @@ def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str,
 def _combine_adapters(model: PeftModel, adapters: Sequence[str], *args: Any, **kwargs: Any) -> None:
     """Add a weighted adapter as PEFT does, which reads A and B only."""
     for adapter in adapters:
-        if (kind := kind_of(model, adapter)).one_depth:
+        kind = kind_of(model, adapter)
+        if kind.one_depth:
             raise UserError(
                 f"`adapters` must have no parameters for each loop, but {adapter!r} has {kind.description}."
             )
@@ -291,7 +304,9 @@ def _combine_adapters(model: PeftModel, adapters: Sequence[str], *args: Any, **k
 def kind_of(model: PeftModel, adapter: str, rule: Any = None) -> type[GatedLora]:
     """Return the kind of an existing adapter, or the kind that a rule selects."""
     present = next((kind for kind in ADAPTER_KINDS.values() if kind.is_on(model, adapter)), GatedLora)
-    kind = present if rule is None else ADAPTER_KINDS[rule.lora_kind]
+    if rule is None:
+        return present
+    kind = ADAPTER_KINDS[rule.lora_kind]
     if present not in (GatedLora, kind):
         raise UserError(
             f"The rule {rule.name!r} trains {kind.description}, but the model's adapter has {present.description}. Use the "
@@ -305,7 +320,8 @@ def _gate_layer(layer: LoraLayer, gate_state: GateState, module: int, in_activat
     variants = GatedVariants(gate_state, module, in_activation_dtype)
     for adapter in layer.lora_A:
         variants[adapter] = layer.lora_variant.get(adapter)
-        variants[adapter].module, variants[adapter].in_activation_dtype = module, in_activation_dtype
+        variants[adapter].module = module
+        variants[adapter].in_activation_dtype = in_activation_dtype
     layer.lora_variant = variants
     layer.cast_input_dtype_enabled = not in_activation_dtype
 
@@ -313,8 +329,13 @@ def _gate_layer(layer: LoraLayer, gate_state: GateState, module: int, in_activat
 def _check_gates_reach(model: PeftModel) -> None:
     """Raise UserError if gates do not reach an update."""
     check_layers(model)
-    if merged := sorted({adapter for layer in adapted_layers(model) for adapter in layer.merged_adapters}):
-        raise UserError(f"Adapters must not be merged into the weights, got {merged}. Call `unmerge_adapter` first.")
+    merged = set()
+    for layer in adapted_layers(model):
+        merged.update(layer.merged_adapters)
+    if merged:
+        raise UserError(
+            f"Adapters must not be merged into the weights, got {sorted(merged)}. Call `unmerge_adapter` first."
+        )
 
 
 def remove_gates(model: PeftModel) -> None:
@@ -328,12 +349,9 @@ def remove_gates(model: PeftModel) -> None:
 
 def is_gated_by(model: PeftModel, rule: Any) -> bool:
     """Return whether a rule gates the active adapters in all of their layers."""
-    variants = [
-        layer.lora_variant.get(adapter)
-        for layer in adapted_layers(model)
-        for adapter in layer.active_adapters
-        if adapter in layer.lora_A
-    ]
+    variants = []
+    for layer in adapted_layers(model):
+        variants += [layer.lora_variant.get(adapter) for adapter in layer.active_adapters if adapter in layer.lora_A]
     return bool(variants) and all(isinstance(variant, GatedLora) and variant.rule is rule for variant in variants)
 
 
@@ -372,12 +390,17 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
     """
     looped = attach_looped_model(model)
     gates = as_gate_matrix(gates, looped.num_loops, len(adapted_layers(model)))
-    is_gated, has_gradient = bool(gated_layers(model)), torch.is_grad_enabled()
-    gate_new_layers(model) if is_gated else add_gates(model)
+    was_gated = bool(gated_layers(model))
+    has_gradient = torch.is_grad_enabled()
+    if was_gated:
+        gate_new_layers(model)
+    else:
+        add_gates(model)
     try:
         with applied_gates(looped.gate_state, gates, token_examples):
             yield looped.gate_state
     finally:
-        # Gradient checkpointing recomputes a pass in the backward pass, which may run after the block.
-        if not is_gated and not has_gradient:
+        # With a gradient, a backward pass may run after the block. Gradient checkpointing then runs the layers again under the
+        # gates that the pass has stored, and layers without gates would ignore them: a wrong gradient without an error.
+        if not was_gated and not has_gradient:
             remove_gates(model)

@@ -41,7 +41,8 @@ def attach_adapter(
     kinds = [kind for kind, depth in depths.items() if depth is not None]
     num_loops = find_looped_model(model).num_loops
     for kind in kinds:
-        if (trained_for := depths[kind]) != num_loops:
+        trained_for = depths[kind]
+        if trained_for != num_loops:
             raise UserError(
                 f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}. Set "
                 f"`config.num_loops` to {trained_for}."
@@ -54,17 +55,17 @@ def attach_adapter(
     _check_complete(peft_model, weights, folder)
     if kinds:
         add_gates(peft_model)
-    return peft_model if is_trainable else peft_model.requires_grad_(False).eval()
+    if not is_trainable:
+        peft_model.requires_grad_(False).eval()
+    return peft_model
 
 
 def _check_complete(peft_model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:
     """Raise UserError if the tensors differ from the adapter's configuration."""
     expected = get_peft_model_state_dict(peft_model, save_embedding_layers=False).keys()
     known = get_peft_model_state_dict(peft_model, save_embedding_layers=True).keys()  # PEFT saves resized embeddings
-    for wrong, problem in (
-        (expected - weights.keys(), "lacks"),
-        (weights.keys() - known, "has an unknown tensor,"),
-    ):
-        if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise UserError(f"The adapter in {folder} does not fit this model: it {problem} `{min(wrong)}`{more}.")
+    problems = {"lacks": expected - weights.keys(), "has an unknown tensor,": weights.keys() - known}
+    for problem, names in problems.items():
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"The adapter in {folder} does not fit this model: it {problem} `{min(names)}`{more}.")

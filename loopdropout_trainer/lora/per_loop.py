@@ -64,14 +64,14 @@ class PerLoopLora(GatedLora, kind="per_loop"):
             for layer in adapted_layers(model):
                 if adapter not in layer.lora_A or isinstance(layer.lora_A[adapter], LoopFactors):
                     continue
-                factors = (layer.lora_A, layer.lora_B)
-                drawn = []  # PEFT's factors for loop 1, new draws for the other loops
+                factors_a, factors_b = [], []
                 for loop in range(num_loops):
-                    if loop:
+                    if loop > 0:  # loop 1 has the factors that PEFT has drawn
                         layer.reset_lora_parameters(adapter, init)
-                    drawn.append([factor[adapter].weight.detach().clone() for factor in factors])
-                for factor, loops in zip(factors, zip(*drawn, strict=True), strict=True):
-                    factor[adapter] = LoopFactors(loops, factor[adapter].weight.requires_grad)
+                    factors_a.append(layer.lora_A[adapter].weight.detach().clone())
+                    factors_b.append(layer.lora_B[adapter].weight.detach().clone())
+                layer.lora_A[adapter] = LoopFactors(factors_a, layer.lora_A[adapter].weight.requires_grad)
+                layer.lora_B[adapter] = LoopFactors(factors_b, layer.lora_B[adapter].weight.requires_grad)
 
     def down(self, module: LoraLayer, adapter: str, x: Tensor) -> Tensor:
         return module.lora_A[adapter](x, self.gate_state.loop)

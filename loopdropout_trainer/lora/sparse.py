@@ -33,7 +33,8 @@ class SparseLora(GatedLora, kind="sparse"):
         """Return [d_in] and [d_out] rescaled masks of the pass, the same for all loops and recomputations."""
         seed = int(self.gate_state.running.batch.seeds[self.module])
         if self._expanded[0] != seed:
-            sizes, p = (module.in_features, module.out_features), self.rule.p
+            sizes = (module.in_features, module.out_features)
+            p = self.rule.p
             generator = torch.Generator(device).manual_seed(seed)
             masks = (torch.rand(sum(sizes), generator=generator, device=device) >= p).to(torch.float32) / (1 - p)
             self._expanded = (seed, masks.split(sizes))

@@ -26,7 +26,9 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        all_seeds, loop, noise_rank = self.gate_state.running.batch.seeds, self.gate_state.loop, self.rule.noise_rank
+        loop = self.gate_state.loop
+        noise_rank = self.rule.noise_rank
+        all_seeds = self.gate_state.running.batch.seeds
         if all_seeds is None:
             return updated
         seeds = all_seeds[loop, :, self.module]  # [N]
@@ -38,11 +40,11 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         d_in, d_out = module.in_features, module.out_features
         # Seeds replace 460 million normals for 8 examples of Ouro-1.4B. Recomputation draws the same numbers again. CPUs and
         # GPUs draw different numbers from a seed.
-        drawn = []
+        noise = []
         for seed in seeds[events].tolist():
             generator = torch.Generator(x.device).manual_seed(seed)
-            drawn.append(torch.randn(noise_rank, d_in + d_out, generator=generator, device=x.device))
-        g_in, g_out = torch.stack(drawn).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
+            noise.append(torch.randn(noise_rank, d_in + d_out, generator=generator, device=x.device))
+        g_in, g_out = torch.stack(noise).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
         scale = self.rule.noise_scales(len(all_seeds))[loop].item() / (d_out * d_in * noise_rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
         # Compute the thin products of all E events for each token, then select the events of its example.
