@@ -123,7 +123,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
             own = forward_pass.unpack(inputs.state)[:, initial_state.shape[1] :]
             inputs = replace(inputs, state=forward_pass.pack(torch.cat([initial_state.to(own), own], dim=1)))
         results = forward_pass.run_loops(inputs)
-        readouts = [forward_pass.unpack(self.readout(x)) for x in (results if output_readouts else results[-1:])]
+        read = results if output_readouts else results[-1:]
+        readouts = [forward_pass.unpack(self.readout(result)) for result in read]
         self.gate_state.set_loop(self.gate_state.batch.loop(0))  # so that no tensor of this pass is kept
 
         output = LoopedModelOutput(last_hidden_state=readouts[-1], **{CACHE: cache})
@@ -144,9 +145,10 @@ class LoopedBackbone(LoopedPreTrainedModel):
 
     def _select_states(self, initial_state: Tensor, embeddings: Tensor, cached: int) -> Tensor:
         """Return the given initial states of the tokens that run."""
-        (rows, columns, _), size = embeddings.shape, self.config.hidden_size
+        rows, columns = embeddings.shape[:2]
+        size = self.config.hidden_size
         given = list(initial_state.shape)
-        if given[:1] + given[2:] != [rows, size]:
+        if len(given) != 3 or given[0] != rows or given[2] != size:
             raise UserError(f"`initial_state` must have shape [{rows}, number of tokens, {size}], got {given}.")
         return initial_state[:, cached : cached + columns]
 
@@ -180,10 +182,15 @@ class LoopedBackbone(LoopedPreTrainedModel):
         # Recorded states have rows, and packed examples do not.
         records = ("output_hidden_states", "output_attentions")
         is_recorded = any(inputs.attention_kwargs.get(name, getattr(self.config, name, False)) for name in records)
+        if is_recorded or inputs.cache is not None:
+            return BatchPass(self)
+        if not self.can_pack or not self.gate_state.batch.options.remove_padding:
+            return BatchPass(self)
+        if attention_mask is None:
+            return PackedPass(self)
+        # Padding that is left out has outputs of zero. So nobody may read them, and the mask must only mark padding.
         marks_padding = torch.is_tensor(attention_mask) and attention_mask.shape == inputs.state.shape[:2]
-        is_complete = attention_mask is None or marks_padding and self.gate_state.ignores_padding
-        may_pack = self.can_pack and self.gate_state.batch.options.remove_padding and inputs.cache is None
-        if may_pack and not is_recorded and is_complete:
+        if marks_padding and self.gate_state.ignores_padding:
             return PackedPass(self)
         return BatchPass(self)
 

@@ -131,9 +131,12 @@ class LayerBlocks(WeightRenaming):
 
     @staticmethod
     def _block(match: re.Match[str]) -> str:
-        part = match[2]
-        block = 2 * int(match[1]) + (part in ("mlp", "lambda_2"))
-        return f"layers.{block}.{ {'lambda_1': 'attn_alpha', 'lambda_2': 'mlp_alpha'}.get(part, 'mixer') }"
+        layer, part = int(match[1]), match[2]
+        block = 2 * layer
+        if part in ("mlp", "lambda_2"):  # the second block of the layer
+            block += 1
+        published = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(part, "mixer")
+        return f"layers.{block}.{published}"
 
 
 # transformers 5.24 would save weights under names that are neither the published ones nor its own.

@@ -152,7 +152,8 @@ class HuginnConfig(PreludeCodaConfig):
         # The published class derives it from `tie_embeddings`, and does not accept both.
         fields.pop("tie_word_embeddings", None)
         fields["tie_embeddings"] = self.tie_word_embeddings
-        if rope := fields.pop("rope_parameters", None):
+        rope = fields.pop("rope_parameters", None)
+        if rope:
             return {**fields, **published_rope(rope)}
         fields.pop("max_position_embeddings", None)
         return fields
@@ -216,7 +217,8 @@ class RavenBlock(RecurrentLayer):
         self.layout = config.block_layout
         self.attn = self.attention_class(config, layer_idx)
         self.mlp = self.mlp_class(config)
-        for number in range(1, 5 if self.layout == "huginn" else 3):
+        num_norms = 4 if self.layout == "huginn" else 2
+        for number in range(1, num_norms + 1):
             self.add_module(f"norm_{number}", RMSNorm(config.n_embd, eps=config.norm_eps))
 
     def layer_forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
@@ -245,7 +247,8 @@ class HuginnPreTrainedModel(PreludeCodaPreTrainedModel):
         config = copy.deepcopy(config)
         if config.block_layout is None:
             names, _ = weight_names(name, **download)
-            config.set_layout("olmo" if any(name.endswith("q_norm.weight") for name in names) else "llama")
+            norms_queries = any(name.endswith("q_norm.weight") for name in names)
+            config.set_layout("olmo" if norms_queries else "llama")
         loaded = super().from_pretrained(name, *args, config=config, **{**kwargs, **download})
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if config.block_layout != "huginn" and model.can_generate():

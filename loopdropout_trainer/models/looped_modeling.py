@@ -80,11 +80,14 @@ def accept_cache_names(backbone: nn.Module, args: tuple, kwargs: dict[str, Any])
         TypeError: If a keyword is neither known nor passed on by transformers.
     """
     known = _parameters(type(backbone))
-    own_name, other_name = sorted(_CACHE_NAMES, key=lambda name: name not in known)
+    own_name, other_name = _CACHE_NAMES
+    if own_name not in known:
+        own_name, other_name = other_name, own_name
     kwargs = {name: value for name, value in kwargs.items() if name not in _IGNORED}
     if other_name in kwargs:
         other = kwargs.pop(other_name)
-        kwargs[own_name] = other if kwargs.get(own_name) is None else kwargs[own_name]
+        if kwargs.get(own_name) is None:
+            kwargs[own_name] = other
     for name in kwargs:
         if name not in known and name not in _PASSED_ON:
             raise TypeError(f"{type(backbone).__name__}.forward() got an unexpected keyword argument {name!r}")
@@ -202,10 +205,10 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
             f"The folder {name} has no config.json of a model. A stopped run has its adapters in `checkpoint-STEP`."
         )
     model_type = fields.get("model_type")
-    # The name tells if the model has code of its own.
-    check_supported(
-        model_type, *fields.get("architectures") or (), None if model_type in CONFIG_MAPPING else Path(name).name
-    )
+    names = [model_type, *(fields.get("architectures") or ())]
+    if model_type not in CONFIG_MAPPING:
+        names.append(Path(name).name)  # tells the model if its repository has code of its own
+    check_supported(*names)
     if model_type not in CONFIG_MAPPING:
         raise NotLoopedError(
             f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. The supported "
@@ -222,7 +225,8 @@ def check_weights(model: PreTrainedModel, name: str, info: dict[str, Any]) -> No
     """Raise UserError unless the checkpoint `name` held exactly the weights of `model`, by the `info` of its loading."""
     ignored = () if model.get_output_embeddings() else ("lm_head.",)  # a backbone has no head
     for kind in ("missing", "unexpected"):
-        if names := sorted(name for name in info[f"{kind}_keys"] if not name.startswith(ignored)):
+        names = sorted(name for name in info[f"{kind}_keys"] if not name.startswith(ignored))
+        if names:
             raise UserError(
                 f"The weights of {name} must fit the {type(model).__name__} that its configuration describes, got "
                 f"{len(names)} {kind} weights, such as `{names[0]}`."

@@ -60,7 +60,8 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
     def __post_init__(self, **kwargs):
         if self.base_config_dict is not None:
             nested = dict(self.base_config_dict)
-            if (base_type := nested.pop("model_type", "qwen3")) != "qwen3":
+            base_type = nested.pop("model_type", "qwen3")
+            if base_type != "qwen3":
                 raise UserError(
                     f"`base_config_dict` must describe a 'qwen3' model, got {base_type!r}. LoopUS over other models is not "
                     "supported."
@@ -77,7 +78,8 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
             stacks = (layers[:first], layers[first:-1], layers[-1:])
         self.encoder_layer_indices, self.reasoning_layer_indices, self.decoder_layer_indices = stacks
         super().__post_init__(**kwargs)
-        if sorted(sum((stack or [] for stack in stacks), [])) != layers or not stacks[1]:
+        shared = [layer for stack in stacks if stack for layer in stack]
+        if sorted(shared) != layers or not self.reasoning_layer_indices:
             raise UserError(
                 "`encoder_layer_indices`, `reasoning_layer_indices` and `decoder_layer_indices` must share the "
                 f"{len(layers)} base layers, with at least one to loop, got {stacks}."

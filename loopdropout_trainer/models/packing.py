@@ -100,11 +100,16 @@ def find_packing(
     if attention_mask is not None:
         mask = attention_mask.bool().cpu()
         starts = (torch.arange(shape[1]) == 0).expand(shape)
-    rows = torch.arange(shape[0]).unsqueeze(1).expand(shape)
-    examples = (rows if token_examples is None else token_examples.cpu())[starts]
-    lengths = (starts.flatten().cumsum(0) - 1)[mask.flatten()].bincount(minlength=len(examples))
-    examples, lengths = examples[lengths > 0], lengths[lengths > 0]  # without rows of padding only
-    kept = None if mask.all() else mask.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
+    if token_examples is None:
+        token_examples = torch.arange(shape[0]).unsqueeze(1).expand(shape)  # row b is example b
+    examples = token_examples.cpu()[starts]  # [N], the gates' index of each example
+    place = starts.flatten().cumsum(0) - 1  # [B * S], the place among the N examples of each token
+    lengths = place[mask.flatten()].bincount(minlength=len(examples))  # [N] tokens without padding
+    has_tokens = lengths > 0  # False for rows that are all padding
+    examples, lengths = examples[has_tokens], lengths[has_tokens]
+    kept = None
+    if not mask.all():
+        kept = mask.flatten().nonzero().squeeze(1).to(device, non_blocking=True)  # [T]
     packed = examples.repeat_interleave(lengths).to(device, non_blocking=True)
     return Packing(shape, kept, lengths.tolist(), examples.tolist(), packed)
 
@@ -146,19 +151,22 @@ class PackedAttention:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
         """Return the output [1, T, heads, d] for queries, keys and values [1, heads, T, d]."""
-        if (groups := query.shape[1] // key.shape[1]) > 1:
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        groups = query.shape[1] // key.shape[1]  # query heads that share a key head
+        if groups > 1:
+            key = key.repeat_interleave(groups, dim=1)
+            value = value.repeat_interleave(groups, dim=1)
         if self.at_once and not dropout:
             return _attend_at_once(query, key, value, self.ends.to(query.device), max(self.lengths), scaling)
         if query.dtype not in self._masks:
             self._masks[query.dtype] = [chunk_mask(chunk, query) for chunk in self.chunks]
         sizes = [sum(chunk) for chunk in self.chunks]
-        pieces = zip(*(x.split(sizes, dim=2) for x in (query, key, value)), self._masks[query.dtype], strict=True)
-        options = {"scale": scaling, "dropout_p": dropout}
-        outputs = [
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options).transpose(1, 2)
-            for q, k, v, mask in pieces
-        ]
+        queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))  # chunks [1, heads, n, d]
+        outputs = []
+        for q, k, v, mask in zip(queries, keys, values, self._masks[query.dtype], strict=True):
+            output = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scaling, dropout_p=dropout
+            )
+            outputs.append(output.transpose(1, 2))  # [1, n, heads, d]
         return torch.cat(outputs, dim=1)
 
 

@@ -203,7 +203,8 @@ class ParcaePreTrainedModel(PreludeCodaPreTrainedModel):
         """
         if kwargs.get("state_dict") is None:
             _, is_safe = weight_names(pretrained_model_name_or_path, **download_options(kwargs))
-            kwargs |= {} if is_safe else {"use_safetensors": False, "weights_only": True}
+            if not is_safe:
+                kwargs |= {"use_safetensors": False, "weights_only": True}
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
@@ -219,8 +220,9 @@ class ParcaeModel(ParcaePreTrainedModel, PreludeCodaModel):
         self.post_init()
 
     def add_embeddings(self, config: ParcaeConfig) -> None:
-        size, numbers = (config.padded_vocab_size, config.n_embd), range(1, config.num_blocks, 2)
-        self.value_embeds = nn.ModuleDict({str(number): nn.Embedding(*size) for number in numbers})
+        self.value_embeds = nn.ModuleDict()
+        for number in range(1, config.num_blocks, 2):
+            self.value_embeds[str(number)] = nn.Embedding(config.padded_vocab_size, config.n_embd)
 
     def attention_inputs(self, embeddings, position_ids, input_ids):
         if input_ids is None:

@@ -118,8 +118,11 @@ class BatchPass:
 
     def run_loop(self, index: int, inputs: LoopInputs, **attributes: Any) -> Tensor:
         """Return the state [B, S, H] after a loop. `attributes` are further ones of its `RunningLoop`."""
-        state, tokens = self.backbone.gate_state, inputs.token_examples
-        device = (inputs.state if tokens is None else tokens).device
+        state = self.backbone.gate_state
+        tokens = inputs.token_examples
+        device = inputs.state.device if tokens is None else tokens.device
+        # The loop is bound here, with the gates of this pass. Gradient checkpointing keeps `set_loop` with the arguments
+        # of a layer. It calls it again in the backward pass, when loops run in reverse and `state.batch` may hold other gates.
         set_loop = functools.partial(state.set_loop, state.batch.loop(index, device, tokens, **attributes))
         set_loop()  # for modules outside of the layers
         return self.backbone.recurrent_step(replace(inputs, set_loop=set_loop))
@@ -190,7 +193,7 @@ class PackedPass(BatchPass):
         token_examples = batch.find_token_examples(shape)
         self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, token_examples)
         self.pack, self.unpack = packing.pack, packing.unpack
-        # Random initial states read the examples.
+        # Random initial states are drawn in the prelude, which runs before the first loop and reads the example of each token.
         self.backbone.gate_state.set_loop(RunningLoop(batch, token_examples=packing.token_examples))
         return replace(
             inputs,
@@ -202,7 +205,8 @@ class PackedPass(BatchPass):
         )
 
     def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
-        # If the embeddings or the prelude are trained, every loop has a gradient.
+        # A loop may run without gradient only if nothing before it is trained. With trained embeddings or a trained prelude,
+        # the gradient of the loss by the first state passes through every loop.
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
         parameters = self.backbone.gate_state.batch.options.lora_parameters
         may_freeze = parameters is not None and torch.is_grad_enabled() and not needs_gradient
@@ -212,7 +216,8 @@ class PackedPass(BatchPass):
             inputs = replace(inputs, state=self._merge(groups, states))
             results.append(inputs)
         if may_freeze and not inputs.state.requires_grad:
-            # Every loop was frozen. The loss must have a gradient, and in DDP every parameter too.
+            # Every loop of every example was frozen, so the state has no graph. `backward` raises an error for such a loss,
+            # and DDP waits for a gradient of every parameter. Zero times all of them gives both, and changes no number.
             zero = 0 * sum(parameter.flatten()[0] for parameter in parameters)
             results[-1] = replace(inputs, state=inputs.state + zero)
         return results
@@ -222,10 +227,14 @@ class PackedPass(BatchPass):
         batch, lengths = self.backbone.gate_state.batch, self.packing.lengths
         num_loops = self.backbone.config.num_loops
         if not may_freeze or batch.active is None:
-            return [[Group(tuple(range(len(lengths))))]] * num_loops
+            everyone = Group(tuple(range(len(lengths))))
+            return [[everyone] for _ in range(num_loops)]
         batch.check_loop(num_loops - 1)
-        # Gates belong to rows or segments, lengths to examples.
-        columns = self.packing.examples if len(batch.active[0]) > 1 else [0] * len(lengths)
+        # The columns of the gates [K, N] are rows or segments of the batch. Examples without tokens have no length here, so an
+        # example's place in the packed row is not its column.
+        columns = self.packing.examples
+        if len(batch.active[0]) == 1:  # one gate for all examples
+            columns = [0] * len(lengths)
         active = [[gates[column] for column in columns] for gates in batch.active[:num_loops]]
         return plan_loops(active, lengths, self._least_frozen(state))
 
@@ -240,7 +249,8 @@ class PackedPass(BatchPass):
         """Return the state [1, T, H] of all examples, in their order."""
         if len(groups) == 1:
             return states[0]
-        lengths, pieces = self.packing.lengths, {}
+        lengths = self.packing.lengths
+        pieces = {}
         for group, state in zip(groups, states, strict=True):
             sizes = [lengths[index] for index in group.examples]
             pieces.update(zip(group.examples, state.split(sizes, dim=1), strict=True))

@@ -69,7 +69,8 @@ class PreludeCodaConfig(LoopedConfigMixin, PreTrainedConfig):
     def check_choices(self, choices: dict[str, tuple], values: dict[str, Any]) -> None:
         """Raise UserError if the value of a field is not among its choices."""
         for name, supported in choices.items():
-            if (value := values.get(name, supported[0])) not in supported:
+            value = values.get(name, supported[0])
+            if value not in supported:
                 family = type(self).__name__.removesuffix("Config")
                 valid = " or ".join(map(repr, supported))
                 raise UserError(f"`{name}` must be {valid} for {family}, got {value!r}.")
@@ -174,12 +175,12 @@ class PreludeCodaModel(PreludeCodaPreTrainedModel, LoopedBackbone):
 
     Args:
         config: Configuration.
-        adapter: Module that mixes the state with the prelude's output.
+        mixer: Module that mixes the state with the prelude's output. Published weights name it `adapter`.
     """
 
     block_class: type[RecurrentLayer]
 
-    def __init__(self, config: PreludeCodaConfig, adapter: nn.Module) -> None:
+    def __init__(self, config: PreludeCodaConfig, mixer: nn.Module) -> None:
         super().__init__(config)
         blocks = [self.block_class(config, index) for index in range(config.num_hidden_layers)]  # the cache's order
         prelude = config.n_layers_in_prelude
@@ -187,7 +188,7 @@ class PreludeCodaModel(PreludeCodaPreTrainedModel, LoopedBackbone):
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.add_embeddings(config)
         self.prelude = nn.ModuleList(blocks[:prelude])
-        self.adapter = adapter
+        self.adapter = mixer
         self.core_block = nn.ModuleList(blocks[outside:])  # the loop's layers are the last ones of the cache
         self.coda = nn.ModuleList(blocks[prelude:outside])
         self.ln_f = RMSNorm(config.n_embd, eps=config.norm_eps)
