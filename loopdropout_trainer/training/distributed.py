@@ -25,7 +25,7 @@ IGNORED = -100
 
 def check_processes(accelerator: Accelerator, args: TrainingArguments) -> None:
     """Raise UserError for a launch whose processes would train independently, or share the rows of a batch."""
-    launched = int(os.environ.get("WORLD_SIZE", 1))
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
     kind = accelerator.distributed_type
     if launched != accelerator.num_processes:
         raise UserError(
