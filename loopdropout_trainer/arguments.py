@@ -14,11 +14,33 @@ if TYPE_CHECKING:
 
 
 LIBRARY_FIELDS = {
-    "repetition": ("seed", "data_seed", "gate_seed", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
-    "output": ("push_to_hub", "hub_model_id", "hub_private_repo"),
+    "repetition": ("seed", "data_seed", "gate_seed"),
+    "monitoring": (
+        *("do_eval", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_packing"),
+        *("save_strategy", "save_steps", "save_only_model", "restore_callback_states_from_checkpoint"),
+    ),
+    "output": (
+        *("push_to_hub", "hub_model_id", "hub_private_repo", "hub_always_push", "hub_revision", "hub_strategy"),
+        "hub_token",
+    ),
     "never": (
-        *("output_dir", "run_name", "resume_from_checkpoint", "logging_steps", "report_to", "disable_tqdm"),
-        *("dataset_num_proc", "dataloader_num_workers", "save_total_limit"),
+        *("output_dir", "run_name", "resume_from_checkpoint", "report_to", "disable_tqdm", "project", "debug"),
+        *("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_level"),
+        *("log_level_replica", "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        *(
+            "log_completions",
+            "log_unique_prompts",
+            "log_multimodal",
+            "num_completions_to_print",
+            "skip_memory_metrics",
+        ),
+        *("log_completions_hub_repo", "include_num_input_tokens_seen", "include_for_metrics"),
+        *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "torch_empty_cache_steps"),
+        *("save_total_limit", "save_on_each_node", "enable_jit_checkpoint", "local_rank", "use_cpu"),
+        *("ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "vllm_server_base_url", "vllm_server_host"),
+        *("vllm_server_port", "vllm_server_timeout", "per_device_eval_batch_size", "eval_accumulation_steps"),
+        *("eval_do_concat_batches", "eval_use_gather_object", "prediction_loss_only", "batch_eval_metrics"),
     ),
 }
 """When fields of the training configurations matter, as `option` defines. Other fields matter in the training."""
@@ -34,6 +56,7 @@ def option(default: Any, help: str, when: str = "training", **metadata: Any) -> 
 
             - `training`: It changes the trained adapter. A run is not continued with another value.
             - `repetition`: It differs between trainings that are averaged. A run is not continued with another value.
+            - `monitoring`: It says when a training is evaluated and saved. It may change if a run is resumed.
             - `score`: It changes the scores of tasks after the training. Results with other values are not averaged.
             - `measurement`: It says what is measured after the training.
             - `output`: It says what is saved after the training.

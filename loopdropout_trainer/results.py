@@ -57,6 +57,12 @@ UNCOMPARED = names_of("never")
 MEASURED = names_of("score", "measurement", "output")
 """Settings of the steps after the training. They may change after a run has finished."""
 
+LENGTH = {"max_steps", "num_train_epochs"}
+"""Settings that may change if a run is resumed, which makes it longer."""
+
+RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
+"""Settings that may change if a run is resumed. The weights after a step do not depend on them."""
+
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 

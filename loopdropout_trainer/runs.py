@@ -20,8 +20,10 @@ from loopdropout_trainer.files import lock_folder, model_path
 from loopdropout_trainer.memory import estimate_memory
 from loopdropout_trainer.recipe import build, dump_recipe, override, recipe_dict
 from loopdropout_trainer.results import (
+    LENGTH,
     MEASURED,
     RECIPE_FILE,
+    RESUMABLE,
     RUN_FILE,
     UNCOMPARED,
     find_difference,
@@ -51,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 LORA_VARIANTS = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
 """Names of the methods that a setting makes of LoRA."""
-
-LENGTH = {"max_steps", "num_train_epochs"}
-"""Settings that may change if a run is resumed, which makes it longer."""
 
 
 class Run(NamedTuple):
@@ -95,9 +94,7 @@ class Run(NamedTuple):
                 f"`merge` and `eval_num_loops` must not be set for {self.args.rule!r}, whose update differs between loops."
             )
         folder = self.args.output_dir
-        ignored = UNCOMPARED | MEASURED
-        if self.args.resume_from_checkpoint:
-            ignored = ignored | LENGTH
+        ignored = RESUMABLE if self.args.resume_from_checkpoint else UNCOMPARED | MEASURED
         if difference := find_difference(folder, self.recipe, ignored):
             longer = (
                 " or add `--resume_from_checkpoint true` to continue it," if difference.split("`")[1] in LENGTH else ""
@@ -302,7 +299,7 @@ class Job:
         """
         import torch
 
-        from loopdropout_trainer.training.stopping import describe_data
+        from loopdropout_trainer.training.resuming import describe_data
 
         if run.is_trained:
             return
@@ -315,7 +312,7 @@ class Job:
                 trainer.args.output_dir,
                 status="trained",
                 model_revision=getattr(trainer.model.config, "_commit_hash", None),
-                training_data=describe_data(trainer.train_dataset),
+                training_data=describe_data(trainer.callback_handler.train_dataloader.dataset),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 num_processes=trainer.args.world_size,
             )

@@ -23,7 +23,7 @@ from loopdropout_trainer.saving.cards import read_card_fields
 if TYPE_CHECKING:
     from loopdropout_trainer.runs import Job
 
-NO_EFFECT = names_of("never", "repetition", "measurement", "output") | {"adapter", "gates"}
+NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
 """Fields of recipes in which the results of one mean may differ. The last two are columns of the results as well."""
 IGNORED = {"value", "seed", "folder", "run", "adapter", "samples", *(f"recipe_{name}" for name in NO_EFFECT)}
 """Columns in which the results of one mean may differ."""

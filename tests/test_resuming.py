@@ -198,6 +198,79 @@ def test_other_data_is_not_continued(tmp_path, make_trainer):
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_columns_in_another_order_are_continued(tmp_path, make_trainer, dataset):
+    make_trainer(output_dir=str(tmp_path), max_steps=2).train()
+    rows = dataset.select_columns(["completion", "prompt"]).add_column("source", range(len(dataset)))
+    trainer = make_trainer(output_dir=str(tmp_path), rows=rows)
+    trainer.train_dataset = trainer.train_dataset.select_columns(
+        sorted(trainer.train_dataset.column_names, reverse=True)
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert len(trainer.seen) == 4
+
+
+CHANGES = [
+    ({"seed": 7}, "`seed` changed from 42 to 7"),
+    ({"p": 0.25}, "`p` changed from 0.5 to 0.25"),
+    ({"rule": "unscaled"}, "`rule` changed from .loop_dropout. to .unscaled."),
+    ({"learning_rate": 0.02}, "`learning_rate` changed from 0.01 to 0.02"),
+    ({"per_device_train_batch_size": 2}, "`per_device_train_batch_size` changed from 4 to 2"),
+    ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` changed from 1 to 2"),
+    ({"lora_alpha": 8}, "`lora_alpha` changed from 32 to 8"),
+    ({"r": 8}, "`r` changed from 16 to 8"),
+    ({"lora_dropout": 0.1}, "`lora_dropout` changed from 0.0 to 0.1"),
+    ({"num_loops": 3}, "`num_loops` changed from 4 to 3"),
+    (
+        {"target_modules": ["q_proj"]},
+        "has another adapter: only one of it and the model has the tensor `.*lora_A.weight`",
+    ),
+    ({"gate_seed": 1}, "`gate_seed` changed from None to 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CHANGES, ids=str)
+def test_other_settings_are_not_continued(make_trainer, changes, message):
+    make_trainer(max_steps=2).train()
+    lora = {name: changes[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules") if name in changes}
+    model = tiny_ouro(**({"num_loops": changes["num_loops"]} if "num_loops" in changes else {}))
+    fields = {name: value for name, value in changes.items() if name not in (*lora, "num_loops")}
+    trainer = make_trainer(model, peft_config=default_peft_config(model, **lora), **fields)
+    with user_error(f"checkpoint-2 .*{message}"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_settings_of_saving_and_evaluation_may_change(make_trainer):
+    straight = make_trainer()
+    straight.train()
+    fields = {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "save_total_limit": 1}
+    resumed = make_trainer(per_device_eval_batch_size=2, **fields)
+    resumed.train(f"{straight.args.output_dir}/checkpoint-2")
+    assert min(seen.step for seen in resumed.seen) == 2
+    assert_same_weights(resumed, straight)
+
+
+def test_trained_model_is_not_trained_again_by_a_resume(make_trainer):
+    trainer = make_trainer(save_strategy="no", max_steps=2)
+    trainer.train(resume_from_checkpoint=True)  # a first start
+    with user_error("has no checkpoint and the model is already trained for 2 steps"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    assert len(trainer.seen) == 4
+
+
+def test_streams_are_continued_in_their_first_pass(make_trainer, dataset, log):
+    make = functools.partial(make_trainer, rows=dataset.select(range(16)).to_iterable_dataset(), save_steps=1)
+    trainer = make()
+    trainer.train()  # four steps for each pass
+    assert "The training cannot be resumed from here on" in log.text
+    for step in (3, 4):
+        resumed = make()
+        resumed.train(f"{trainer.args.output_dir}/checkpoint-{step}")
+        assert_same_weights(resumed, trainer)
+    with user_error("must be a checkpoint of the first pass over a stream, but .*checkpoint-5 is in pass 2"):
+        make().train(f"{trainer.args.output_dir}/checkpoint-5")
+
+
 def enter_locked_folder(folder):
     with user_error("Another process writes"), lock_folder(folder):
         pass

@@ -177,7 +177,7 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     for metric in ("train_loss", "num_tokens"):
         assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
     state = json.loads((quickstart[0] / "checkpoint-6" / "trainer_state.json").read_text())["stateful_callbacks"]
-    assert read_run(copy)["training_data"] == state["TrainingDataCallback"]["attributes"]
+    assert read_run(copy)["training_data"] == state["ResumptionCallback"]["attributes"]["data"]
 
 
 def test_run_without_bars_resumes_after_its_last_step(quickstart, copy, no_steps):

@@ -46,7 +46,8 @@ from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_processes, float32_adapter, may_skip_loops
-from loopdropout_trainer.training.stopping import StopCallback, TrainingDataCallback, check_finite
+from loopdropout_trainer.training.resuming import ResumptionCallback
+from loopdropout_trainer.training.stopping import StopCallback, check_finite
 
 
 _READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
@@ -134,7 +135,7 @@ class AdapterTrainingMixin:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.unit_gates = UnitGatesCallback()
         self.stop_callback = StopCallback()
-        self.data_callback = TrainingDataCallback()
+        self.resumption = ResumptionCallback()
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self.step_metrics = defaultdict(list)
         self._given_weights = {}
@@ -152,7 +153,7 @@ class AdapterTrainingMixin:
         else:
             warn_if_rebuilt(arguments["processing_class"])
         # The user's callbacks come last. They may evaluate, and must see unit gates.
-        own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.data_callback]
+        own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.resumption]
         arguments["callbacks"] = [*own, *(arguments["callbacks"] or [])]
 
     def check_reference(self, model: str | PreTrainedModel | PeftModel) -> None:
@@ -192,7 +193,7 @@ class AdapterTrainingMixin:
         self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
         self.physical_layers = physical_layers(self.model)  # [M]
         self.batch_options = self.find_batch_options()
-        for callback in (*self.step_callbacks, self.data_callback):
+        for callback in self.step_callbacks:
             callback.trainer, callback.rule = self, self.rule
         args = self.args
         self.looped.trained_with = {
@@ -332,7 +333,7 @@ class AdapterTrainingMixin:
         trainer, and would come after the callback that resets the gates.
         """
         saved = self.state.stateful_callbacks
-        own = {type(callback).__name__ for callback in (*self.step_callbacks, self.data_callback)}
+        own = {type(callback).__name__ for callback in (*self.step_callbacks, self.resumption)}
         self.state.stateful_callbacks = {name: state for name, state in saved.items() if name not in own}
         super()._load_callback_state()
         self.state.stateful_callbacks = saved

@@ -16,10 +16,10 @@ from trl import SFTTrainer
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.saving.checkpoints import find_checkpoint
 from loopdropout_trainer.training.batches import collate_with_example_ids, reads_padding, score_targets_only
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
+from loopdropout_trainer.training.resuming import find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.stopping import explain_write_errors
 
@@ -113,11 +113,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
     ) -> TrainOutput:
         """Train. Gates are one again after the training, also after an exception.
 
-        `resume_from_checkpoint=True` continues from the newest complete checkpoint in `output_dir`, or starts without one.
+        `resume_from_checkpoint=True` continues from the newest complete checkpoint in `output_dir`, or starts without one,
+        unless this trainer has trained its model before. The settings, the adapter and the data must be those of the
+        checkpoint.
         """
-        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
+        checkpoint = find_resumable(self, resume_from_checkpoint)
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
         folder = self.args.output_dir
         try:

@@ -1,35 +1,27 @@
-"""The end of a training and its continuation: signals, numbers that are not finite, checkpoints, and their data."""
+"""The end of a training and its continuation: signals, numbers that are not finite, and folders that cannot be written."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pyarrow as pa
 import torch
 from accelerate.utils import reduce
-from datasets import Dataset
 from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UNWRITABLE, UserError
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 logger = logging.get_logger(__name__)
 
@@ -134,47 +126,6 @@ def check_finite(model: nn.Module, step: int, args: TrainingArguments) -> None:
         raise NonFiniteGradientError(
             f"The weights after optimizer step {step} are not finite and are not saved. Set a lower `learning_rate`."
         )
-
-
-class TrainingDataCallback(TrainerCallback, ExportableState):
-    """Keep a digest of the training data in checkpoints, and refuse to continue with other data.
-
-    Attributes:
-        trainer: Trainer with the dataset, set once it is built.
-        facts: Facts of `describe_data`.
-    """
-
-    trainer: Trainer
-    facts: Mapping[str, Any] = MappingProxyType({})
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        saved = state.stateful_callbacks.get(type(self).__name__)
-        self.facts = describe_data(self.trainer.train_dataset)
-        before = saved["attributes"] if isinstance(saved, dict) and state.global_step else self.facts
-        if before and self.facts and before != self.facts:
-            raise UserError(
-                f"The training data changed: the checkpoint was trained on {before['examples']:,} examples (digest "
-                f"{before['digest']}), got {self.facts['examples']:,} examples ({self.facts['digest']}). Restore the data, or "
-                "start a new training in another `output_dir`."
-            )
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint keeps."""
-        return {"args": {}, "attributes": dict(self.facts)}
-
-
-def describe_data(dataset: Any) -> dict[str, Any]:
-    """Return the number of examples and a digest of their content. It is empty for a stream."""
-    if not isinstance(dataset, Dataset):
-        return {}
-    digest = hashlib.blake2b(digest_size=8)
-    for table in dataset.with_format("arrow").iter(1000):
-        sink = pa.BufferOutputStream()
-        table = table.replace_schema_metadata(None).combine_chunks()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-        digest.update(sink.getvalue())
-    return {"examples": len(dataset), "digest": digest.hexdigest()}
 
 
 @contextmanager

@@ -1,0 +1,159 @@
+"""A training is resumed only as it was: with the settings, the adapter and the data of its checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from datasets import Dataset
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.results import RESUMABLE, compare_recipes
+from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
+from loopdropout_trainer.saving.checkpoints import Checkpoint, find_checkpoint
+
+
+if TYPE_CHECKING:
+    from loopdropout_trainer.training.config import GateConfig
+
+logger = logging.get_logger(__name__)
+
+_ADAPTER_FIELDS = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Fields of a LoraConfig that the names of its tensors do not tell."""
+
+
+class ResumptionCallback(TrainerCallback, ExportableState):
+    """Keep in each checkpoint how it was trained.
+
+    Attributes:
+        settings: Settings from `training_settings`.
+        data: Facts from `describe_data`.
+        passes: Number of passes over the data since the training or its continuation began.
+    """
+
+    settings: Mapping[str, Any] = MappingProxyType({})
+    data: Mapping[str, Any] = MappingProxyType({})
+    passes = 0
+
+    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
+        self.settings, self.passes = training_settings(args, model), 0
+        self.data = describe_data(train_dataloader.dataset)
+        before = saved_facts(state).get("data") if state.global_step else None
+        if before and self.data and before != self.data:
+            raise UserError(
+                f"The training data changed: the checkpoint was trained on {before['examples']:,} examples (digest "
+                f"{before['digest']}), got {self.data['examples']:,} examples ({self.data['digest']}). Restore the data, or "
+                "start a new training in another `output_dir`."
+            )
+
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        self.passes += 1
+        if self.passes == 2 and not has_length(train_dataloader):
+            logger.warning(
+                "The stream of training examples begins again. The training cannot be resumed from here on."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint keeps."""
+        facts = {"settings": dict(self.settings), "data": dict(self.data), "passes": self.passes}
+        return {"args": {}, "attributes": facts}
+
+
+def saved_facts(state: TrainerState) -> dict[str, Any]:
+    """Return the facts of `ResumptionCallback` in the state of a checkpoint, or an empty dict."""
+    saved = state.stateful_callbacks.get(ResumptionCallback.__name__)
+    return saved["attributes"] if isinstance(saved, dict) else {}
+
+
+def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
+    """Return the settings that must stay the same if a training is resumed, as JSON values.
+
+    They are fields of `args` and of the adapter, the examples of a step in all processes, and the depth.
+    """
+    lora = model.peft_config[model.active_adapters[0]]
+    settings = {
+        **args.to_dict(),
+        "examples_per_step": args.examples_per_step,
+        **{name: getattr(lora, name) for name in _ADAPTER_FIELDS},
+        "num_loops": find_looped_model(model).num_loops,
+    }
+    kept = {name: value for name, value in settings.items() if name not in RESUMABLE}
+    return json.loads(json.dumps(kept, default=str))
+
+
+def describe_data(dataset: Any) -> dict[str, Any]:
+    """Return the number of examples and a digest of their content in any order of columns. It is empty for a stream."""
+    if not isinstance(dataset, Dataset):
+        return {}
+    digest = hashlib.blake2b(digest_size=8)
+    for table in dataset.with_format("arrow").iter(1000):
+        sink = pa.BufferOutputStream()
+        table = table.select(sorted(table.column_names)).replace_schema_metadata(None).combine_chunks()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        digest.update(sink.getvalue())
+    return {"examples": len(dataset), "digest": digest.hexdigest()}
+
+
+def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | None:
+    """Return the checkpoint that `resume_from_checkpoint` names, if a trainer can continue from it.
+
+    Raises:
+        UserError: If a training cannot continue from the checkpoint, or belongs to other settings or another adapter. Without
+            a checkpoint, if the trainer has trained its model before.
+    """
+    checkpoint = find_checkpoint(name, trainer.args.output_dir)
+    if checkpoint is not None:
+        facts = saved_facts(TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))))
+        _check_settings(checkpoint, facts.get("settings") or {}, training_settings(trainer.args, trainer.model))
+        _check_tensors(checkpoint, trainer.model)
+        if facts.get("passes", 0) > 1 and not has_length(trainer.train_dataset):
+            raise UserError(
+                f"`resume_from_checkpoint` must be a checkpoint of the first pass over a stream, but {checkpoint} is in pass "
+                f"{facts['passes']}. Load the dataset without `streaming`, or start a new training."
+            )
+    elif name and trainer.state.global_step:
+        raise UserError(
+            f"`resume_from_checkpoint` must be False, because {trainer.args.output_dir} has no checkpoint and the model is "
+            f"already trained for {trainer.state.global_step:,} steps. Call `train()` to train it further."
+        )
+    return checkpoint
+
+
+def _check_settings(checkpoint: Checkpoint, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UserError if a training has other settings than its checkpoint."""
+    known = [name for name in now if name in before]  # other versions of the libraries have other fields
+    if difference := compare_recipes(before, now, RESUMABLE, known):
+        raise UserError(
+            f"{checkpoint} was trained with other settings: {difference}. Restore the setting, or start a new training in "
+            "another `output_dir`."
+        )
+
+
+def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:
+    """Raise UserError if the adapter of a model has other tensors than the adapter of a checkpoint."""
+    adapter = model.active_adapters[0]
+    file = Path(checkpoint) / WEIGHTS_FILE if adapter == "default" else Path(checkpoint, adapter, WEIGHTS_FILE)
+    if not file.is_file():  # DeepSpeed and FSDP have files of their own
+        return
+    with safe_open(file, "pt") as saved:
+        before = set(saved.keys())
+    now = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).keys()
+    if now - before or any("lora_" in name for name in before - now):
+        raise UserError(
+            f"{checkpoint} has another adapter: only one of it and the model has the tensor `{min(before ^ now)}`. Restore "
+            "the configuration of the adapter, or start a new training in another `output_dir`."
+        )
