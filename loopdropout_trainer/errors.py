@@ -22,6 +22,13 @@ _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
 UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR)
 """Numbers of the errors of a folder or file that cannot be written."""
 
+_UNWRITTEN = re.compile(
+    # Rust and C++ libraries raise these errors of the system as types of their own.
+    "No space left on device|Disk quota exceeded|Read-only file system|database or disk is full"
+    # torch writes an archive, and at its end finds that a part of it was not written.
+    "|PytorchStreamWriter failed|inline_container.*unexpected pos|iostream error"
+)
+
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 _repr.maxdict = _repr.maxlist = 6
@@ -74,6 +81,19 @@ def check_name(name: str, hint: str = "") -> None:
         raise UserError(f"The folder {name} does not exist.{hint}")
 
 
+def find_write_error(error: BaseException) -> str | None:
+    """Return why a file could not be written, such as "No space left on device", or None for another error."""
+    if isinstance(error, UserError):  # which explains itself
+        return None
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return os.strerror(error.errno)
+    match = _UNWRITTEN.search(str(error))
+    if match is None:
+        return None
+    is_from_system = match[0].startswith(("No space", "Disk quota", "Read-only", "database"))
+    return match[0] if is_from_system else "torch could not write all of a file, as on a full disk"
+
+
 def hide_secrets(text: str) -> str:
     """Replace Hub tokens in a text by `***`."""
     token = os.environ.get("HF_TOKEN", "")
@@ -101,20 +121,31 @@ def run_script(main: Callable[[], None]) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of standard output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (UserError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in UNWRITABLE:
-            raise
+    except UserError as error:
         _print_from_first_process(f"{script}: {error}")
         sys.exit(2)
+    except Exception as error:
+        reason = find_write_error(error)
+        if reason is None:
+            raise
+        message = str(error) if isinstance(error, OSError) else f"A file cannot be written: {reason}."
+        _print_from_first_process(f"{script}: {message}")
+        sys.exit(2)
     except KeyboardInterrupt as error:
-        _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}")
+        # All processes stop after the same step, and a launcher that was stopped, too, waits until all of them have ended.
+        _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}", seconds=2)
         sys.exit(128 + getattr(error, "signal", signal.SIGINT))
 
 
-def _print_from_first_process(message: str) -> None:
-    """Print to standard error; the other processes wait, because the launcher ends them after the first one."""
+def _print_from_first_process(message: str, seconds: float = 30) -> None:
+    """Print to standard error. The other processes wait, because the launcher ends all of them as soon as one has ended.
+
+    Args:
+        message: Text that is printed in one line, without secrets.
+        seconds: Time that the first process may need to come here.
+    """
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(30)
+        time.sleep(seconds)
     sys.stdout.flush()
     print(hide_secrets(" ".join(message.splitlines())), file=sys.stderr, flush=True)
 

@@ -49,9 +49,13 @@ def write_file(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _sync(temporary)
+        temporary.replace(path)
+    except OSError:  # such as a full disk
+        temporary.unlink(missing_ok=True)
+        raise
     _sync(path.parent)
 
 

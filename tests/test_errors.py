@@ -2,10 +2,16 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from conftest import make_tokenizer
+from raises import user_error
+from safetensors import SafetensorError
 
 from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, run_script, short_repr
+from loopdropout_trainer.saving.integrity import saving
 
 
 TOKEN = "hf_averysecrettokenofsomeone"
@@ -32,6 +38,30 @@ def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
     assert capsys.readouterr().err == f"sft.py: {message}\n"
 
 
+WRITERS = {
+    "torch": lambda file: torch.save(torch.zeros(4), file),
+    "large": lambda file: torch.save(torch.zeros(1 << 20), file),
+    "safetensors": lambda file: raise_(SafetensorError("I/O error: No space left on device (os error 28)")),
+    "tokenizers": lambda file: make_tokenizer().backend_tokenizer.save(str(file)),
+    "python": lambda file: file.write_text("x"),
+}
+"""Functions that write a file. safetensors would replace the full device itself, so its error is raised here."""
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="The system has no device that is always full.")
+@pytest.mark.parametrize("name", WRITERS)
+def test_full_disk_is_one_line(monkeypatch, capsys, tmp_path, name):
+    file = tmp_path / "file"
+    file.symlink_to("/dev/full")
+    monkeypatch.setattr(sys, "argv", ["recipes/merge.py"])
+    with pytest.raises(SystemExit, match="2"):
+        run_script(lambda: WRITERS[name](file))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line or "as on a full disk" in line
+    with user_error(f"folder {tmp_path} cannot be written: "), saving(tmp_path, ["*.json"]):
+        WRITERS[name](file)
+
+
 def test_run_script_lets_the_first_process_speak(monkeypatch):
     waits = []
     monkeypatch.setattr("time.sleep", waits.append)
@@ -39,7 +69,10 @@ def test_run_script_lets_the_first_process_speak(monkeypatch):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):
             run_script(lambda: raise_(UserError("a")))
-    assert waits == [30]  # the launcher ends the other processes after the first one
+        with pytest.raises(SystemExit):
+            run_script(lambda: raise_(KeyboardInterrupt()))
+    # The launcher ends the other processes after the first one. After a signal, it waits for all of them for 30 seconds.
+    assert waits == [30, 2]
     with pytest.raises(OSError, match="x"):  # an error that is not the user's
         run_script(lambda: raise_(OSError("x")))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, find_write_error
 from loopdropout_trainer.files import sync_files, write_file
 
 
@@ -47,10 +47,19 @@ def saving(folder: str | Path, patterns: Iterable[str] = ("**/*",)) -> Iterator[
     Args:
         folder: Folder of a checkpoint, an adapter or a model.
         patterns: Patterns of its files, relative to it.
+
+    Raises:
+        UserError: If the folder cannot be written, or the disk is full.
     """
-    begin(folder)
-    yield
-    record(folder, patterns)
+    try:
+        begin(folder)
+        yield
+        record(folder, patterns)
+    except Exception as error:
+        reason = find_write_error(error)
+        if reason is None:
+            raise
+        raise UserError(f"The folder {folder} cannot be written: {reason}.") from error
 
 
 def adapter_patterns(adapters: Iterable[str] = ()) -> list[str]:

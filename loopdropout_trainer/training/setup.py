@@ -325,6 +325,7 @@ class AdapterTrainingMixin:
         if args.should_save:
             record(folder)
             delete_older_checkpoints(folder, limit, self.state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()  # a process that ends earlier would make the launcher end the first one
 
     def _load_callback_state(self) -> None:
         """Restore the user's callbacks, if `restore_callback_states_from_checkpoint` is set.

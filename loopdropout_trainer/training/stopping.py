@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import threading
 import time
@@ -14,19 +12,15 @@ from typing import Any
 
 import torch
 from accelerate.utils import reduce
-from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UNWRITABLE, UserError
+from loopdropout_trainer.errors import UserError, find_write_error
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 
 logger = logging.get_logger(__name__)
-
-_WRITE_ERRORS = re.compile("|".join([*map(os.strerror, UNWRITABLE), "PytorchStreamWriter failed"]), re.IGNORECASE)
-"""Texts of errors of torch, safetensors and the system for a folder that cannot be written."""
 
 REPEATED_SECONDS = 3
 """Seconds in which a further signal is a repetition, such as a launcher's SIGTERM after Ctrl-C in its terminal."""
@@ -133,9 +127,10 @@ def explain_write_errors(output_dir: str | Path) -> Iterator[None]:
     """Turn the error of a full disk or an unwritable folder into one sentence that names the newest checkpoint."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not (reason := _WRITE_ERRORS.search(str(error))):
+    except Exception as error:
+        reason = find_write_error(error)
+        if reason is None:
             raise
         newest = newest_checkpoint(output_dir)
         kept = f"The newest complete checkpoint is {newest}" if newest else "There is no complete checkpoint"
-        raise UserError(f"`output_dir` {output_dir} cannot be written: {reason[0]}. {kept}.") from error
+        raise UserError(f"`output_dir` {output_dir} cannot be written: {reason}. {kept}.") from error
