@@ -99,9 +99,9 @@ def describe_data(dataset: Any) -> dict[str, Any]:
     if not isinstance(dataset, Dataset):
         return {}
     digest = hashlib.blake2b(digest_size=8)
-    for table in dataset.with_format("arrow").iter(1000):
+    for batch in dataset.with_format("arrow").iter(1000):
         sink = pa.BufferOutputStream()
-        table = table.select(sorted(table.column_names)).replace_schema_metadata(None).combine_chunks()
+        table = batch.select(sorted(batch.column_names)).replace_schema_metadata(None).combine_chunks()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
         digest.update(sink.getvalue())
