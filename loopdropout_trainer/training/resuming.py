@@ -14,7 +14,6 @@ from datasets import Dataset
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
@@ -23,7 +22,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
-from loopdropout_trainer.saving.checkpoints import Checkpoint, find_checkpoint
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, Checkpoint, find_checkpoint
 
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
     """
     checkpoint = find_checkpoint(name, trainer.args.output_dir)
     if checkpoint is not None:
-        facts = saved_facts(TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))))
+        facts = saved_facts(TrainerState.load_from_json(str(Path(checkpoint, STATE_FILE))))
         _check_settings(checkpoint, facts.get("settings") or {}, training_settings(trainer.args, trainer.model))
         _check_tensors(checkpoint, trainer.model)
         if facts.get("passes", 0) > 1 and not has_length(trainer.train_dataset):
