@@ -1,0 +1,99 @@
+"""The command `chat`: the answers of a base model and its adapter, at each depth and under each gates."""
+
+import io
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+from helpers.errors import user_error
+from helpers.files import load_script
+from helpers.tiny import tiny_ouro, with_adapter
+from loopdropout_trainer import load_model, merge_and_save, use_gates
+from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.looped import use_depth
+from loopdropout_trainer.saving.cards import read_card_fields
+
+
+CHAT = load_script("recipes/chat.py")
+QUESTION = "Question: 3 + 4?\nAnswer:"
+TEMPLATE = "{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}<eos>{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory):
+    """The folder of an adapter, with the recipe of its training, and its merged model in `merged`."""
+    base = tmp_path_factory.mktemp("base")
+    folder = tmp_path_factory.mktemp("run") / "adapter"
+    tiny_ouro(initializer_range=0.3).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    model = with_adapter(load_model(base), scale=0.2)
+    model.save_pretrained(folder)
+    recipe = "preparation: gsm8k\nnum_eval_examples: 3\nlearning_rate: 1e-3\n"
+    (folder / "recipe.yaml").write_text(recipe)
+    merge_and_save(model, folder / "merged", tokenizer, {"recipe": recipe})
+    return folder
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """The answers by title, in the dictionary that the table is made of."""
+    tables = {}
+    make_table = CHAT.make_table
+    note = lambda title, answers: tables.update({title: answers}) or make_table(title, answers)
+    monkeypatch.setattr(CHAT, "make_table", note)
+    return tables
+
+
+def answer(model, tokenizer, prompt, num_loops=4, gates=None):
+    """One answer of at most eight tokens, which ends before another question."""
+    gates = gates or [1.0] * num_loops
+    with use_depth(model, num_loops), use_gates(model, gates):
+        return generate_greedy(model, tokenizer, [prompt], 8, stop_strings=["Question:"], progress=False)[0]
+
+
+def test_chat_shows_each_depth_and_gates(saved, shown, tokenizer):
+    CHAT.main([str(saved), "3 + 4?", "--eval_num_loops", "2", "4", "--gates", "single_loop", "--max_new_tokens", "8"])
+    model = load_model(saved)
+    expected = {}
+    for num_loops in (2, 4):
+        base = answer(model, tokenizer, QUESTION, num_loops, [0.0] * num_loops)
+        for loop, gates in enumerate(torch.eye(num_loops).tolist()):
+            adapter = answer(model, tokenizer, QUESTION, num_loops, gates)
+            expected[f"K = {num_loops}, loop {loop + 1}"] = {"base model": base, "adapter": adapter}
+    assert shown == expected
+    assert len({text for answers in expected.values() for text in answers.values()}) > 6
+
+
+def test_checkpoint_has_the_prompts_of_its_run(saved, shown, tokenizer, tmp_path):
+    checkpoint = shutil.copytree(saved, tmp_path / "checkpoint-2", ignore=shutil.ignore_patterns("merged"))
+    recipe = (checkpoint / "recipe.yaml").rename(tmp_path / "recipe.yaml")
+    CHAT.main([str(checkpoint), "3 + 4?", "--max_new_tokens", "8"])
+    assert shown["K = 4"]["adapter"] == answer(load_model(saved), tokenizer, QUESTION)
+    assert read_card_fields(checkpoint)["recipe"] == recipe.read_text()
+
+
+def test_chat_with_merged_model_has_one_column(saved, shown, tokenizer):
+    CHAT.main([str(saved / "merged"), "3 + 4?", "--max_new_tokens", "8"])
+    assert shown == {"K = 4": {"merged": answer(load_model(saved), tokenizer, QUESTION)}}
+    with user_error("has no adapter to gate"):
+        CHAT.main([str(saved / "merged"), "3 + 4?", "--gates", "1-0-0-0"])
+
+
+def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
+    prompts = []
+    note = lambda model, tokenizer, ids, *args, **options: prompts.append(tokenizer.decode(ids[0]))
+    monkeypatch.setattr(CHAT, "generate_greedy", note)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 2?\n5 + 4?\n"))
+    CHAT.main(["tiny-ouro", "--prompt_template", "Question: {x}\nAnswer:"])
+    assert prompts == ["Question: 1 + 2?\nAnswer:", "Question: 5 + 4?\nAnswer:"]
+    assert re.search("> 1 .*> 5 ", capsys.readouterr().out, re.DOTALL)
+
+
+def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    folder = merge_and_save(load_model(saved), tmp_path / "model", tokenizer)
+    CHAT.main([str(folder), "Hi!", "--max_new_tokens", "8"])
+    assert shown["K = 4"]["model"] == answer(load_model(saved), tokenizer, "[user] Hi!<eos>[assistant]")

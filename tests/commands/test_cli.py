@@ -1,0 +1,138 @@
+"""The import of the package, its dependencies, and the command `loopdropout`, from a clone and from a wheel."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from packaging.version import Version
+
+from helpers.errors import user_error
+from helpers.files import ROOT
+from helpers.processes import python
+from loopdropout_trainer import cli
+from loopdropout_trainer.files import recipe_names
+
+
+def run(*words, **options):
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, **options)
+
+
+def test_help_lists_every_script(capsys):
+    cli.run(["--help"])
+    out = capsys.readouterr().out
+    assert {"sft", "evaluate"} <= cli.scripts().keys() and all(f"\n  {name} " in out for name in cli.scripts())
+    with user_error("Unknown command 'stf'. Did you mean 'sft'"):
+        cli.run(["stf", "x.yaml"])
+
+
+def test_recipes_are_listed_with_a_description(capsys):
+    cli.run(["recipes", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    assert any(re.match("quickstart.yaml +Loop Dropout against LoRA", line) for line in lines)
+
+
+def test_command_runs_its_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["loopdropout"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match="0"):
+        cli.run(["merge", "--help"])
+    assert "usage: loopdropout merge ADAPTER" in capsys.readouterr().out
+
+
+MODELING = "peft transformers.modeling_utils loopdropout_trainer.models lm_eval scipy.optimize"
+LIGHT = {
+    "--help": "torch transformers trl datasets pandas",
+    "recipes": "torch transformers trl datasets pandas",
+    "sft --help": f"datasets pandas {MODELING}",
+    "sft quickstart.yaml --learning_rat 1": f"datasets pandas {MODELING}",
+    "sft quickstart.yaml --dry_run true": MODELING,
+}
+"""Modules that commands do without, since their imports take seconds."""
+
+
+@pytest.mark.parametrize("words", LIGHT)
+def test_commands_import_only_what_they_use(words):
+    code = "import sys, atexit\natexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))\n"
+    done = run("-c", f"{code}from loopdropout_trainer.cli import main\nmain()", *words.split())
+    assert done.returncode == (2 if "learning_rat " in words else 0), done.stderr
+    assert not {*done.stderr.splitlines()} & {*LIGHT[words].split()}
+
+
+def test_families_and_peft_are_there_when_they_are_used():
+    code = """
+import sys
+from loopdropout_trainer import LoopDropoutConfig
+from transformers import AutoConfig, trainer_utils
+assert not {"peft", "loopdropout_trainer.models"} & {*sys.modules} and trainer_utils.unwrap_peft_model(1) == 1
+print(AutoConfig.for_model("ouro").model_type)
+import peft
+print((trainer_utils.PeftModel, trainer_utils.PeftMixedModel) == (peft.PeftModel, peft.PeftMixedModel))
+"""
+    done = run("-c", code)
+    assert (done.stdout, done.stderr) == ("ouro\nTrue\n", "")
+
+
+def test_peft_is_imported_when_trainer_utils_needs_more_of_it():
+    code = """
+import sys
+from importlib.abc import MetaPathFinder
+class FailsOnce(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "transformers.trainer_utils":
+            sys.meta_path.remove(self)
+            raise ImportError("cannot import name 'another' from 'peft'")
+sys.meta_path.insert(0, FailsOnce())
+import loopdropout_trainer.training, peft
+from transformers import trainer_utils
+print(trainer_utils.PeftModel is peft.PeftModel, *[each for each in sys.meta_path if isinstance(each, FailsOnce)])
+"""
+    done = run("-c", code)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_foreign_class_is_described_when_imported():
+    code = "from loopdropout_trainer.looped import DESCRIPTIONS\nfrom transformers import HrmTextForCausalLM\n"
+    assert run("-c", f"{code}print(HrmTextForCausalLM in DESCRIPTIONS)").stdout == "True\n"
+
+
+def test_import_warns_about_untested_version(tmp_path):
+    folder = tmp_path / "transformers-99.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (line,) = run("-c", "import loopdropout_trainer", env=env).stderr.splitlines()
+    assert "transformers 99.0 is installed" in line and "transformers>=5.16.1,<5.25" in line
+
+
+def test_constraints_pin_every_direct_dependency():
+    lines = (ROOT / "constraints.txt").read_text().replace("_", "-").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "evaluate", "deepspeed", "lm-eval"):
+        assert Version(pins[name])
+
+
+@pytest.mark.build
+def test_wheel_works_outside_of_the_clone(tmp_path):
+    pytest.importorskip("setuptools")
+    build = functools.partial(python, fresh=True)
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    ignored = shutil.ignore_patterns("outputs", "build", "*.egg-info", "__pycache__", ".[!c]*")
+    shutil.copytree(ROOT, clone, ignore=ignored)
+    build("setup.py", "--quiet", "sdist", "-d", str(tmp_path), cwd=clone)
+    shutil.unpack_archive(*tmp_path.glob("*.tar.gz"), tmp_path)
+    (source,) = tmp_path.glob("loopdropout_trainer-*/")
+    files = [path.relative_to(clone) for path in clone.rglob("*") if "egg-info" not in str(path)]
+    assert [file for file in files if not (source / file).exists()] == []
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    build(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source))
+    (wheel,) = tmp_path.glob("*.whl")
+    build(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
+    elsewhere = {"env": {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}, "cwd": tmp_path}
+    assert "quickstart.yaml" in build(site / "bin/loopdropout", "recipes", **elsewhere)
+    plan = build("-m", "loopdropout_trainer", "sft", "quickstart.yaml", "--dry_run", "true", **elsewhere)
+    assert "tiny-ouro" in plan and "150 steps" in plan

@@ -1,0 +1,84 @@
+"""User errors: the messages that scripts print, and the exit codes."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from helpers.errors import user_error
+from helpers.tokenizer import make_tokenizer
+from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, run_script, short_repr
+from loopdropout_trainer.saving.integrity import saving
+
+
+TOKEN = "hf_averysecrettokenofsomeone"
+Terminated = type("Terminated", (KeyboardInterrupt,), {"signal": signal.SIGTERM})
+ENDINGS = [
+    (UserError("`p` must be in [0, 1),\ngot 2."), 2, "`p` must be in [0, 1), got 2."),
+    (UserError(f"The token {TOKEN} is not valid."), 2, "The token *** is not valid."),
+    (PermissionError(13, "Permission denied", "run/cache"), 2, "[Errno 13] Permission denied: 'run/cache'"),
+    (KeyboardInterrupt(), 130, "interrupted."),
+    (Terminated("Stopped after step 3."), 143, "Stopped after step 3."),
+]
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=["value", "token", "folder", "Ctrl-C", "SIGTERM"])
+def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    with pytest.raises(SystemExit) as stop:
+        run_script(lambda: raise_(error))
+    assert stop.value.code == code
+    assert capsys.readouterr().err == f"sft.py: {message}\n"
+
+
+WRITERS = {
+    "torch": lambda file: torch.save(torch.zeros(4), file),
+    "large": lambda file: torch.save(torch.zeros(1 << 20), file),
+    "safetensors": lambda file: raise_(SafetensorError("I/O error: No space left on device (os error 28)")),
+    "tokenizers": lambda file: make_tokenizer().backend_tokenizer.save(str(file)),
+    "python": lambda file: file.write_text("x"),
+}
+"""Functions that write a file. safetensors would replace the full device itself, so its error is raised here."""
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="The system has no device that is always full.")
+@pytest.mark.parametrize("name", WRITERS)
+def test_full_disk_is_one_line(monkeypatch, capsys, tmp_path, name):
+    file = tmp_path / "file"
+    file.symlink_to("/dev/full")
+    monkeypatch.setattr(sys, "argv", ["recipes/merge.py"])
+    with pytest.raises(SystemExit, match="2"):
+        run_script(lambda: WRITERS[name](file))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line or "as on a full disk" in line
+    with user_error(f"folder {tmp_path} cannot be written: "), saving(tmp_path, ["*.json"]):
+        WRITERS[name](file)
+
+
+def test_run_script_lets_the_first_process_speak(monkeypatch):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            run_script(lambda: raise_(UserError("a")))
+        with pytest.raises(SystemExit):
+            run_script(lambda: raise_(KeyboardInterrupt()))
+    # The launcher ends the other processes after the first one. After a signal, it waits for all of them for 30 seconds.
+    assert waits == [30, 2]
+    with pytest.raises(OSError, match="x"):  # an error that is not the user's
+        run_script(lambda: raise_(OSError("x")))
+
+
+def test_parts_of_messages(monkeypatch):
+    assert closest_match("lorra", ["lora", "coto"]) == " Did you mean 'lora'?" and closest_match("xyz", ["lora"]) == ""
+    assert max(len(short_repr(value)) for value in ("x" * 1000, list(range(1000)))) < 100
+    monkeypatch.setenv("HF_TOKEN", "a-token")
+    assert hide_secrets(f"a-token, {TOKEN}, eos_token") == "***, ***, eos_token"

@@ -1,0 +1,359 @@
+"""recipes/report.py: means, differences, and the paper's tables and figures from the results of its sweeps."""
+
+import gzip
+import json
+import math
+import random
+import re
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from scipy import stats
+
+from helpers.errors import user_error
+from helpers.files import ROOT, write_lines
+from helpers.results import expected_results
+from loopdropout_trainer.diagnostics import compare_answers
+from loopdropout_trainer.plots import line_plot
+from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
+from loopdropout_trainer.results import write_results
+
+
+sys.path.append(str(ROOT / "recipes"))
+import report  # noqa: E402
+import sweep  # noqa: E402
+
+
+PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
+FILES = {*(ROOT / "recipes/tables").glob("*.yaml")}
+FIGURES = sorted((ROOT / "recipes/tables").glob("figure_*.yaml"))
+TABLES = sorted(FILES.difference(FIGURES))
+SAVED = ("rule", "p", "lora_r", "num_loops", "learning_rate", "seed", "run_name", "max_length")
+LABELS = ["LoRA, p = 1", "LoRA, p = 2", "Loop Dropout", "Mine"]
+
+
+def write(folder, rows, recipe=None, **columns):
+    """Write results with default columns, and the recipe of their run."""
+    shared = {"unit": "%", "task": "b", "metric": "accuracy", "method": "LoRA", "seed": 1, "step": 10, "num_loops": 4,
+              "gates": "unit", "n": 20}  # fmt: skip
+    write_results(folder, [{**shared, **columns, **row} for row in rows])
+    if recipe is not None:
+        dump_recipe(recipe, folder / "recipe.yaml")
+
+
+def write_sweep(path, folder):
+    """Write the results that the final runs of a sweep write, with values that depend on the run and the row alone.
+
+    The middle learning rate is the chosen one.
+    """
+    (made,) = parse((sweep.Sweep,), [str(path)])
+    base = load_recipe(made.recipe)
+    for method in made.recipes:
+        rates = made.choice(method).rates
+        for rate in rates if made.full_grid else [rates[len(rates) // 2]]:
+            for seed in made.seeds:
+                recipe = made.run_settings(sweep.Run(method, rate, seed, False))
+                run = folder / recipe["run_name"]
+                run.mkdir(parents=True)
+                rows = expected_results(recipe)
+                for row in rows:
+                    rng = random.Random(f"{recipe['run_name']} {row}")
+                    row["value"] = rng.random()
+                    if row["metric"] == "accuracy":
+                        row["samples"] = f"samples {row['task']} {row['num_loops']} {row['gates']}.jsonl"
+                        lines = [
+                            {"correct": float(rng.random() < 0.6), "answered": rng.random() < 0.9} for _ in range(9)
+                        ]
+                        row["value"] = 100 / 9 * sum(line["correct"] for line in lines)
+                        write_lines(run / row["samples"], lines)
+                names = {*SAVED, *(name for name in recipe if recipe[name] != base.get(name))} & recipe.keys()
+                write(run, rows, {name: recipe[name] for name in names})
+    return report.load_results(folder)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Results of each sweep of the paper."""
+    paths = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
+    return {path.stem: write_sweep(path, tmp_path_factory.mktemp(path.stem)) for path in paths}
+
+
+def results_of(spec, results):
+    """Results of the sweeps that a table or figure names."""
+    return pd.concat(
+        [results[name] for name in re.findall(r"sweeps/([\w.-]+)\.yaml", str(spec.get("made_by"))) or results]
+    )
+
+
+@pytest.fixture(scope="module")
+def all_results(results):
+    return pd.concat(results.values())
+
+
+# The paper's tables and figures
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_table_of_the_paper_is_filled(path, results, all_results):
+    spec = load_recipe(path)
+    table, missing = report.build_table(spec, results_of(spec, results))
+    assert missing == [] and "–" not in {*table["here"]}
+    assert report.build_table(spec, all_results)[0].equals(table)
+    papers = [str(number) for row in spec["rows"] for number in row[len(spec["heads"]) :] if number is not None]
+    assert [number for number in table.get("paper", []) if number != "–"] == papers
+    if path.stem == "answer_decomposition":
+        gains = table.set_index(["Rank", "column"])["here"].str.split().str[0].astype(float).unstack()
+        assert np.allclose(gains["Both extractable"] + gains["Missing in either"], gains["Total"], atol=0.011)
+
+
+def assert_readable(plot):
+    """The title and the axes have labels, and no text is cut."""
+    panels = getattr(plot, "items", [plot])
+    assert panels[0].labels.title and all(panel.labels.x and panel.labels.y for panel in panels)
+    figure = plot.draw()
+    FigureCanvasAgg(figure).draw()
+    boxes = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text().strip()]
+    assert all(figure.bbox.padded(2).count_contains(box.get_points()) == 2 for box in boxes if box.width > 1)
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_figure_of_the_paper_is_drawn(path, results):
+    spec = load_recipe(path)
+    plot = report.build_figure(spec, results_of(spec, results))
+    assert_readable(plot)
+    if path.stem == "figure_overview":
+        assert {*plot.data["mean"][plot.data["panel"] == "during training"]} == {0.0, 2.0}
+    if path.stem == "figure_depth_gains":
+        wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
+        gain = plot.data.set_index(["num_loops", "trained_loops"])["mean"][6, 4]
+        assert report.fill_cell(results["gsm8k_depths"], minus=spec["minus"], **wanted).startswith(f"{gain:+.2f} [")
+
+
+def test_tables_and_figures_name_existing_files():
+    assert len({load_recipe(path)["label"] for path in FILES}) == 39
+    files = set(re.findall(r"recipes/[\w./-]+\.(?:yaml|py)", "".join(path.read_text() for path in FILES)))
+    assert files and [file for file in files if not (ROOT / file).is_file()] == []
+
+
+# Averages and differences
+
+
+def cell(folder, **options):
+    return report.fill_cell(report.load_results(folder), **{"task": "b", "method": "LoRA", **options})
+
+
+@pytest.mark.parametrize("row", PAPER["mean_sd"])
+def test_mean_sd_matches_the_paper(row, tmp_path):
+    """86.53 ± 0.44 is 1148, 1139 and 1137 of 1319."""
+    for seed, correct in enumerate(row["per_seed_correct"]):
+        write(tmp_path / str(seed), [{"value": 100 * correct / row["n"]}], seed=seed)
+    decimals = len(row["mean_printed"].split(".")[1])
+    assert cell(tmp_path, decimals=decimals) == f"{row['mean_printed']} ± {row['sd_printed']}"
+
+
+def test_average_rejects_other_settings_and_results(tmp_path):
+    recipe = {"learning_rate": 0.001, "output_dir": "a", "eval_num_loops": [2]}
+    write(tmp_path / "1", [{"value": 50.0}], recipe)
+    write(tmp_path / "copy", [{"value": 50.0}], recipe)
+    write(tmp_path / "2", [{"value": 60.0}], {**recipe, "output_dir": "b", "eval_num_loops": [3], "seed": 2}, seed=2)
+    assert cell(tmp_path) == "55.00 ± 7.07"
+    write(tmp_path / "3", [{"value": 51.0}], recipe)
+    with user_error("One seed has two results"):
+        cell(tmp_path)
+    write(tmp_path / "3", [{"value": 50.0}], {**recipe, "learning_rate": 0.002})
+    with user_error("`recipe_learning_rate` differs .* between the results in .*1.*3"):
+        cell(tmp_path)
+
+
+@pytest.mark.parametrize("gains", [[2.0, 1.0, 6.0], [5.0, 6.0, 5.0], [0.0, 0.0, 0.0]])
+def test_difference_is_paired_by_seed(gains, tmp_path):
+    write(tmp_path / "lora", [{"seed": seed, "value": 50.0 + 10 * seed} for seed in range(4)])
+    rows = [{"seed": seed, "value": 50.0 + 10 * seed + gain} for seed, gain in enumerate(gains)]
+    write(tmp_path / "ours", rows, method="Loop Dropout")
+    test = stats.ttest_1samp(gains, 0)
+    low, high = test.confidence_interval()
+    remark = "" if test.pvalue < 0.05 else ", not significant"
+    options = {"method": "Loop Dropout", "minus": {"method": "LoRA"}, "decimals": 3}
+    assert cell(tmp_path, **options) == f"{np.mean(gains):+.3f} [{low:+.3f}, {high:+.3f}]{remark}"
+    assert cell(tmp_path, **options, seed=0) == f"{gains[0]:+.3f}"
+    assert cell(tmp_path, **options, show="seeds") == " / ".join(f"{gain:+.3f}" for gain in gains)
+
+
+def test_cell_shows_seeds_costs_and_averages(tmp_path):
+    for seed in (1, 2):
+        rows = [{"value": 50.0 + seed}, {"task": "c", "value": 10.0 * seed}]
+        rows.append({"task": "training", "metric": "train_seconds", "value": 60.0 * seed})
+        write(tmp_path / str(seed), rows, {"learning_rate": 0.001}, seed=seed)
+    write(tmp_path / "unmeasured", [{**rows[-1], "value": 1e6}], seed=3)
+    assert cell(tmp_path, show="seeds", decimals=1) == "51.0 / 52.0"
+    assert cell(tmp_path, of="train_seconds", scale=1 / 60) == "1.50 ± 0.71"
+    assert cell(tmp_path, task=["b", "c"]) == "33.25 ± 3.89"
+    assert cell(tmp_path, show="recipe_learning_rate") == "0.001"
+
+
+# Reading
+
+
+def test_select_defaults_to_trained_depth_and_gates(tmp_path):
+    alone = {"gates": "loop 1", "loop": 1, "value": 3.0}
+    rows = [{"value": 1.0}, {"num_loops": 8, "value": 2.0}, alone]
+    write(tmp_path, [*rows, {"task": "training", "metric": "train_seconds", "value": 9.0}])
+    results = report.load_results(tmp_path)
+    value = lambda **wanted: report.select(results, {"task": "b", **wanted})["value"].tolist()
+    assert (value(), value(num_loops=8), value(loop=1)) == ([1.0], [2.0], [3.0])
+    assert value(recipe_rule="lora") == []
+
+
+def test_load_results_joins_evaluation_and_training(tmp_path):
+    with user_error("There are no results below"):
+        report.load_results(tmp_path)
+    training, evaluation = tmp_path / "s/lora/lr_0.001/seed_1", tmp_path / "evaluation"
+    recipe = {"learning_rate": 0.001, "run_name": "s/lora/lr_0.001/seed_1"}
+    write(training, [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
+    write(evaluation, [{"value": 50.0, "num_loops": 8}], {"learning_rate": 1.0, "p": 0.5}, adapter=str(training))
+    (row,) = report.load_results(tmp_path).query("metric == 'accuracy'").to_dict("records")
+    assert (row["sweep"], row["variant"], row["recipe_learning_rate"], row["trained_loops"]) == ("s", "lora", 0.001, 4)
+    assert pd.isna(row["recipe_p"])
+
+
+# The command
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """Folders of two methods with the results of the quickstart, and two learning rates of LoRA."""
+    for method, rate in (("Loop Dropout", 0.001), ("LoRA", 0.001), ("LoRA", 0.002)):
+        rows = [{"num_loops": depth, "value": 10.0 * depth} for depth in (2, 4, 10)]
+        for loop in (1, 2, 3, 4):
+            alone = {"gates": f"loop {loop}", "loop": loop, "value": 5.0 * loop}
+            rows += [alone, {**alone, "task": "development", "metric": "loss_reduction"}]
+        rows.append({"task": "training", "metric": "train_seconds", "value": 9.0})
+        rows.append({"method": "base model", "gates": "none", "seed": None, "step": None, "value": 1.0})
+        write(tmp_path / "runs" / f"{method} {rate}", rows, {"learning_rate": rate}, method=method)
+    return tmp_path / "runs"
+
+
+def test_report_summarizes_runs(quickstart, tmp_path):
+    report.main([str(quickstart), "--output_dir", str(tmp_path / "report")])
+    table = pd.read_csv(tmp_path / "report/accuracy.csv", dtype=str, keep_default_na=False)
+    rows = table.groupby("method")["accuracy"].agg(list)
+    assert rows["LoRA, learning_rate = 0.001"] == ["20.00", "40.00", "100.00"] and rows["base model"] == ["1.00"]
+    assert {*table["minus LoRA"]} == {""}  # there are two of LoRA
+    assert {*pd.read_csv(tmp_path / "report/costs.csv", dtype=str)["train_seconds"]} == {"9"}
+    files = {path.name for path in (tmp_path / "report").iterdir()}
+    assert files == {f"{name}.{ending}" for name in ("accuracy", "costs") for ending in ("csv", "md", "tex")} | {
+        f"overview.{ending}" for ending in ("png", "pdf", "svg")
+    }
+
+
+def test_report_compares_problems_of_a_single_seed(tmp_path):
+    samples = {}
+    for method, correct in (("LoRA", [0, 0, 1, 1]), ("Loop Dropout", [1, 1, 1, 0])):
+        write(tmp_path / method, [{"value": 25.0 * sum(correct), "samples": "s.jsonl"}], method=method)
+        samples[method] = [{"correct": value} for value in correct]
+        write_lines(tmp_path / method / "s.jsonl", samples[method])
+    table = report.accuracy_table(report.load_results(tmp_path))
+    assert [*table["minus LoRA"]] == ["", str(compare_answers(samples["Loop Dropout"], samples["LoRA"]))]
+
+
+def test_printed_table_has_80_columns(capsys):
+    heads = [f"adapter, K = {depth}" for depth in range(1, 10)]
+    table = pd.DataFrame([range(9)], ["arithmetic_easy_test, learning_rate = 0.001"], heads).rename_axis("task")
+    report.print_table("Results", table, "{:.1f}")
+    report.print_table("Some", table[heads[:4]].astype(str))
+    parts = capsys.readouterr().out.split("\n\n")
+    assert [part.count(" K =") for part in parts] == [3, 3, 3, 4]
+    assert all(len(line) <= 80 for part in parts for line in part.splitlines())
+    assert re.search("arithmetic_easy_test, +6.0 +7.0 +8.0 *\nlearning_rate = *\n0.001", parts[2])
+
+
+def test_report_compares_methods_at_equal_settings(tmp_path):
+    for rate, p in ((0.001, None), (0.001, 0.25), (0.002, None)):
+        for method in ["LoRA"] * (p is None) + ["Loop Dropout"]:
+            rows = [{"value": 1000 * rate * seed + 10 * (method != "LoRA"), "seed": seed} for seed in (1, 2)]
+            write(tmp_path / f"{method} {rate} {p}", rows, {"learning_rate": rate, "p": p}, method=method)
+    table = report.accuracy_table(report.load_results(tmp_path)).reset_index("method")
+    assert {method: gain for method, gain in table[["method", "minus LoRA"]].to_numpy() if gain} == dict.fromkeys(
+        [f"Loop Dropout, learning_rate = {text}" for text in ("0.001", "0.001, p = 0.25", "0.002")],
+        "+10.0 [+10.0, +10.0]",
+    )
+
+
+def test_overview_figure_has_three_panels(quickstart):
+    folder = quickstart / "LoRA 0.001"
+    again = {"gates": "loop 1", "loop": 1, "metric": "loss_reduction", "task": "development", "n": 50, "value": 77.0}
+    write(folder, [{**again, "adapter": str(folder)}])  # of diagnose.py
+    plot = report.overview_figure(report.load_results(quickstart))
+    assert_readable(plot)
+    panels = [panel.data.set_index(["label", "loop"])["mean"] for panel in plot.items]
+    assert [len(panel["Loop Dropout"]) for panel in panels] == [3, 4, 4]
+    assert panels[1]["LoRA, learning_rate = 0.001", 1] == 77
+    axes = [(panel.labels.x, panel.labels.y) for panel in plot.items]
+    single = "only loop t with the adapter"
+    assert axes == [("number of loops K", "accuracy (%)"), (single, "loss reduction (%)"), (single, "accuracy (%)")]
+
+
+@pytest.mark.parametrize(
+    ("values", "begin"), [([0.0, 0.0], 0), ([30.0, 70.0], 0), ([85.0, 87.0], 85), ([-5.0, 9.0], -5)]
+)
+def test_axis_begins_at_zero_or_says_so(values, begin):
+    data = pd.DataFrame({"label": "LoRA", "panel": "GSM8K", "loop": [1, 2], "mean": values, "sd": 0.0})
+    plot = line_plot(data, "loop", pd.DataFrame({"x_label": "loop", "y_label": "%"}, ["GSM8K"]), "title")
+    assert ("does not begin at 0" in plot.labels.y) == (begin > 0)
+    low, high = plot.draw().axes[0].get_ylim()
+    assert low == pytest.approx(begin, abs=0.06 * (high - low)) and high >= 0.5
+
+
+def test_method_has_one_color():
+    colors = []
+    axes = pd.DataFrame({"x_label": "x", "y_label": "y"}, [""])
+    for labels in (LABELS, LABELS[::-1]):
+        data = pd.DataFrame({"label": labels, "panel": "", "loop": 1, "mean": 1.0, "sd": 0.0})
+        (scale,) = (scale for scale in line_plot(data, "loop", axes, "").scales if scale.aesthetics == ["color"])
+        colors.append(dict(zip(labels, scale.palette(4), strict=True)))
+    assert colors[0] == colors[1] and len({*colors[0].values()}) == 3
+    assert colors[0]["LoRA, p = 1"] == colors[0]["LoRA, p = 2"]
+
+
+def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
+    names = ["math_main", "figure_teaser", "recipes"]
+    report.main([str(quickstart), "--tables", *names, "--output_dir", str(tmp_path / "report")])
+    text = (tmp_path / "report/math_main.md").read_text()
+    assert "Missing: GSM8K, Ouro-1.4B LoRA" in text and "recipes/sweeps/metamath_gsm.yaml" in text
+    assert text.count("–") == 12 and "86.53 ± 0.44" in text
+    printed = capsys.readouterr().out
+    assert "Missing: Loss reduction with the adapter in one loop only" in printed
+    text = (tmp_path / "report/recipes.md").read_text()
+    assert "Maximum sequence length" in text and "1024" in text and "101, 102, 103" in text
+
+
+def test_tables_do_not_need_plotnine(quickstart, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotnine", None)
+    monkeypatch.delitem(sys.modules, "loopdropout_trainer.plots", raising=False)
+    report.main([str(quickstart), "--tables", "recipes", "--output_dir", str(tmp_path / "report")])
+    assert (tmp_path / "report/recipes.md").exists()
+
+
+def test_readme_describes_the_recipes():
+    lines = re.findall(r"\| `(\w+\.yaml)` \| (.*\d%.*) \|\n", (ROOT / "recipes/README.md").read_text())
+    assert len(lines) == 3
+    for name, line in lines:
+        examples, steps, *cells = line.replace("`", "").split(" | ")
+        drawn, *fitting = map(int, re.findall(r"\d+", examples.replace(",", "")))
+        recipe = report.describe_recipe(f"recipes/{name}")
+        assert drawn == recipe["num_train_examples"]
+        batches = math.ceil((fitting or [drawn])[0] / recipe["batch"])
+        assert steps == f"{recipe['num_train_epochs'] * batches:,}"
+        seeds = recipe["seeds"].replace("0, 1, 2, 3, 4", "0-4").replace("101, 102, 103", "101-103")
+        settings = (
+            recipe["batch"],
+            f"{recipe['max_length']:,}",
+            f"{recipe['warmup_steps']:.0%}",
+            seeds,
+            recipe["benchmarks"],
+        )
+        assert cells == [*map(str, settings)]

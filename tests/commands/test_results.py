@@ -1,0 +1,111 @@
+"""Results of a run, compared by their recipes, and the curves that experiment trackers show of them."""
+
+import pytest
+
+from helpers.errors import user_error
+from helpers.files import read_lines
+from helpers.processes import ended, fork
+from loopdropout_trainer import results
+from loopdropout_trainer.progress import finish_run
+from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
+
+
+ROW = {
+    "metric": "accuracy", "value": 70.0, "unit": "%", "task": "gsm8k", "method": "LoRA", "seed": 1, "step": 10,
+    "num_loops": 4, "gates": "unit", "n": 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("column", [column for column in ROW if column not in ("value", "n")])
+def test_write_results_replaces_equal_keys_only(tmp_path, column):
+    newer, other = {**ROW, "value": 71.0, "n": 200}, {**ROW, column: "other"}
+    write_results(tmp_path / "new", [ROW])
+    write_results(tmp_path / "new", [newer, other])
+    assert read_lines(tmp_path / "new/results.jsonl") == [newer, other]  # one flat object per line
+
+
+def write_rows(folder, method):
+    for step in range(40):
+        write_results(folder, [{**ROW, "method": method, "step": None, "seed": step}])
+
+
+def test_write_results_keeps_rows_of_all_writers(tmp_path):
+    writers = [fork(write_rows, str(tmp_path), method) for method in ("LoRA", "Loop Dropout")]
+    assert [ended(writer) for writer in writers] == [0, 0]
+    assert len(read_lines(tmp_path / "results.jsonl")) == 80
+
+
+def test_read_results_joins_recipes(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b" / "lora"]
+    row = {name: value for name, value in ROW.items() if name != "seed"}
+    for folder in folders:
+        write_results(folder, [{**row, "seed": None}])  # the same as a missing one
+        write_results(folder, [row])
+        (folder / "recipe.yaml").write_text("p: [0.1, 0.2]\ndepths: [2, 8]\n")  # a former name
+    recipe = {"recipe_p": [0.1, 0.2], "recipe_eval_num_loops": [2, 8]}
+    assert read_results(tmp_path) == [{**recipe, **row, "folder": str(folder)} for folder in folders]
+    with user_error("nowhere does not exist"):
+        read_results(tmp_path / "nowhere")
+    (tmp_path / "results.jsonl").write_text('{"metric": \n')
+    with user_error("results.jsonl is not a file of JSON lines"):
+        read_results(tmp_path)
+
+
+def test_write_run_marks_a_run_as_finished(tmp_path):
+    assert not is_finished(tmp_path)
+    write_run(tmp_path, status="trained", device="cpu")
+    assert not is_finished(tmp_path)
+    write_run(tmp_path, device="cpu")
+    assert is_finished(tmp_path) and read_run(tmp_path)["device"] == "cpu"
+    assert {"torch", "trl", "peft"} <= read_run(tmp_path)["versions"].keys()
+    (tmp_path / "run.json").write_text("{")
+    assert not is_finished(tmp_path)
+
+
+def test_write_results_survives_a_failed_write(tmp_path, monkeypatch):
+    write_results(tmp_path, [ROW])
+    monkeypatch.setattr("pathlib.Path.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space"):
+        write_results(tmp_path, [{**ROW, "value": 0.0}])
+    assert read_results(tmp_path)[0]["value"] == 70.0
+
+
+def test_compare_recipes_names_the_first_difference(tmp_path):
+    compare_recipes = results.compare_recipes
+    assert compare_recipes({"seed": 1, "output_dir": "a"}, {"seed": 1, "output_dir": "b"}) is None
+    assert compare_recipes({"p": [0.5]}, {}) == "`p` changed from [0.5] to None"
+    assert compare_recipes({}, {"rule": "lora"}) == "`rule` changed from None to 'lora'"
+    saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
+    assert compare_recipes(saved, new) == "`seed` changed from 1 to 2"
+    assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
+    (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")  # a former name
+    assert results.read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}
+    (run := tmp_path / "checkpoint-own").mkdir()
+    assert results.read_recipe(run) == {"eval_num_loops": [2, 8]}
+    (run / "recipe.yaml").write_text("seed: 3\n")  # a run whose folder has the name of a checkpoint
+    assert results.read_recipe(run) == {"seed": 3}
+
+
+def test_fields_declare_when_they_matter():
+    uncompared, measured = results.UNCOMPARED, results.MEASURED
+    assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= uncompared
+    assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= measured
+    assert not uncompared & measured and not {"seed", "num_loops", "lora_r"} & (uncompared | measured)
+
+
+def test_curves_are_logged_over_loops(make_sft, monkeypatch):
+    logs, trainer = [], make_sft()
+    log = lambda args, state, control, values: logs.append((state.global_step, values))
+    monkeypatch.setattr(trainer.callback_handler, "on_log", log)
+    rows = [
+        ROW, {**ROW, "num_loops": 2, "value": 20.0}, {**ROW, "gates": "none"}, {**ROW, "metric": "loss_reduction"},
+        {**ROW, "gates": "loop 3", "loop": 3, "value": 30.0},
+        {**ROW, "metric": "loss_reduction", "gates": "loop 1", "loop": 1, "value": 5.0},
+    ]  # fmt: skip
+    finish_run(trainer, rows)
+    assert logs == [
+        (2, {"test_accuracy_by_depth/gsm8k": 20.0}),
+        (4, {"test_accuracy_by_depth/gsm8k": 70.0}),
+        (1, {"test_rho_by_loop/gsm8k": 5.0}),
+        (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
+    ]

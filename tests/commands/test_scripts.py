@@ -1,0 +1,271 @@
+"""The training scripts: what they train, measure, save and print, how they resume, and how they explain mistakes."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.errors import user_error
+from helpers.files import load_script
+from helpers.results import expected_results
+from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
+from loopdropout_trainer.saving.integrity import record
+from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
+
+
+SCRIPTS = {name: load_script(f"recipes/{name}.py") for name in ("sft", "dpo", "grpo")}
+TOKEN = "hf_averysecrettokenofsomeone"
+SHORT = (
+    "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 2 --save_steps 2 --logging_steps 1"
+)
+WORDS = f"quickstart.yaml {SHORT} --eval_num_loops 2 4 --lora_dropout 0.1 --diagnose_task arithmetic_easy_test"
+WORDS += f" --hub_token {TOKEN}"
+FEW_MEASUREMENTS = "--evaluate_base false --single_loop_accuracy false --eval_num_loops 4 --merge false"
+
+
+def run(*words, script="sft"):
+    """Run a script with words in this process and return the text that it prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        SCRIPTS[script].main(" ".join(map(str, words)).split())
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The folder of a short quickstart, and the text that it printed."""
+    folder = tmp_path_factory.mktemp("quickstart") / "run"
+    return folder, run(WORDS, "--output_dir", folder)
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Only the short quickstart draws its figure."""
+    monkeypatch.setattr("_tables.find_spec", lambda name: None)
+
+
+@pytest.fixture
+def copy(quickstart, tmp_path):
+    """A copy of that folder."""
+    return Path(shutil.copytree(quickstart[0], tmp_path / "copy"))
+
+
+@pytest.fixture
+def no_steps(monkeypatch):
+    monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", lambda *args: pytest.fail("a step is taken"))
+
+
+def adapter(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def tables(text):
+    return text[text.index("Training at") : text.index("Everything is in")]
+
+
+def test_sft_writes_the_expected_results(quickstart):
+    names = ("method", "seed", "num_loops", "gates", "task", "metric", "loop")
+    for folder in (quickstart[0], quickstart[0] / "lora"):
+        rows = [row for row in read_results(folder) if row["folder"] == str(folder)]
+        written, expected = [
+            {tuple(map(row.get, names)) for row in own} for own in (rows, expected_results(read_recipe(folder)))
+        ]
+        assert {row[-2] for row in written ^ expected} == {"peak_memory_gb"}
+        assert is_finished(folder) and {row["step"] for row in rows} == {6, None}
+
+
+def test_sft_saves_recipe_card_and_merged_model(quickstart):
+    files = {path.relative_to(quickstart[0]).as_posix(): path for path in quickstart[0].rglob("*")}
+    written = "README.md recipe.yaml results.jsonl run.json adapter_config.json merged/config.json figure.png"
+    assert (
+        files.keys() >= {*written.split(), "samples_arithmetic_easy_test_K4_unit.jsonl"} and "lora/merged" not in files
+    )
+    card = files["merged/README.md"].read_text()
+    assert "rule: loop_dropout" in card and "arithmetic_easy_test" in card
+
+
+def test_sft_prints_plan_and_tables(quickstart):
+    folder, text = quickstart
+    lines = ["rules       Loop Dropout (p = 0.5), Input dropout", "6 steps, 16 examples per step", "completion: "]
+    lines += ["Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod", f"Everything is in {folder}"]
+    assert [line for line in (*lines, "loop 1  loop 2  loop 3  loop 4  all loops") if line not in text] == []
+    for method in ("Loop Dropout", "Input dropout"):
+        assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
+
+
+def test_sft_never_saves_tokens(quickstart):
+    folder, text = quickstart
+    contents = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert len(contents) > 40 and not any(TOKEN.encode() in content for content in [text.encode(), *contents])
+
+
+def test_finished_run_is_made_longer(copy):
+    words = [copy / "recipe.yaml", "--output_dir", copy, FEW_MEASUREMENTS, "--compare_with", "null", "--max_steps", 8]
+    with user_error("`max_steps` changed from 6 to 8.*resume_from_checkpoint true"):
+        run(*words)
+    text = run(*words, "--resume_from_checkpoint", "true")
+    assert f"continues   {copy / 'checkpoint-6'}" in text and "memory      about" in text
+    assert {row["step"] for row in read_results(copy) if row["folder"] == str(copy)} == {None, 8}
+    assert is_finished(copy) and "max_steps: 8" in (copy / "recipe.yaml").read_text()
+
+
+def test_training_starts_from_an_adapter(quickstart, tmp_path):
+    words = ["--adapter_name_or_path", quickstart[0], "--learning_rate", 0, "--rule", "lora", "--compare_with", "null"]
+    run(quickstart[0] / "recipe.yaml", "--output_dir", tmp_path, FEW_MEASUREMENTS, *words, "--max_steps", 1)
+    assert adapter(tmp_path) == adapter(quickstart[0])
+    assert "| Trained from the adapter | run |" in (tmp_path / "README.md").read_text()
+
+
+def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
+    folder, _ = quickstart
+    run(folder / "recipe.yaml", "--output_dir", tmp_path, "--compare_with", "unscaled", FEW_MEASUREMENTS)
+    assert adapter(tmp_path) == adapter(folder) != adapter(tmp_path / "unscaled")
+
+
+def test_finished_run_is_printed_and_measured_further(quickstart, copy, no_steps):
+    stamp = (copy / "run.json").stat().st_mtime_ns
+    text = run(WORDS, "--output_dir", copy)
+    assert tables(text) == tables(quickstart[1])
+    assert f"trained     {copy}, {copy}/lora\n" in text
+    assert (copy / "run.json").stat().st_mtime_ns == stamp
+    run(WORDS, "--output_dir", copy, "--eval_num_loops", "1", "3", "--single_loop_batches", "1")
+    depths = {row["num_loops"] for row in read_results(copy) if row["metric"] == "accuracy"}
+    assert depths == {1, 2, 3, 4} and adapter(copy) == adapter(quickstart[0])
+
+
+def test_folder_of_another_recipe_is_not_used(quickstart):
+    folder, _ = quickstart
+    for words, difference in {
+        "--learning_rate 2e-3": "`learning_rate` changed from 0.001 to 0.002",
+        "--p 0.3 --resume_from_checkpoint true": "`p` changed from [0.5] to [0.3]",
+    }.items():
+        with user_error(re.escape(f"{folder} holds another run: {difference}.")):
+            run(WORDS, "--output_dir", folder, words)
+
+
+def interrupt(folder, last_step):
+    """Remove the files that a run writes after a checkpoint; the next checkpoint is incomplete."""
+    for name in ("run.json", "adapter_model.safetensors", "results.jsonl"):
+        (folder / name).unlink()
+    for step in (2, 4, 6):
+        if step == last_step + 2:
+            (folder / f"checkpoint-{step}" / "trainer_state.json").write_text('{"log_history": [')
+        elif step > last_step:
+            shutil.rmtree(folder / f"checkpoint-{step}")
+
+
+@pytest.mark.parametrize("last_step", [0, 2, 6])
+def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
+    interrupt(copy, last_step)
+    plan = run(WORDS, "--output_dir", copy, "--dry_run", "true")
+    names_it = f"not used    {copy}/checkpoint-{last_step}. Add `--resume_from_checkpoint true`" in plan
+    assert names_it == (last_step > 0)
+    text = run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
+    assert adapter(copy) == adapter(quickstart[0])
+    assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
+    values = lambda at: {row["metric"]: row["value"] for row in read_results(at) if row["folder"] == str(at)}
+    resumed, whole = values(copy), values(quickstart[0])
+    for metric in ("train_loss", "num_tokens"):
+        assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
+    state = json.loads((quickstart[0] / "checkpoint-6" / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert read_run(copy)["training_data"] == state["ResumptionCallback"]["attributes"]["data"]
+
+
+def test_run_without_bars_resumes_after_its_last_step(quickstart, copy, no_steps):
+    interrupt(copy, 6)
+    run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true --disable_tqdm true", FEW_MEASUREMENTS)
+    assert adapter(copy) == adapter(quickstart[0])
+
+
+def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_steps):
+    write_run(copy, status="trained")
+    lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
+    (copy / "results.jsonl").write_text("".join(line for line in lines if '"task": "training"' in line))
+    assert tables(run(WORDS, "--output_dir", copy)) == tables(quickstart[1])
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "trainer_state.json"])
+def test_damaged_adapter_of_a_finished_run(quickstart, copy, no_steps, name, log):
+    """The run continues from its newest checkpoint, which has all steps, or says how to do so."""
+    content = (copy / name).read_bytes()
+    (copy / name).write_bytes(content[:-100] + bytes(100))
+    with user_error(f"{re.escape(str(copy))} has a damaged {name}. Add `--resume_from_checkpoint true`"):
+        run(WORDS, "--output_dir", copy)
+    run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
+    assert f"not used, because the folder has a damaged {name}" in log.text
+    assert adapter(copy) == adapter(quickstart[0])
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_crafted_checkpoint_runs_no_code(copy, name):
+    interrupt(copy, 4)
+    torch.save(SimpleNamespace(), copy / "checkpoint-4" / name)  # unpickling calls its class
+    record(copy / "checkpoint-4")  # a stranger writes fitting digests, too
+    with pytest.raises(Exception, match="(?i)weights.only|unpickl"):
+        run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true")
+
+
+def test_non_finite_loss_is_recorded(tmp_path):
+    words = "quickstart.yaml --learning_rate 1e30 --max_grad_norm 1e30 --benchmarks null --eval_num_loops null"
+    with user_error("not finite"):
+        run(words, SHORT, "--single_loop_accuracy", "false", "--output_dir", tmp_path)
+    assert read_run(tmp_path)["status"] == "non-finite"
+
+
+PREFERENCES = "--max_steps 2 --num_train_examples 32 --num_eval_examples 4 --per_device_train_batch_size 8"
+REWARDS = " --num_generations 4 --max_completion_length 8 --eval_strategy no --eval_on_start false"
+
+
+OTHERS = [("dpo", PREFERENCES, ["eval_loss"]), ("grpo", PREFERENCES + REWARDS, ["reward_first", "reward_last"])]
+
+
+@pytest.mark.parametrize(("script", "words", "metrics"), OTHERS, ids=["dpo", "grpo"])
+def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
+    text = run(f"{script}/arithmetic.yaml", words, "--output_dir", tmp_path, script=script)
+    found = {(row["method"], row["metric"]) for row in read_results(tmp_path)}
+    assert found >= {*product(("Loop Dropout", "LoRA"), ("train_loss", "train_seconds", *metrics))}
+    assert "Training at K = 4" in text
+
+
+# Mistakes. Each is one line on standard error, with exit code 2.
+
+
+MISTAKES = [
+    ("sft", "--rule lora --p 0.1", "`rule: lora` has no field 'p'"),
+    ("sft", "--rule independent", "`merge` and `eval_num_loops` must not be set for 'independent'"),
+    ("sft", "--push_merged_to_hub true", "`hub_model_id` must be set if `push_merged_to_hub` is set."),
+    ("sft", "--benchmarks null", "`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set."),
+    ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
+    ("sft", "--benchmarks development --single_loop_batches 0 --num_eval_examples 0", "must have held-out examples"),
+    ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
+    ("sft", "--report_to wandbb", "`report_to`: wandbb is not supported, only "),
+    ("sft", "--resume_from_checkpoint checkpoint-1", "`resume_from_checkpoint` must be true or the folder of a"),
+    ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),
+    ("sft", f"--hub_tokn {TOKEN}", "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
+    ("sft", "--optim adam", "`optim` must be one of adamw_torch, "),
+    ("sft", "--depths 2", "`depths` is not a field of this script. Did you mean 'eval_num_loops'?"),
+    ("sft", "--eval_num_loops 0 4", "`eval_num_loops` must be at least 1, got 0."),
+    ("dpo", "--preview 0", "`preview` is not a field of this script."),
+    ("dpo", "--preparation arithmetic", "The examples must have the columns `chosen` and `rejected`."),
+    ("grpo", "--rewards gsm8k", "`rewards` must be one of gsm8k_strict, "),
+]
+
+
+@pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
+def test_mistake_is_explained_in_one_line(script, words, message, tmp_path, monkeypatch, capsys):
+    recipe = "quickstart.yaml" if script == "sft" else f"{script}/arithmetic.yaml"
+    command = f"{script}.py {recipe} {SHORT} --output_dir {tmp_path} {words}".split()
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="2"):
+        run_script(SCRIPTS[script].main)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{script}.py: ")]
+    assert message in line and TOKEN not in line

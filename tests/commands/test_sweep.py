@@ -1,0 +1,317 @@
+"""recipes/sweep.py: order, choice of learning rates, finished runs, locks, and continuation after a kill."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helpers.errors import user_error
+from helpers.files import ROOT, read_lines
+from helpers.processes import PATIENCE, Program, python, wait_for
+from loopdropout_trainer.recipe import load_recipe, parse
+
+
+sys.path.append(str(ROOT / "recipes"))
+import sweep  # noqa: E402
+
+
+RECIPE = {
+    "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_eval_examples": 2, "max_steps": 1,
+    "benchmarks": ["arithmetic_test"], "single_loop_batches": 1, "compare_with": ["lora"],
+}  # fmt: skip
+# A training script without a training. It logs its start, waits while a file `hold` exists, and writes results with the scores
+# of the file `world`.
+SCRIPT = """
+import json, os, pathlib, sys, time, yaml
+lab = pathlib.Path(__file__).parent
+world = json.loads((lab / "world").read_text())
+settings, out = yaml.safe_load(open(sys.argv[1])), pathlib.Path(sys.argv[3])
+with open(lab / "log", "a") as log:
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+    print(json.dumps(["/".join(out.parts[-3:]), settings["benchmarks"], gpu]), file=log)
+while (lab / "hold").exists():
+    time.sleep(0.02)
+(out / "recipe.yaml").write_text(yaml.safe_dump({**settings, "output_dir": str(out)}))
+if world["fails"]:
+    sys.exit("ValueError: it is broken")
+rate, seed = settings["learning_rate"], settings["seed"]
+row = {"unit": "%", "method": settings["rule"], "seed": seed, "step": 1, "num_loops": 4, "gates": "unit", "n": 10}
+rows = [{**row, "task": "training", "metric": "train_seconds", "value": 60.0}]
+for task in settings["benchmarks"]:
+    value = world["scores"].get(str(rate), 1) if task == "development" else seed % 10
+    rows.append({**row, "task": task, "metric": "accuracy", "value": 10.0 * value})
+if str(rate) in world["losses"]:
+    rows.append({**row, "task": "development", "metric": "loss", "value": world["losses"][str(rate)]})
+with open(out / "results.jsonl", "a") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+status = "non-finite" if rate in world["diverging"] else "finished"
+(out / "run.json").write_text(json.dumps({"status": status}))
+sys.exit(status != "finished")
+"""
+
+
+class Lab:
+    """A folder with the script, a recipe and the log of all starts."""
+
+    def __init__(self, folder):
+        self.folder, self.out, self.file = folder, folder / "out", str(folder / "sweep.yaml")
+        self.recipe = folder / "recipe.yaml"
+        self.recipe.write_text(yaml.safe_dump(RECIPE))
+        (folder / "lab.py").write_text(SCRIPT)
+        self.set_world()
+
+    def set_world(self, scores=None, losses=None, diverging=(), fails=False):
+        """Set scores and losses by learning rate, the rates with a non-finite loss, and whether the script fails."""
+        scores = scores or {"0.01": 5, "0.02": 7, "0.04": 6}
+        text = json.dumps({"scores": scores, "losses": losses or {}, "diverging": diverging, "fails": fails})
+        (self.folder / "world").write_text(text)
+
+    def sweep(self, script=None, **fields):
+        defaults = {"methods": ["lora"], "learning_rates": [0.04, 0.01, 0.02], "seeds": [101, 102]}
+        paths = {"recipe": self.recipe, "output_dir": self.out}
+        fields = {**defaults, **{name: str(path) for name, path in paths.items()}, **fields}
+        Path(self.file).write_text(yaml.safe_dump(fields, sort_keys=False))
+        (made,) = parse((sweep.Sweep,), [self.file, "--script", script or f"{self.folder}/lab"])
+        return made
+
+    def run(self, **fields):
+        made = self.sweep(**fields)
+        made.train_all()
+        return made
+
+    @property
+    def log(self):
+        """(METHOD/lr_X/seed_S, benchmarks, GPU) of each start of the script."""
+        return [json.loads(line) for file in self.folder.glob("log") for line in file.read_text().splitlines()]
+
+    @property
+    def runs(self):
+        return [name for name, *_ in self.log]
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path)
+
+
+def test_sweep_chooses_on_first_seed_then_trains_all(lab):
+    lab.run(methods=["lora", "loop_dropout"])
+    lora = [(name, tasks) for name, tasks, _ in lab.log if name.startswith("lora/")]
+    assert lora == [
+        *((f"lora/lr_{rate}/seed_101", ["development"]) for rate in (0.01, 0.02, 0.04)),
+        ("lora/lr_0.02/seed_101", ["arithmetic_test"]),
+        ("lora/lr_0.02/seed_102", ["arithmetic_test"]),
+    ]
+    assert lab.runs[-2:] == [f"{method}/lr_0.02/seed_102" for method in ("lora", "loop_dropout")]
+    recipe = load_recipe(lab.out / "lora/lr_0.02/seed_102/recipe.yaml")
+    assert recipe["run_name"] == "out/lora/lr_0.02/seed_102" and recipe["resume_from_checkpoint"] == "true"
+    assert recipe["single_loop_batches"] == 1 and "compare_with" not in recipe
+    assert load_recipe(lab.out / "lora/lr_0.01/seed_101/recipe.yaml")["single_loop_batches"] == 16
+
+
+def test_sweep_prepares_runs_of_each_method(lab):
+    own = {"benchmarks": ["arithmetic_hard"], "eval_num_loops": [2], "eval_files": ["held.jsonl"]}
+    measure = {"benchmarks": ["arithmetic_test"], "eval_num_loops": [4]}
+    made = lab.sweep(methods={"hard": own}, measure=measure, select_on="eval_loss", rate_factors={"hard": 0.5})
+    assert made.choice("hard").rates == [0.005, 0.01, 0.02]
+    first, final = (made.run_settings(sweep.Run("hard", 0.01, 101, selects)) for selects in (True, False))
+    measured = lambda run: [run.get(name) for name in ("benchmarks", "single_loop_batches", "eval_num_loops")]
+    assert measured(first) == [[], 16, None] and measured(final) == [["arithmetic_hard"], 1, [2]]
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "single_loop_batches": None}))
+    made = lab.sweep(script="dpo")  # ties are broken by its own held-out loss
+    first, final = (made.run_settings(sweep.Run("lora", 0.01, 101, selects)) for selects in (True, False))
+    assert first["eval_strategy"] == final["eval_strategy"] == "epoch" and "single_loop_batches" not in first
+
+
+def test_sweep_continues_finished_runs(lab):
+    lab.set_world(diverging=[0.02])
+    for _ in range(2):
+        lab.run()
+        assert lab.runs[-1] == "lora/lr_0.04/seed_102" and len(lab.log) == 5
+    measure = {"benchmarks": ["arithmetic_hard"]}
+    more = [[f"lora/lr_0.04/seed_{seed}", ["arithmetic_hard"]] for seed in (101, 102, 103)]
+    for further in ({"eval_num_loops": [2]}, {}):  # without it, nothing is measured again
+        lab.run(measure={**measure, **further}, seeds=[101, 102, 103])
+        assert [entry[:2] for entry in lab.log[5:]] == more
+
+
+def test_sweep_summary_has_means_and_choices(lab, capsys):
+    for method in ("lora", "loop_dropout"):
+        lab.run(methods=[method]).write_summary()
+        if method == "lora":
+            (lab.folder / "kept").hardlink_to(lab.out / "summary.json")
+    assert [*json.loads((lab.folder / "kept").read_text())["choices"]] == ["lora"]  # a file is replaced, not rewritten
+    text = capsys.readouterr().out
+    assert "lora: learning rate 0.02. \n" in text and "15.00 ± 7.07" in text
+    summary = json.loads((lab.out / "summary.json").read_text())
+    choice = {"rates": [0.01, 0.02, 0.04], "best": 0.02, "remark": ""}
+    assert summary["choices"] == {"lora": choice, "loop_dropout": choice}
+    rows = [row for row in summary["accuracy"] if row["task"] == "arithmetic_test"]
+    assert [row["accuracy"] for row in rows] == ["15.00 ± 7.07"] * 2
+
+
+def test_sweep_without_benchmarks_prints_its_choice(lab, capsys):
+    lab.set_world(losses={"0.01": 0.3, "0.02": 0.2, "0.04": 0.4})
+    lab.run(settings={"benchmarks": []}, select_on="eval_loss").write_summary()
+    assert capsys.readouterr().out.endswith("lora: learning rate 0.02. \n")
+    assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []
+
+
+TIES = [
+    ({"0.01": 0, "0.02": 0, "0.04": 0}, {}, 0.01, "0.01 and 0.02 and 0.04"),
+    ({"0.02": 7, "0.04": 7}, {"0.02": 0.2, "0.04": 0.1}, 0.04, "0.02 and 0.04"),
+]
+
+
+@pytest.mark.parametrize(("scores", "losses", "best", "names"), TIES, ids=["size", "loss"])
+def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, names):
+    lab.set_world(scores, losses)
+    choice = lab.run().choice("lora")
+    assert choice.best == best and f"The selection was uninformative. {names} have equal scores" in choice.remark
+
+
+GRIDS = {  # scores: the learning rates in the order of their runs, the choice, the remark
+    "inside": ({"0.0025": 6, "0.005": 8, "0.01": 7}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.005, ""),
+    "limit": ({"0.000625": 9, "0.00125": 8, "0.0025": 7, "0.005": 6, "0.01": 5},
+              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, "It is at the edge of the grid. "),
+    "above": ({"0.02": 2, "0.04": 3, "0.08": 4}, [0.01, 0.02, 0.04, 0.08, 0.16], 0.08, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scores", "rates", "best", "remark"), GRIDS.values(), ids=GRIDS)
+def test_sweep_extends_grid_at_its_edge(lab, scores, rates, best, remark):
+    lab.set_world(scores, diverging=[0.16])
+    made = lab.run(extend_grid=True)
+    assert list(dict.fromkeys(float(name.split("/")[1][3:]) for name in lab.runs)) == rates
+    assert made.choice("lora")[1:] == (best, remark)
+
+
+def test_sweep_names_a_changed_setting(lab):
+    lab.run(learning_rates=[0.01])
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "max_steps": 5}))
+    with user_error("seed_101: `max_steps` changed from 1 to 5"):
+        lab.run(learning_rates=[0.01], seeds=[101, 103])
+    assert len(lab.log) == 2
+
+
+def test_sweep_failure_shows_the_log(lab):
+    lab.set_world(fails=True)
+    with user_error(r"lora/lr_0.01/seed_101 ended with exit code 1: ValueError: it is broken"):
+        lab.run()
+    lab.set_world()
+    lab.run()
+    assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
+
+
+def test_killed_training_ends_its_sweep(lab, monkeypatch):
+    """Also that of the second worker, while the first one trains on. The next sweep continues both runs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    (lab.folder / "hold").touch()
+    made = lab.sweep(workers=2)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(made.train_all)
+        wait_for(lambda: len(lab.log) == 2)
+        (killed,) = (name for name, _, gpu in lab.log if gpu == "7")
+        next(process for process in made.processes if killed in process.args[2]).kill()
+        try:
+            with user_error(f"{killed} ended with exit code -9"):
+                ending.result(PATIENCE)
+        finally:
+            (lab.folder / "hold").unlink()
+    assert lab.run().choice("lora").best == 0.02 and len(lab.log) == 2 + 5
+
+
+def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
+    made = lab.sweep()
+    grid = [made.command(run) for run in made.pending()]
+    assert len(grid) == 3
+    for command in grid:
+        subprocess.run(command, check=True)
+    monkeypatch.setattr(sweep, "IMPORTED", ["/my_rule.py"])
+    final = [made.command(run) for run in made.pending()]
+    assert len(final) == 2 and all("/lr_0.02/" in command[2] for command in final)
+    assert all(command[-2:] == ["--import", "/my_rule.py"] for command in final)
+
+
+ERRORS = [
+    ({"learning_rates": []}, "`learning_rates` and `seeds` must be set"),
+    ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
+    ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
+    ({"measure": {"lora_r": 4}}, "`measure` has no 'lora_r'"),
+    ({"methods": ["lorra"]}, "got 'lorra'. Did you mean 'lora'?"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), ERRORS, ids=lambda value: str(value)[:40])
+def test_sweep_rejects_invalid_fields(lab, fields, message):
+    with user_error(re.escape(message)):
+        lab.sweep(**fields)
+
+
+def test_sweep_workers_train_each_run_once(lab, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    fields = {"methods": ["lora", "loop_dropout"], "workers": 2}
+    with ThreadPoolExecutor(2) as machines:
+        for result in [machines.submit(lab.sweep(**fields).train_all) for _ in range(2)]:
+            result.result()
+    assert len(lab.log) == 10 and {gpu for *_, gpu in lab.log} == {"5", "7"}
+    twice = {name for name, number in Counter(lab.runs).items() if number == 2}  # the choice, and its final evaluation
+    assert twice == {f"{method}/lr_0.02/seed_101" for method in fields["methods"]}
+
+
+def end_sweep(lab, signal_number):
+    """Start the sweep in another process, and end it during its first training."""
+    (lab.folder / "hold").touch()
+    lab.sweep()
+    program = Program(ROOT / "recipes/sweep.py", lab.file, "--script", str(lab.folder / "lab"))
+    wait_for(lambda: lab.log, program)
+    program.end(signal_number)
+
+
+def test_killed_sweep_continues(lab):
+    """The training of a killed sweep goes on with its lock, and the next sweep waits for it."""
+    end_sweep(lab, signal.SIGKILL)
+    worker = threading.Thread(target=lab.sweep().train_all)
+    worker.start()
+    wait_for(lambda: len(lab.log) == 2)  # it starts with the next run
+    (lab.folder / "hold").unlink()
+    worker.join()
+    assert len(lab.log) == 5 and Counter(lab.runs)["lora/lr_0.01/seed_101"] == 1
+
+
+def test_interrupted_sweep_stops_its_training(lab):
+    end_sweep(lab, signal.SIGTERM)
+    (lab.folder / "hold").unlink()
+    lab.run()
+    assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "recipes").glob("s[tw]*s/**/*.yaml")], ids=lambda path: path.stem)
+def test_sweep_recipe_names_its_number_of_trainings(path):
+    (made,) = parse((sweep.Sweep,), [str(path)])
+    total = made.num_trainings()
+    assert re.search(rf"\b{total} trainings", path.read_text()), total
+
+
+def test_sweep_runs_the_training_script(lab):
+    """The real script on the tiny model: a run that chooses the learning rate, and its final evaluation."""
+    recipe = load_recipe("recipes/quickstart.yaml")
+    recipe |= {"max_steps": 1, "num_train_examples": 4, "num_eval_examples": 2, "per_device_train_batch_size": 2}
+    recipe |= {"benchmark_limit": 1, "eval_num_loops": None, "single_loop_accuracy": False, "merge": False}
+    lab.recipe.write_text(yaml.safe_dump(recipe))
+    made = lab.sweep(seeds=[1], script="sft")
+    for run in made.pending()[0], sweep.Run("lora", 0.01, 1, False):
+        python(*made.command(run)[1:])
+        assert made.is_done(run) and all(map(math.isfinite, made.score(run)))
+    rows = [(row["task"], row["metric"]) for row in read_lines(made.folder(run) / "results.jsonl")]
+    assert rows.index(("development", "loss")) < rows.index(("development", "accuracy"))
+    made.write_summary()

@@ -1,0 +1,315 @@
+"""Training data: examples, loss masks token by token, the choice of examples, and errors."""
+
+import copy
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from datasets import Dataset
+from trl import SFTTrainer
+
+from helpers.errors import user_error
+from helpers.files import ROOT, SAMPLES, TINY_OURO_PATH, load_script, read_lines, write_lines
+from helpers.tiny import tiny_ouro
+from helpers.tokenizer import byte_tokenizer
+from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer import data as own_data
+from loopdropout_trainer.arithmetic import arithmetic_problems
+from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
+from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
+
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:"
+)
+PAIR = {"prompt": "p", "completion": "c"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tokenizer):
+    """One token per byte, and Tulu's turns."""
+    tokenizer = copy.deepcopy(tokenizer)
+    set_chat_template(tokenizer, "tulu2")
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def bpe_tokenizer():
+    """Byte-pair tokens, of which some span a prompt and its completion."""
+    return load_tokenizer(TINY_OURO_PATH, chat_template="tulu2")
+
+
+@pytest.fixture(params=["bytes_tokenizer", "bpe_tokenizer"])
+def both_tokenizers(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load(preparation, rows, tokenizer)`: datasets of rows."""
+
+    def make(preparation, rows, tokenizer, max_length=None, **fields):
+        path = write_lines(tmp_path / "rows.jsonl", rows)
+        return load_datasets(DataArguments(preparation, train_files=[path], **fields), tokenizer, max_length)
+
+    return make
+
+
+def show(example, tokenizer, **losses):
+    """Text of an example with its trained tokens between ⟦ and ⟧."""
+    return preview(label_example(example, tokenizer, **losses), tokenizer)
+
+
+def conversation(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+MADE_UP = [
+    conversation(("user", "  Hi \n"), ("assistant", "\n Hello, ünïcode 𝛑 \n\n")),
+    conversation(("system", ""), ("user", ""), ("assistant", ""), ("user", "again"), ("assistant", "👩‍👩‍👧‍👦")),
+    conversation(("user", "<|assistant|>\nnot a turn"), ("assistant", "a"), ("assistant", "b"), ("user", "thanks")),
+]
+
+
+def test_tulu2_trains_assistant_turns(load, both_tokenizers):
+    conversations = [row["messages"] for row in read_lines(SAMPLES / "tulu2.jsonl")] + MADE_UP
+    data = load("tulu2", [{"id": "x", "messages": messages} for messages in conversations], both_tokenizers)
+    end = both_tokenizers.eos_token
+    for messages, example in zip(conversations, data["train"], strict=True):
+        turns = [(turn["role"], turn["content"].strip()) for turn in messages]
+        texts = [f"<|{role}|>\n" + (f"⟦{text}{end}⟧" if role == "assistant" else text) for role, text in turns]
+        assert show(example, both_tokenizers, assistant_only_loss=True) == "\n".join(texts)
+
+
+def test_gsm8k_trains_the_solution(load, both_tokenizers):
+    rows = read_lines(SAMPLES / "gsm8k.jsonl")
+    data = load("gsm8k", rows, both_tokenizers, num_eval_examples=0)["train"]
+    for row, example in zip(rows, data, strict=True):
+        solution = re.sub("<<.*?>>", "", row["answer"]) + both_tokenizers.eos_token
+        assert show(example, both_tokenizers) == f"Question: {row['question']}\nAnswer:⟦ {solution}⟧"
+
+
+def test_tokens_span_a_text_but_not_a_pair():
+    tokenizer = byte_tokenizer(["<eos>"], [":T", ":Th"], [(":", "T"), (":T", "h")], eos_token="<eos>")
+    for is_one_text, tokens, mask in (
+        (False, ["A", ":", "T", "h", "e", "<eos>"], [0, 0, 1, 1, 1, 1]),
+        (True, ["A", ":Th", "e", "<eos>"], [0, 1, 1, 1]),
+    ):
+        columns = tokenize({"prompt": "A:", "completion": "The"}, tokenizer, is_one_text=is_one_text)
+        assert (tokenizer.convert_ids_to_tokens(columns["input_ids"]), columns["completion_mask"]) == (tokens, mask)
+
+
+CHAT = {"prompt": conversation(("user", "1+1?")), "completion": conversation(("assistant", "2"))}
+TRAINED = {  # in SFTTrainer's formats
+    "pair": (PAIR, {}),
+    "whole pair": (PAIR, {"completion_only_loss": False}),
+    "text": ({"text": "a text"}, {}),
+    "messages": ({"messages": MADE_UP[0]}, {}),
+    "assistant": ({"messages": MADE_UP[2]}, {"assistant_only_loss": True}),
+    "chat pair": (CHAT, {}),
+    "assistant of chat pair": (CHAT, {"completion_only_loss": False, "assistant_only_loss": True}),
+}
+
+
+@pytest.mark.parametrize(("row", "losses"), TRAINED.values(), ids=TRAINED)
+def test_labels_are_the_trainers(load, config, bytes_tokenizer, row, losses):
+    train = load(None, [row] * 2, bytes_tokenizer)["train"]
+    args = config(max_length=None, **losses)
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, train_dataset=train, processing_class=bytes_tokenizer)
+    prepared = trainer.train_dataset[0]
+    expected = label_example(row, bytes_tokenizer, **losses)
+    assert {name: prepared[name] for name in expected} == expected
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+TOOL_TEMPLATE = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}{{ style }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_tool_calls_are_trained_as_in_trl(load, bytes_tokenizer, config, is_pair):
+    tokenizer = copy.deepcopy(bytes_tokenizer)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    user, call = {"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": CALLS}
+    row = {"prompt": [user], "completion": [call]} if is_pair else {"messages": [user, call]}
+    row |= {"tools": TOOLS, "chat_template_kwargs": {"style": "!"}}
+    (example,) = load(None, [row], tokenizer)["train"]
+    ids = label_example(example, tokenizer)["input_ids"]
+    assert all(part in tokenizer.decode(ids) for part in ('[[{"type"', "!<user>1", '{"a": 1}'))
+    for cls, given in ((SFTTrainer, row), (LoopDropoutSFTTrainer, example)):
+        rows = Dataset.from_list([given])
+        trainer = cls(tiny_ouro(), config(), train_dataset=rows, processing_class=tokenizer)
+        assert trainer.train_dataset[0]["input_ids"] == ids
+
+
+def test_metamath_holds_out_new_examples_after_100k():
+    orders = np.array([*range(100_000), 0, 7, 100_000, 100_001])  # two repeats
+    train, held_out = own_data.hold_out_after_100k(orders, 1)
+    assert train.tolist() == [*range(100_000)] and held_out.tolist() == [100_002]
+
+
+def test_held_out_examples_are_the_same_in_each_run(load, tokenizer):
+    rows = [{"question": f"What is {i}?", "answer": f"It is <<{i}={i}>>{i}.\n#### {i}"} for i in range(700)]
+    data = load("gsm8k", rows, tokenizer)
+    held_out, trained = ({*data[split]["question"]} for split in ("eval", "train"))
+    assert (len(held_out), len(trained), len(held_out | trained)) == (500, 200, 700)
+    again = load("gsm8k", rows[::-1], tokenizer, max_length=4096, num_train_examples=100)
+    assert {*again["eval"]["question"]} == held_out and len(again["train"]) == 100
+    assert {*load("gsm8k", rows, tokenizer, split_seed=1)["eval"]["question"]} != held_out
+
+
+@pytest.mark.parametrize("by_files", [False, True])
+def test_repeats_of_held_out_examples_are_left_out(load, tmp_path, tokenizer, log, by_files):
+    rows = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
+    eval_files = [write_lines(tmp_path / "eval.jsonl", rows[:5])] if by_files else None
+    data = load(None, rows, tokenizer, eval_files=eval_files, num_eval_examples=None if by_files else 5)
+    assert (len(data["eval"]), len(data["train"])) == (5, 45)
+    assert {*data["eval"]["prompt"]}.isdisjoint(data["train"]["prompt"])
+    assert f"{15 if by_files else 10} examples are left out, because they repeat a held-out example." in log.messages
+
+
+def test_tulu2_draw_does_not_depend_on_held_out_number(load, bytes_tokenizer):
+    rows = [{"messages": conversation(("user", f"{i}"), ("assistant", "x"))} for i in range(300)]
+    drawn = load("tulu2", rows, bytes_tokenizer, num_train_examples=100)["train"]["messages"][:]
+    numbers = [int(messages[0]["content"]) for messages in drawn]
+    assert numbers == sorted(numbers) != [*range(100)]
+    data = load("tulu2", rows, bytes_tokenizer, num_train_examples=100, num_eval_examples=10)
+    assert data["train"]["messages"][:] == drawn
+    assert not any(messages in drawn for messages in data["eval"]["messages"])
+
+
+def test_arithmetic_holds_out_the_first_problems(tokenizer):
+    data = load_datasets(DataArguments("arithmetic", num_train_examples=3), tokenizer)
+    first = {f"Question: {question}\nAnswer:" for question in arithmetic_problems("train", 200)["question"]}
+    assert {*data["eval"]["prompt"]} == first and first.isdisjoint(data["train"]["prompt"])
+    pairs = load_datasets(DataArguments("arithmetic_pairs", num_train_examples=3), tokenizer)["train"]
+    for pair, example in zip(pairs, data["train"], strict=True):
+        assert (pair["prompt"], pair["chosen"]) == (example["prompt"], example["completion"])
+        assert pair["rejected"] != pair["chosen"]
+
+
+FORMATS = [PAIR, CHAT, {"text": "abc"}, {"messages": MADE_UP[1]}, {"prompt": "p", "chosen": "c", "rejected": "longer"}]
+
+
+@pytest.mark.parametrize("row", FORMATS, ids=["pair", "chat pair", "text", "messages", "preferences"])
+def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
+    longest = {"prompt": "p", "completion": "longer"} if "rejected" in row else row
+    length = len(tokenize(longest, bpe_tokenizer)["input_ids"])
+    assert len(load(None, [row], bpe_tokenizer, max_length=length)["train"]) == 1
+    with user_error("`max_length` must be larger"):
+        load(None, [row], bpe_tokenizer, max_length=length - 1)
+    assert f"1 examples are left out, because they have more than {length - 1} tokens." in log.messages
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.parquet"])
+def test_files_of_each_format(tmp_path, tokenizer, name):
+    rows = [{"prompt": f"q{i}\n,\"'", "completion": f"{i}.0"} for i in range(5)]
+    write = getattr(pd.DataFrame(rows), f"to_{re.search('json|csv|parquet', name)[0]}")
+    options = {"orient": "records", "lines": "jsonl" in name} if "json" in name else {}
+    write(tmp_path / name, **options)
+    sources = [{"train_files": [str(tmp_path / name)]}]
+    if name in ("a.jsonl", "a.csv"):
+        sources.append({"dataset_name": str(tmp_path)})
+    for source in sources:
+        train = load_datasets(DataArguments(**source), tokenizer)["train"]
+        assert train.select_columns(["prompt", "completion"]).to_list() == rows
+
+
+def test_prompt_template_fills_columns(load, tokenizer):
+    rows = [{"lang": "de", "in word": "Haus", "out": "house", "score": 3}]
+    template = "{lang}{score}: {in word} \\frac{1}{2}? {}"
+    fields = {"column_mapping": {"completion": "out", "1": "score", "2": "lang"}, "prompt_template": template}
+    example = load(None, rows, tokenizer, prompt_end=" ->", **fields)["train"][0]
+    assert (example["prompt"], example["completion"]) == ("de3: Haus \\frac3de? {} ->", "house")
+    alpaca = {"prompt_template": "alpaca", "column_mapping": {"completion": "out", "instruction": "in word"}}
+    assert load(None, rows, tokenizer, **alpaca)["train"][0]["prompt"] == ALPACA.format("Haus")
+
+
+@pytest.mark.parametrize("preparation", [None, "tulu2"])
+def test_sharegpt_conversations(load, bytes_tokenizer, preparation):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    for column in ("conversations", "messages"):
+        data = load(preparation, [{column: turns}], bytes_tokenizer)["train"]
+        assert data.to_list() == [{"messages": conversation(("user", "Hi"), ("assistant", "Hello"))}]
+
+
+def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
+    rows = [PAIR, {**PAIR, "completion": None}, {**PAIR, "prompt": None}, {**PAIR, "completion": " \n"}]
+    chats = [{"messages": messages} for messages in (MADE_UP[0], [], MADE_UP[0][:1])]
+    for preparation, examples in ((None, rows), ("tulu2", chats)):
+        assert len(load(preparation, examples, bytes_tokenizer)["train"]) == 1
+        assert f"{len(examples) - 1} examples are left out, because they have no text to train on" in log.text
+
+
+@pytest.mark.parametrize("turn", ["Hi", {"content": "Hi"}, {"role": "assistant", "content": [{"text": "Hi"}]}])
+def test_turns_without_role_or_text_raise(load, bytes_tokenizer, turn):
+    with user_error("A turn must have a `role` and a text as `content`, got"):
+        load(None, [{"messages": [turn]}], bytes_tokenizer)
+
+
+def test_conversations_that_no_template_renders_raise(load):
+    tokenizer = load_tokenizer(TINY_OURO_PATH)
+    tokenizer.chat_template = "{{ raise_exception('No system turns') }}"
+    with user_error("`chat_template` cannot render the conversation .*'Hi'.*: No system turns"):
+        load(None, [{"messages": conversation(("user", "Hi"), ("assistant", "Hello"))}], tokenizer, max_length=9)
+
+
+WRONG = [
+    ({}, "`dataset_name` or `train_files` must be set"),
+    ({"dataset_name": "x", "train_files": ["y"]}, "Set either `dataset_name: x` or `train_files: .*, not both"),
+    ({"preparation": "arithmetic", "dataset_name": "x"}, "`dataset_name: x` or `preparation: arithmetic`, not"),
+    ({"eval_files": ["a"], "num_eval_examples": 5}, "either `eval_files` or `num_eval_examples`"),
+    ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
+    ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
+    ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
+    ({"train_files": ["broken.jsonl"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
+    ({"train_files": ["empty.jsonl"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
+    ({"train_files": ["rows.jsonl"], "preparation": "gsm8k"}, "must have answer, question, got the columns prompt, c"),
+    ({"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}}, "must have x, got the columns prompt, comp"),
+    ({"train_files": ["other.jsonl"]}, "must have .*messages, .*text, got the columns a. `column_mapping` renames"),
+    ({"train_files": ["rows.jsonl"], "num_train_examples": 9}, "must be at most 3 and 0, .* got 9 and 0"),
+    ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set"),
+]
+ROWS = {"empty": [], "rows": [PAIR] * 3, "other": [{"a": "b"}], "chat": [{"messages": MADE_UP[0]}]}
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.jsonl").write_text('{"a": \n')
+    for name, rows in ROWS.items():
+        write_lines(Path(f"{name}.jsonl"), rows)
+    with user_error(message):
+        load_datasets(DataArguments(**fields), tokenizer, max_length=100)
+
+
+def test_own_data_page_shows_real_output(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/own_data.md").read_text()
+    rows, recipe, dry_run, printed, training, gpu, on_gpu, snippet = re.findall(r"(?ms)^```\w*\n(.*?)^```", page)
+    Path("questions.jsonl").write_text(rows)
+    Path("mine.yaml").write_text(recipe)
+    main = load_script("recipes/sft.py").main
+    main(shlex.split(dry_run)[2:])
+    assert capsys.readouterr().out == printed
+    main(shlex.split(training)[2:])
+    output = capsys.readouterr().out
+    assert "LoRA" in output and "eval_loss" in output and Path("outputs/mine/lora").exists()
+    exec(snippet, names := {})
+    assert names["data"][0]["completion"] == " 3 + 4 = 7\n#### 7" and "train_loss" in capsys.readouterr().out
+    Path("mine_24gb.yaml").write_text(gpu.replace("num_eval_examples: 100", "num_eval_examples: 1"))
+    main([*shlex.split(on_gpu.splitlines()[0])[2:], "--model_name_or_path", "tiny-ouro"])
+    assert "examples    2, 1 held out" in capsys.readouterr().out

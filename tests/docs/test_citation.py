@@ -1,0 +1,27 @@
+"""Test that README, documentation and package cite the paper in the same way."""
+
+import yaml
+
+import loopdropout_trainer
+from helpers.files import ROOT
+
+
+PAPER = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["preferred-citation"]
+NUMBER = PAPER["url"].rpartition("/")[2]
+
+
+def test_readme_starts_with_citation():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text) <= 8000
+    first_screen = " ".join(text[:2100].replace("\n> ", " ").split())
+    authors = [f"{author['given-names']} {author['family-names']}" for author in PAPER["authors"]]
+    for said in (PAPER["title"], ", ".join(authors), PAPER["url"], str(PAPER["year"]), "NUS-HPC-AI-Lab/loop-dropout"):
+        assert said in first_screen
+    assert PAPER["identifiers"][0]["value"] == f"arXiv:{NUMBER}"
+
+
+def test_pages_and_package_cite_paper():
+    for path in ("docs/replication.md", "loopdropout_trainer/saving/model_card.jinja"):
+        text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+        assert PAPER["title"] in text and PAPER["url"] in text, path
+    assert f"arXiv {NUMBER}" in loopdropout_trainer.__doc__

@@ -1,0 +1,142 @@
+"""Test the links, snippets and commands of the README and the documentation, the notebook and the site."""
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+
+import loopdropout_trainer
+from helpers.files import ROOT
+from helpers.processes import Program, python
+from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
+
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+NAMES = ["README.md", "CONTRIBUTING.md", "recipes/README.md", *(page.relative_to(ROOT).as_posix() for page in PAGES)]
+TESTED_ELSEWHERE = {"docs/own_data.md", "docs/training_loops.md", "docs/extending.md"}
+"""Pages that test_data.py, test_loop_dropout.py and test_extending.py run."""
+CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SHORT = "--max_steps 2 --logging_steps 1"
+CHEAP = {
+    "sft": f"{SHORT} --benchmark_limit 2 --save_steps 2 --eval_num_loops 4",
+    "dpo": f"{SHORT} --num_train_examples 16 --num_eval_examples 4",
+    "grpo": f"{SHORT} --num_train_examples 16 --num_eval_examples 4 --max_completion_length 8",
+    "evaluate": "--benchmark_limit 2",
+    "diagnose": "--num_examples 4",
+    "sweep": "--dry_run true",
+}
+"""Options that make commands cheap."""
+COMMAND = re.compile(r"(?:recipes/((?!make_)\w+)\.py|loopdropout(?:_trainer)?) +(.*)")
+NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline", re.IGNORECASE)
+
+
+LOCAL = {
+    "ByteDance/Ouro-1.4B": str(ROOT / "loopdropout_trainer/tiny_ouro"),
+    'chat_template="ouro"': 'chat_template="tulu2"',
+    '"gsm8k", "hellaswag"': '"arithmetic_easy_test"',
+    "limit=100": "limit=2",
+}
+"""Replacements of models and tasks from the Hub in snippets."""
+PRELUDE = """
+import sys
+
+sys.path.insert(0, "recipes")
+from loopdropout_trainer import load_model, use_gates
+from loopdropout_trainer.tokenizers import load_tokenizer
+
+tokenizer, model = load_tokenizer("tiny-ouro"), load_model("outputs/quickstart")
+batch = tokenizer("1 + 1 = 2", return_tensors="pt")
+"""
+"""Names that snippets use without a definition."""
+
+
+def pages_with(language):
+    return [name for name in NAMES if code(ROOT / name, language) and name not in TESTED_ELSEWHERE]
+
+
+def code(page, language):
+    return [text for name, text in CODE.findall(page.read_text(encoding="utf-8")) if name == language]
+
+
+def anchors(page):
+    """The anchors of the titles of a page, as on GitHub."""
+    titles = re.findall(r"^#+ +(.*)", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_exist(name):
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert "://" in target or file.exists() and (not anchor or anchor in anchors(file)), target
+
+
+def test_reference_has_every_public_name_and_field():
+    names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    assert {*loopdropout_trainer.__all__} <= {*names}
+    for config in (GateConfig, LoopDropoutConfig):
+        fields = {field.name for field in dataclasses.fields(config)}
+        documented = re.findall(r"^    +(\w+) \(`.*\*optional\*.*\):$", config.__doc__, re.MULTILINE)
+        assert documented == [name for name in config.__annotations__ if name in fields]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder with the scripts and a short quickstart."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("recipes", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name)
+    python("recipes/sft.py", "recipes/quickstart.yaml", *CHEAP["sft"].split(), cwd=folder)
+    return folder
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("name", pages_with("python"))
+def test_snippets_run(clone, name):
+    for snippet in code(ROOT / name, "python"):
+        for published, local in LOCAL.items():
+            snippet = snippet.replace(published, local)
+        python("-c", PRELUDE + snippet.replace("../outputs", "outputs"), cwd=clone)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("name", pages_with("bash"))
+def test_commands_run(clone, name):
+    """Commands that need the Hub run until they ask for it."""
+    for line in "".join(code(ROOT / name, "bash")).replace("\\\n", " ").splitlines():
+        match = COMMAND.search(line)
+        if match and not line.startswith(("pip", "for")):
+            words = shlex.split(match[2], comments=True)
+            script, words = (match[1], words) if match[1] else (words[0], words[1:])
+            if script == "serve":  # it does not end, and test_serving.py runs it
+                continue
+            is_local = re.search("quickstart|arithmetic", line)
+            cheap = CHEAP.get(script, "").split() if is_local else []
+            program = Program(f"recipes/{script}.py", *words, *cheap, cwd=clone)
+            is_done = program.wait() == 0 or not is_local and NEEDS_HUB.search(program.stderr)
+            assert is_done, f"{line}\n{program.stderr[-3000:]}"
+
+
+@pytest.mark.build
+def test_quickstart_passes_mypy(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "quickstart.py").write_text(code(ROOT / "README.md", "python")[0])
+    python("-m", "mypy", "--ignore-missing-imports", "quickstart.py", cwd=tmp_path, fresh=True)
+
+
+@pytest.mark.build
+def test_notebook_runs(tmp_path):
+    cells = json.loads((ROOT / "recipes/quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    python("-c", "\n".join(["import matplotlib", "matplotlib.use('agg')", *parts]), cwd=tmp_path)
+
+
+@pytest.mark.build
+def test_site_builds(tmp_path):
+    pytest.importorskip("mkdocs")
+    python("-m", "mkdocs", "build", "--strict", "-d", tmp_path, cwd=ROOT, fresh=True)

@@ -1,0 +1,238 @@
+"""Diagnostics against passes of the model, which `test_models.py` compares with the oracle, and recipes/diagnose.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from helpers.errors import user_error
+from helpers.files import ROOT, SAMPLES, load_script
+from helpers.processes import python
+from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
+from loopdropout_trainer import diagnostics, use_gates
+from loopdropout_trainer.diagnostics import curvature, depth_matrix, label_batches, readouts, single_loop
+from loopdropout_trainer.evaluation import own_benchmark
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.looped import find_looped_model, use_depth
+from loopdropout_trainer.lora import add_gates
+from loopdropout_trainer.results import read_results
+from loopdropout_trainer.saving.loading import save_adapter_metadata
+
+
+LOOPS = ["loop 1", "loop 2", "loop 3", "loop 4"]
+
+
+def values(rows, metric, **columns):
+    """The values of a metric, of the rows with these columns."""
+    columns["metric"] = metric
+    return [row["value"] for row in rows if row.items() >= columns.items()]
+
+
+IDS = [[(7 * row + 13 * place) % 200 + 40 for place in range(length)] for row, length in enumerate((12, 9, 15, 7, 11))]
+MASKS = [[0] * (3 + row) + [1] * (len(ids) - 3 - row) for row, ids in enumerate(IDS)]
+EXAMPLES = [{"input_ids": ids, "completion_mask": mask} for ids, mask in zip(IDS, MASKS, strict=True)]
+
+
+def adapted(model, seed=1):
+    torch.manual_seed(seed)
+    return with_adapter(model, seed, scale=0.2, r=4).eval()
+
+
+@torch.no_grad()
+def forward(model):
+    """Loss and accuracy of all examples by the model's own forward, one example at a time."""
+    outputs = [model(input_ids=torch.tensor([ids]), use_cache=False) for ids in IDS]
+    logits = torch.cat([output.logits[0, 2 + row : -1] for row, output in enumerate(outputs)]).double()
+    targets = torch.tensor([token for row, ids in enumerate(IDS) for token in ids[3 + row :]])
+    accuracy = (logits.argmax(-1) == targets).double().mean()
+    return float(F.cross_entropy(logits, targets)), 100 * float(accuracy)
+
+
+@pytest.mark.parametrize(
+    "make", [*TINY.values(), lambda: tiny_hrm(H_cycles=4, prefix_lm=False)], ids=[*TINY, "hrm_text"]
+)
+def test_diagnostics_equal_forward_passes(make, tokenizer):
+    model, batches = adapted(make()).train(), label_batches(EXAMPLES, tokenizer, 2)
+    rows = single_loop(model, batches)
+    assert model.training and {row["n"] for row in rows} == {sum(sum(row["completion_mask"]) for row in EXAMPLES)}
+    model.eval()
+    losses = []
+    for gates in torch.cat([torch.zeros(1, 4), torch.eye(4), torch.ones(1, 4)]):
+        with use_gates(model, gates):
+            losses.append(forward(model)[0])
+    assert [row["gates"] for row in rows if row["metric"] == "loss"] == ["none", *LOOPS, "unit"]
+    assert values(rows, "loss") == pytest.approx(losses, abs=1e-5)
+    reductions = [100 * (losses[0] - loss) / losses[0] for loss in losses[1:]]
+    assert values(rows, "loss_reduction") == pytest.approx(reductions, abs=2e-3)
+    rows = [*readouts(model, batches), *depth_matrix(model, batches, [1, 3, 6])]
+    losses = values(rows, "readout_loss")
+    assert max(losses) - min(losses) > 1e-3 and len(rows) == 2 * (4 + 3)
+    for row in rows:
+        with use_depth(model, row.get("loop", row["num_loops"])):
+            expected = forward(model)["accuracy" in row["metric"]]
+        assert row["value"] == pytest.approx(expected, abs=1e-5)
+    assert find_looped_model(model).num_loops == 4
+    for batch in batches:
+        batch["labels"].fill_(-100)
+    for empty in (batches, []):
+        with user_error("`batches` must have a target token"):
+            single_loop(model, empty)
+
+
+@torch.no_grad()
+def test_curvature_equals_hessian_in_float64(make_tiny, tokenizer):
+    model, batches = with_adapter(make_tiny(), 1, scale=0.05, r=4).eval(), label_batches(EXAMPLES, tokenizer, 2)
+    rows = curvature(model, batches, p=0.25)
+    model.double()
+
+    def logits(row, ids, gates):  # [n, V] of the targets
+        with use_gates(model, gates):
+            return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 2 + row : -1]
+
+    expected = torch.zeros(4, dtype=torch.float64)
+    for row, ids in enumerate(IDS):
+        shares = logits(row, ids, torch.ones(4)).softmax(-1)
+        hessian = torch.diag_embed(shares) - shares[:, :, None] * shares[:, None]
+        for loop, direction in enumerate(1e-4 * torch.eye(4, dtype=torch.float64)):
+            v = (logits(row, ids, 1 + direction) - logits(row, ids, 1 - direction)) / 2e-4
+            expected[loop] += torch.einsum("ni,nij,nj->", v, hessian, v)
+    expected /= sum(len(ids) - 3 - row for row, ids in enumerate(IDS))
+    assert expected.min() > 1e-4
+    assert values(rows, "curvature") == pytest.approx(expected.tolist(), rel=5e-3)
+    assert values(rows, "curvature_term") == pytest.approx([0.25 / 1.5 * float(expected.sum())], rel=5e-3)
+
+
+@pytest.mark.parametrize("rule", ["independent", "learned"])
+def test_depth_matrix_keeps_depth_of_loop_parameters(rule, tokenizer):
+    model, batches = adapted(tiny_ouro()), label_batches(EXAMPLES, tokenizer)
+    add_gates(model, rule=make_rule(rule))
+    assert [row["num_loops"] for row in depth_matrix(model, batches, [1, 2, 8])] == [4, 4]
+    with user_error("`depths` must be an integer from 1"):
+        depth_matrix(model, batches, [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "interval", "p"),  # the interval of Agresti and Min (2005), and the p-value of statsmodels's `mcnemar`
+    [
+        ((60, 25, 10, 5), (3.34420208, 26.06756263), 0.01667384780),
+        ((3, 5, 0, 16), (1.09807987, 37.36345859), 0.0625),
+        ((0, 0, 0, 10), (-19.15711687, 19.15711687), 1),
+    ],
+)
+def test_compare_answers_equals_mcnemar(numbers, interval, p):
+    both, gained, lost, neither = numbers
+    ours = [{"correct": 1}] * (both + gained) + [{"correct": 0}] * (lost + neither)
+    other = [{"correct": int(is_right)} for is_right in np.repeat([1, 0, 1, 0], numbers)]
+    found = diagnostics.compare_answers(ours, other)
+    assert found == pytest.approx((100 * (gained - lost) / len(ours), *interval, p, len(ours)))
+    assert str(found).endswith("not significant") == (p >= 0.05)
+    with user_error(f"`baseline` must have {len(ours)} samples, got {len(ours) - 1}"):
+        diagnostics.compare_answers(ours, other[1:])
+
+
+def test_recommend_method_names_the_profile():
+    profiles = {"rises": (11.9, 19.1, 26.5, 32.4), "near zero": (0.0, 0.2, -1.2, 76.0), "falls": (40, 30, 20, 10)}
+    for said, profile in {**profiles, "similar": (30.8, 35.2, 35.9, 32.0)}.items():
+        assert said in diagnostics.recommend_method(profile)
+
+
+def test_reference_examples_of_a_task():
+    task = own_benchmark("problems", str(SAMPLES / "gsm8k_test.jsonl"), like="gsm8k")
+    first, _ = diagnostics.reference_examples(task, 2)
+    assert first["prompt"].startswith("Question: Janet") and first["prompt"].endswith("?\nAnswer:")
+    assert first["completion"].startswith(" ") and "<<" not in first["completion"]
+    with user_error("text column `solution` or `answer`"):
+        diagnostics.reference_examples(None)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    """A base model, two adapters, and the recipe of their training."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_ouro().save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    settings = "preparation: arithmetic\nnum_train_examples: 20\nnum_eval_examples: 6\n"
+    recipe = f"model_name_or_path: {folder / 'base'}\n{settings}max_length: 512\ndtype: float32\nbf16: false\nuse_cpu: true\n"
+    (folder / "recipe.yaml").write_text(f"{recipe}per_device_eval_batch_size: 2\nbenchmarks: [arithmetic_test]\n")
+    for seed, name in enumerate(("lora", "ours")):
+        model = adapted(tiny_ouro(), seed)
+        model.save_pretrained(folder / name)
+        save_adapter_metadata(model, folder / name, num_loops=4)
+        row = f'{{"metric": "train_loss", "value": 1, "task": "training", "method": "{name}", "seed": {seed}, "step": 3}}'
+        (folder / name / "results.jsonl").write_text(row)
+        (folder / name / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def words(saved, output_dir, *more):
+    adapters = (saved / "lora", saved / "ours")
+    return [*map(str, (saved / "recipe.yaml", "--output_dir", output_dir, "--adapters", *adapters, *more))]
+
+
+def diagnose(*given):
+    load_script("recipes/diagnose.py").main(words(*given))
+    return read_results(given[1])
+
+
+def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsys):
+    rows = diagnose(saved, tmp_path)
+    facts = {(row["method"], row.get("seed"), row.get("step"), Path(row.get("adapter", "base")).name) for row in rows}
+    trained = [(0, 3, "lora"), (1, 3, "ours")]
+    frozen = [("base model", *place) for place in trained]
+    assert facts == {("base model", None, None, "base"), *frozen, *((place[2], *place) for place in trained)}
+    assert {row["task"] for row in rows} == {"development"}
+    metrics = "loss loss_reduction readout_loss readout_token_accuracy depth_loss depth_token_accuracy"
+    assert {row["metric"] for row in rows} == {*metrics.split()}
+    assert {row["num_loops"] for row in rows if row["metric"] == "depth_loss"} == {*range(1, 9)}
+    printed = capsys.readouterr().out
+    (rho,) = values(rows, "loss_reduction", method="ours", loop=4)
+    assert "readout_loss" not in printed and f"{rho:.1f}" in printed
+    assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
+
+
+def test_diagnose_prints_each_adapter_of_a_method(saved, tmp_path, capsys):
+    adapters = [shutil.copytree(saved / name, tmp_path / name) for name in ("lora", "ours")]
+    for path in adapters:
+        text = (path / "results.jsonl").read_text()
+        (path / "results.jsonl").write_text(text.replace(f'"{path.name}"', '"LoRA"'))
+    words = [saved / "recipe.yaml", *adapters, "--output_dir", tmp_path / "out", "--diagnostics", "single_loop"]
+    load_script("recipes/diagnose.py").main([*map(str, words)])
+    printed, rows = capsys.readouterr().out, read_results(tmp_path / "out")
+    for path in map(str, adapters):
+        (rho,) = values(rows, "loss_reduction", adapter=path, gates="unit")
+        assert f" {rho:.1f}\n" in printed and f"LoRA, {path}: rho_t" in printed
+
+
+def test_diagnose_runs_each_diagnostic_on_a_task(saved, tmp_path, capsys):
+    own = json.dumps({"own_gsm8k": {"files": str(SAMPLES / "gsm8k_test.jsonl"), "like": "gsm8k"}})
+    task = ("--task", "own_gsm8k", "--num_examples", 3, "--own_benchmarks", own, "--eval_num_loops", 2)
+    rows = diagnose(saved, tmp_path, *task, "--diagnostics", "readouts", "depth_matrix", "curvature")
+    assert {row["task"] for row in rows} == {"own_gsm8k"} and len(rows) == (3 * 2 + 2) * (4 + 1)
+    own, printed = values(rows, "curvature", method="ours"), capsys.readouterr().out
+    assert values(rows, "curvature_term", method="ours") == pytest.approx([sum(own) / 2])
+    assert "depth_loss (nats)" in printed and f"{own[0]:.4g}" in printed
+
+
+def test_diagnose_explains_mistakes(saved, tmp_path):
+    for words, message in {
+        "--learning_rate 1": "`learning_rate` is a field of trainings, which has no effect",
+        "--diagnostics curvature --dtype bfloat16": "`dtype` must be float32 for `curvature`",
+        "--num_train_examples 10": "`num_train_examples` changed from 20 to 10",
+        "--num_eval_examples 0": "`num_eval_examples`",
+        "--task gsm8k --num_eval_examples 6": "`num_eval_examples` is a field of trainings, which has no effect",
+    }.items():
+        with user_error(message):
+            diagnose(saved, tmp_path, *words.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_results_of_one(saved, tmp_path):
+    one = diagnose(saved, tmp_path / "one")
+    python(ROOT / "recipes" / "diagnose.py", *words(saved, tmp_path / "two"), processes=2)
+    two = read_results(tmp_path / "two")
+    assert [row["value"] for row in two] == pytest.approx([row["value"] for row in one])

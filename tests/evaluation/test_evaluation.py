@@ -1,0 +1,358 @@
+"""Scorers against the references' verdicts, and evaluations from prompt to results, interrupted ones too."""
+
+import functools
+import gzip
+import json
+import random
+import re
+import shutil
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from lm_eval.tasks.hendrycks_math.utils import is_equiv
+from transformers import set_seed
+
+from helpers.errors import user_error
+from helpers.files import GOLDEN, ROOT, SAMPLES, load_script, read_lines, write_lines, write_task
+from helpers.processes import Program, python, wait_for
+from helpers.tiny import steady, tiny_ouro
+from loopdropout_trainer.diagnostics import answer_decomposition
+from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, looped_lm, own_benchmark, scorers
+from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
+from loopdropout_trainer.results import read_results
+from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
+
+
+EVALUATE = ROOT / "recipes" / "evaluate.py"
+OWN_GSM8K = {"files": str(SAMPLES / "gsm8k_test.jsonl"), "like": "gsm8k"}
+
+
+def read_golden(name, kind=None):
+    rows = map(json.loads, gzip.decompress((GOLDEN / f"{name}.jsonl.gz").read_bytes()).splitlines())
+    return [row for row in rows if kind is None or row["kind"] == kind]
+
+
+@pytest.fixture
+def replay(monkeypatch, tokenizer, tmp_path):
+    """`replay(task, problems, responses)`: results and samples of an evaluation with given responses."""
+
+    def run(task, problems, responses, **options):
+        answer = lambda self, requests: [responses[request.doc_id] for request in requests]
+        monkeypatch.setattr(LoopedLM, "generate_until", answer)
+        if isinstance(task, str):
+            task = loading.task_of_rows("replayed", task, Dataset.from_list(problems))
+        results = evaluate_tasks(LoopedLM(tiny_ouro(), tokenizer), [task], output_dir=tmp_path, **options)
+        return results, read_lines(tmp_path / results[0]["samples"])
+
+    return run
+
+
+def test_gsm8k_matches_golden(replay):
+    rows = read_golden("gsm8k_strict")
+    problems = [{"question": "?", "answer": row["target"]} for row in rows]
+    _, samples = replay("gsm8k", problems, [row["response"] for row in rows])
+    assert [sample["answer"] or "[invalid]" for sample in samples] == [row["extracted"] for row in rows]
+    assert [sample["correct"] for sample in samples] == [row["correct"] for row in rows]
+
+
+def test_metamath_gsm8k_matches_golden():
+    rows = read_golden("metamath_scorer", "gsm8k")
+    assert len(rows) == 1561
+    for row in rows:
+        # The reference uses the package `Fraction`. On 9 rows it differs from the standard library.
+        expected = {**row, **row.get("stdlib", {})}
+        answer = scorers.extract_number(row["completion"] or "")
+        assert answer == expected["extracted"], row["id"]
+        score = scorers.score_metamath_gsm8k({"answer": f"#### {row['gold']}"}, [answer])
+        assert score["acc"] == row["correct"] or "stdlib" in row, row["id"]
+
+
+def test_metamath_math_matches_golden(monkeypatch):
+    rows = read_golden("metamath_scorer", "math")
+    assert len(rows) == 1490
+    monkeypatch.setattr(scorers, "math_gold", lambda problem: problem["gold"])
+    for row in rows:
+        answer = scorers.extract_text(row["completion"] or "")
+        assert (answer, answer is not None) == (row["extracted"], row["extractable"]), row["id"]
+        assert scorers.score_metamath_math(row, [answer])["acc"] == row["correct"], row["id"]
+
+
+def test_metamath_golds_match_golden():
+    for row in read_golden("metamath_scorer", "equiv"):
+        assert is_equiv(row["a"], row["b"]) == row["correct"], row["id"]
+    for row in read_golden("metamath_scorer", "math_gold"):
+        assert row["error"] or scorers.math_gold(row) == row["gold"], row["id"]
+    for row in read_golden("metamath_scorer", "gsm8k_gold"):
+        assert row["error"] or scorers.gsm8k_gold({"answer": row["response"]}) == row["gold"], row["id"]
+
+
+def test_ifeval_matches_golden(replay, monkeypatch):
+    import langdetect
+
+    monkeypatch.setattr("langdetect.detect", functools.cache(langdetect.detect))  # slow, and the same for both levels
+    rows = read_golden("ifeval")
+    problems = [{name: row[name] for name in ("key", "prompt", "instruction_id_list", "kwargs")} for row in rows]
+    for level in ("strict", "loose"):
+        _, samples = replay(f"ifeval_{level}", problems, [row["response"] for row in rows], apply_chat_template=False)
+        assert [sample["correct"] for sample in samples] == [row[f"prompt_{level}"] for row in rows]
+
+
+def test_answer_decomposition_matches_golden():
+    metrics = {"gain": "total", "gain_both_answered": "both", "gain_missing_in_either": "missing"}
+    for case in json.loads(gzip.decompress((GOLDEN / "eval_stats.json.gz").read_bytes()))["synthetic"]:
+        for seed, sides in enumerate(zip(case["b"], case["a"], strict=True)):
+            pairs = [zip(map(int, side["correct"]), map(int, side["extractable"]), strict=True) for side in sides]
+            samples = [[{"correct": correct, "answered": answered} for correct, answered in side] for side in pairs]
+            gains = {row["metric"]: row["value"] for row in answer_decomposition(*samples)}
+            expected = {metric: case["expected"][f"per_seed_{key}"][seed] for metric, key in metrics.items()}
+            assert gains == pytest.approx(expected)
+
+
+def test_tasks_have_the_prompts_of_the_paper():
+    task, direct = (own_benchmark("mine", **{**OWN_GSM8K, "like": like}) for like in ("metamath_gsm8k", "gsm8k"))
+    math = own_benchmark("mine", str(SAMPLES / "math500_test.jsonl"), like="metamath_math500")
+    question = task.eval_docs[1]["question"]
+    assert direct.doc_to_text(direct.eval_docs[1]) == f"Question: {question}\nAnswer:"
+    assert task.doc_to_text(task.eval_docs[1]) == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{question}\n\n### Response: Let's think step by step."
+    )
+    assert math.doc_to_text(math.eval_docs[0]).startswith("Below is")
+    assert [task.doc_to_target(problem) for problem in task.eval_docs][:3] == [18, 3, 70000]
+    assert math.doc_to_target(math.eval_docs[0]) == "\\left( 3, \\frac{\\pi}{2} \\right)"
+    options = [own.config.generation_kwargs for own in (task, math)]
+    assert [(option["max_gen_toks"], len(option["until"])) for option in options] == [(512, 10), (2048, 10)]
+
+
+def test_arithmetic_task_generates_its_problems():
+    (task,) = load_task("arithmetic_easy_test").values()
+    assert len(task.eval_docs) == 500 and {*task.eval_docs["num_steps"]} == {1, 2, 3}
+    (more,) = load_task("arithmetic_easy_test", limit=1000).values()
+    assert len(more.eval_docs) == 1000 and more.eval_docs[:500] == task.eval_docs[:]
+
+
+def test_arithmetic_counts_last_numbers(replay):
+    responses = ["so 12", "#### 12", "12 of 13", "nothing", "#### 3.", "1,200"]
+    answers = ["#### 12", "#### 12", "a = 12\n#### 12", "#### 4", "#### 3", "#### 1,200"]
+    results, _ = replay("arithmetic_test", [{"question": "?", "answer": text} for text in answers], responses)
+    values = {row["metric"]: row["value"] for row in results}
+    assert values == pytest.approx({"accuracy": 100 / 3, "last_number": 400 / 6, "missing": 400 / 6})
+
+
+@pytest.mark.parametrize(("preparation", "answer"), [("gsm8k", "so 2\n#### 2"), ("metamath_gsm", "The answer is: 2")])
+def test_development_task_scores_held_out_examples(replay, preparation, answer):
+    task = loading.development_task(preparation, Dataset.from_list([{"question": "1 + 1?", "answer": answer}] * 3))
+    (accuracy, *_), _ = replay(task, [], [answer, "#### 3", "The answer is: 3"])
+    assert (accuracy["task"], accuracy["value"]) == ("development", pytest.approx(100 / 3))
+
+
+def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
+    def load_subject(*, name, **options):
+        """Generate one to three problems of a subject of MMLU."""
+        answers = random.Random(name).choices(range(4), k=1 + len(name) % 3)
+        rows = [{"question": "?", "subject": name, "choices": [*"wxyz"], "answer": answer} for answer in answers]
+        return dict.fromkeys(("test", "dev"), Dataset.from_list(rows))
+
+    monkeypatch.setattr("datasets.load_dataset", load_subject)
+    lm = LoopedLM(steady(), tokenizer, batch_size=64)
+    accuracy, *parts = evaluate_tasks(lm, ["mmlu_stem"], output_dir=tmp_path)
+    samples = read_lines(tmp_path / "samples_mmlu_stem_K4_none.jsonl")
+    assert accuracy["value"] == pytest.approx(100 * np.mean([sample["correct"] for sample in samples]))
+    assert 0 < accuracy["value"] < 100 and accuracy["n"] == len(samples)
+    assert all((sample["answer"] == sample["target"]) == sample["correct"] for sample in samples)
+    counts = Counter(sample["subject"] for sample in samples)
+    assert len(counts) == 19 and {*counts.values()} == {1, 2, 3}
+    assert {row["group"]: row["n"] for row in parts if row["metric"] == "accuracy_by_subject"} == counts
+
+
+def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
+    import lm_eval.tasks.ifeval.instructions_util  # noqa: F401 (its first import sets the path)
+
+    monkeypatch.setattr("nltk.data.path", [])
+    with user_error("python -m nltk.downloader punkt_tab"):
+        own_benchmark("mine", write_lines(tmp_path / "rows.jsonl", CAPITALS), like="ifeval_strict")
+    load_manager = loading._load_manager  # lm-eval's index takes 10 seconds
+    monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
+    with user_error("`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
+        load_task("gsm9k")
+
+
+CAPITALS = [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capital": "Lima"}]
+OWN = {"prompt": "The capital of {country} is", "target": "{capital}", "scorer": "exact_match"}
+
+
+def test_own_benchmark_scores_answers(replay, tmp_path):
+    files = write_lines(tmp_path / "rows.jsonl", CAPITALS)
+    task = own_benchmark("capitals", files, **OWN, max_new_tokens=8, stop=["."])
+    assert task.config.generation_kwargs == {"until": ["."], "do_sample": False, "max_gen_toks": 8}
+    (accuracy, *_), samples = replay(task, [], [" Paris ", "Cuzco"])
+    assert (accuracy["task"], accuracy["metric"], accuracy["value"]) == ("capitals", "accuracy", 50)
+    shown = [(sample["prompt"], sample["target"], sample["correct"]) for sample in samples]
+    assert shown == [("The capital of France is", "Paris", 1), ("The capital of Peru is", "Lima", 0)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target": None}, "`capitals` must have `files`, and either `prompt`, `target` and `scorer` or `like`"),
+        ({"files": None}, "`capitals` must have `files`"),
+        ({"prompt": "{land}"}, "The task `capitals` cannot be loaded: `land` is missing"),
+        ({"scorer": "exact_mach"}, "`scorer` must be one of .* Did you mean 'exact_match'.*`--import FILE`"),
+        ({"promt": "x"}, "The benchmark `capitals` has no field `promt`. Did you mean 'prompt'"),
+        ({**dict.fromkeys(OWN), "like": "metamath_gsm8k"}, "`capitals` cannot be loaded: 'question' is undefined"),
+        ({"scorer": None, "like": "gsm_plus"}, "`like` must be a task without examples of another split"),
+        ({"name": "mmlu"}, "must not have the name of a task .* got 'mmlu'"),
+        ({"name": "development"}, "must not have the name of a task .* got 'development'"),
+    ],
+)
+def test_own_benchmark_explains_mistakes(tmp_path, monkeypatch, fields, message):
+    monkeypatch.setitem(loading._FOLDERS, "gsm", "gsm_plus")
+    own = {"name": "capitals", "files": write_lines(tmp_path / "rows.jsonl", CAPITALS), **OWN, **fields}
+    name = own.pop("name")
+    with user_error(message):
+        load_benchmarks([name], {name: own})
+
+
+def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
+    rows = write_lines(tmp_path / "rows.jsonl", CAPITALS)
+    fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
+    path = write_task(tmp_path / "mine.yaml", rows, task="mine", **fields)
+    with user_error(f"can run code.* Add `--import {path}` to the command line"):
+        load_benchmarks([path])
+    monkeypatch.setattr(loading, "IMPORTED", [path])
+    (task,) = load_benchmarks([path])
+    assert task.task_name == "mine" and task.doc_to_text(task.eval_docs[0]) == "France:"
+    with user_error("must not have the name of a task .* got 'gsm8k'"):
+        load_task(write_task(tmp_path / "mine.yaml", rows, task="gsm8k", **fields))
+
+
+@pytest.mark.parametrize(("is_own", "option"), [(True, None), (None, True)])
+def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_own, option):
+    task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS[:1]), **OWN, chat=is_own)
+    lm = LoopedLM(steady(), tokenizer)
+    options = {"system_instruction": "Be brief.", "apply_chat_template": option, "max_new_tokens": 1}
+    with user_error("`chat_template` must be set, because the prompts of `capitals`"):
+        evaluate_tasks(lm, [task], **options)
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    evaluate_tasks(lm, [task], output_dir=tmp_path, **options)
+    (sample,) = read_lines(tmp_path / "samples_capitals_K4_none.jsonl")
+    assert sample["prompt"] == "<|system|>\nBe brief.\n<|user|>\nThe capital of France is\n<|assistant|>\n"
+
+
+def test_evaluation_keeps_random_states(tokenizer):
+    lm = LoopedLM(steady(), tokenizer)
+    draw = lambda: (random.random(), np.random.rand(), torch.rand(1).item())
+    set_seed(5)
+    expected = draw()
+    set_seed(5)
+    evaluate_tasks(lm, ["arithmetic_test"], limit=1, max_new_tokens=2)
+    assert draw() == expected
+
+
+def test_models_that_do_not_fit_raise(tokenizer):
+    model = steady()
+    with user_error("`num_loops` must be an integer from 1"):
+        LoopedLM(model, tokenizer, num_loops=0)
+    model.lm_head.weight.ds_id = 7  # ZeRO-3 marks its parameters
+    with user_error("they are sharded"):
+        LoopedLM(model, tokenizer)
+
+
+SCRIPT = load_script("recipes/evaluate.py")
+
+
+def words(saved, output_dir, *more, **fields):
+    """The command line of an evaluation of eight problems."""
+    fields = {"model_name_or_path": saved / "base", "dtype": "float32", "benchmark_limit": 8, **fields}
+    fields |= {"output_dir": output_dir, "use_cpu": "true", "own_benchmarks": json.dumps({"own_gsm8k": OWN_GSM8K})}
+    options = [str(part) for name, value in fields.items() for part in (f"--{name}", value)]
+    return [*options, "--benchmarks", "own_gsm8k", "arithmetic_test", *map(str, more)]
+
+
+def num_answers(folder):
+    """Number of answers in the caches of an evaluation."""
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("cache/answers_*.jsonl"))
+
+
+def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatch):
+    options = ("--adapter", saved / "adapter", "--max_new_tokens", 48)
+    command = words(saved, tmp_path / "run", *options, benchmark_batch_size=1)
+    program = Program(EVALUATE, *command)
+    wait_for(lambda: num_answers(tmp_path / "run"), program)
+    time.sleep(0.2)  # long enough to write all answers of a task, too short to generate them
+    program.end()
+    kept = num_answers(tmp_path / "run")
+    assert 1 <= kept < 8 and not (tmp_path / "run" / "results.jsonl").exists()
+
+    prompts, generate = [], looped_lm.generate_greedy
+    count = lambda *given, **options: prompts.extend(given[2]) or generate(*given, **options)
+    monkeypatch.setattr(looped_lm, "generate_greedy", count)
+    SCRIPT.main(command)
+    assert len(prompts) == 16 - kept
+    SCRIPT.main(words(saved, tmp_path / "whole", *options))
+    names = ("results.jsonl", "samples/**/*.jsonl")
+    paths = lambda folder: [path for name in names for path in folder.glob(name)]
+    texts = lambda folder: {path.relative_to(folder): path.read_text() for path in paths(folder)}
+    resumed, whole = texts(tmp_path / "run"), texts(tmp_path / "whole")
+    assert resumed == whole and len(whole) == 3  # the samples of two tasks, and the results
+
+
+def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
+    adapters = ("--adapter", "none", f"own={saved / 'adapter'}")
+    averages = json.dumps({"Average": ["own_gsm8k", "arithmetic_test"]})
+    fields = {"gates": "single_loop", "averages": averages, "benchmark_limit": 2, "max_new_tokens": 4}
+    command = words(saved, tmp_path, *adapters, "--eval_num_loops", 2, 4, **fields)
+    SCRIPT.main(command)
+    rows = [row for row in read_results(tmp_path) if (row["task"], row["metric"]) == ("own_gsm8k", "accuracy")]
+    places = [(row["method"], row["num_loops"], row["gates"], row.get("loop")) for row in rows]
+    alone = [("own", depth, f"loop {t}", t) for depth in (2, 4) for t in range(1, depth + 1)]
+    assert places == [("base model", 2, "none", None), ("base model", 4, "none", None), *alone]
+    assert all(len(read_lines(tmp_path / row["samples"])) == row["n"] == 2 for row in rows)
+    assert len({row["samples"] for row in rows}) == len(rows)
+    printed = capsys.readouterr().out
+    assert "own, K = 4, loop 3" in printed and "Average " in printed and "own_gsm8k, missing" in printed
+    with user_error(r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
+        SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
+    with user_error("`adapter` must give each adapter its own name"):
+        SCRIPT.main([*command, "--adapter", "a/x", "b/x"])
+
+
+def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
+    run, merged = shutil.copytree(saved / "adapter", tmp_path / "run"), saved / "merged"
+    options = "--dtype float32 --benchmarks arithmetic_test --benchmark_limit 2 --use_cpu true --max_new_tokens 4"
+    command = [str(run), str(merged), *options.split()]
+    SCRIPT.main([*command, "--output_dir", str(tmp_path / "results")])
+    (run / "recipe.yaml").write_text(f"model_name_or_path: {saved / 'base'}\ndtype: float32\np: 0.5\n")
+    SCRIPT.main(command)
+    for folder in (tmp_path / "results", run):
+        rows = [row for row in read_results(folder) if row["metric"] == "accuracy"]
+        columns = [(row["method"], row["gates"], row.get("adapter"), row.get("model")) for row in rows]
+        assert columns == [("run", "unit", str(run), None), ("merged", "none", None, str(merged))]
+        assert len({(folder / row["samples"]).read_text() for row in rows}) == 1
+
+
+def test_adapters_are_evaluated_with_their_tokenizer(saved, tmp_path):
+    run, own = shutil.copytree(saved / "adapter", tmp_path / "run"), load_tokenizer(saved / "base")
+    own.chat_template = "{% for turn in messages %}Q: {{ turn.content }}!{% endfor %}"
+    own.save_pretrained(run)
+    lm = LoopedLM(str(saved / "base"), adapter=str(run))
+    assert lm.tokenizer.chat_template == own.chat_template
+    SCRIPT.main(words(saved, tmp_path, "--adapter", run, apply_chat_template="true", max_new_tokens=1))
+    (path,) = tmp_path.glob("samples/run/samples_own_gsm8k_*")
+    assert all(re.fullmatch("Q: .*!", line["prompt"], re.DOTALL) for line in read_lines(path))
+
+
+@pytest.mark.slow
+def test_processes_share_the_problems(saved, tmp_path):
+    fields = {"benchmark_limit": 5, "max_new_tokens": 32}
+    for count in (1, 2, 3):
+        command = words(saved, tmp_path / str(count), "--adapter", saved / "adapter", **fields)
+        python(EVALUATE, *command, processes=count)
+    assert num_answers(tmp_path / "3") == num_answers(tmp_path / "1") == 10
+    for task in ("own_gsm8k", "arithmetic_test"):
+        texts = [path.read_text() for path in tmp_path.glob(f"*/samples/adapter/samples_{task}_K4_unit.jsonl")]
+        assert len(texts) == 3 and len({*texts}) == 1

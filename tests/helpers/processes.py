@@ -1,0 +1,163 @@
+"""Programs that tests start: as forks of a server that has imported everything.
+
+A new interpreter spends seven seconds of a core on imports before it does anything. A fork of the server is a process of its
+own as well - it has its own streams, folder, environment and signals, and can be killed - and begins at once. What only a new
+interpreter shows asks for one: `fresh=True`.
+"""
+
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from helpers.files import ROOT
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("NLTK_DATA", str(ROOT / "tests" / "nltk_data"))  # IFEval's sentences and words
+# DeepSpeed prints a line where it has to look for the CPU.
+CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {**os.environ, **CPU, "PYTHONPATH": str(ROOT)}
+
+# The server finds what it imports by this variable.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
+SERVER = multiprocessing.get_context("forkserver")
+PRELOADED = ["conftest", "helpers.trainers", "loopdropout_trainer.evaluation", "loopdropout_trainer.training.sft"]
+
+PATIENCE = 900  # seconds, for a busy machine
+
+_started = []
+
+
+def fork(function, *given, **keywords):
+    """Start a function in a process of its own, a fork of the server; return the process."""
+    SERVER.set_forkserver_preload(PRELOADED)  # again: the package's own sweeps set what their server imports
+    process = SERVER.Process(target=_call, args=(function, given, keywords))
+    process.start()
+    _started.append(process)
+    return process
+
+
+def _call(function, given, keywords):
+    gc.freeze()  # what the server has imported
+    function(*given, **keywords)
+
+
+def kill_all():
+    """Kill what a test has started and not waited for, since it has failed."""
+    while _started:
+        process = _started.pop()
+        if isinstance(process, subprocess.Popen) or process.is_alive():  # else its number may be another one's by now
+            process.kill()
+
+
+def wait_for(condition, program=None):
+    """Wait until `condition()` holds, and return its value. Fail when `program` has ended before."""
+    began = time.monotonic()
+    while not (met := condition()):
+        assert program is None or program.exit_code is None, f"it has ended:\n{program.stdout}{program.stderr}"
+        assert time.monotonic() - began < PATIENCE, "" if program is None else f"{program.stdout}{program.stderr}"
+        time.sleep(0.01)
+    return met
+
+
+def ended(process):
+    """Wait for the end of a process of `fork`, and return its exit code."""
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+class Program:
+    """A Python program that was started: `-c CODE`, `-m MODULE` or a script, each with its arguments.
+
+    Args:
+        fresh: in a new interpreter, instead of a fork.
+        output: a file or terminal that gets both streams; by default each goes into a file of its own.
+    """
+
+    def __init__(self, *words, env=ENVIRONMENT, cwd=None, fresh=False, output=None):
+        words = list(map(str, words))
+        self._folder = tempfile.TemporaryDirectory()
+        self._streams = [str(output or os.path.join(self._folder.name, name)) for name in ("stdout", "stderr")]
+        if fresh:
+            out, err = (open(path, "a") for path in self._streams)  # noqa: SIM115
+            with out, err:
+                self._process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=env, cwd=cwd)
+            _started.append(self._process)
+        else:
+            self._process = fork(_become, words, dict(env), str(cwd or os.getcwd()), self._streams)
+        self.pid = self._process.pid
+
+    @property
+    def exit_code(self):
+        """None while it runs."""
+        fresh = isinstance(self._process, subprocess.Popen)
+        return self._process.poll() if fresh else self._process.exitcode
+
+    def _read(self, stream):
+        path = Path(self._streams[stream])
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    stdout = property(lambda self: self._read(0))
+    stderr = property(lambda self: self._read(1))
+
+    def end(self, signal_number=signal.SIGKILL):
+        """Send a signal, and wait for the end; return the exit code."""
+        os.kill(self.pid, signal_number)
+        return self.wait()
+
+    def wait(self):
+        """Wait for the end, and return the exit code."""
+        wait_for(lambda: self.exit_code is not None)
+        return self.exit_code
+
+
+def _become(words, env, cwd, streams):
+    """Be the program, in a fork."""
+    for number, path in enumerate(streams, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    text = {"mode": "w", "buffering": 1, "encoding": "utf-8", "closefd": False}
+    sys.stdout, sys.stderr = (open(number, **text) for number in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    match words:
+        case ["-c", code, *rest]:
+            sys.argv = ["-c", *rest]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case ["-m", module, *rest]:
+            sys.argv = [module, *rest]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [script, *rest]:
+            sys.argv = words
+            sys.path.insert(0, os.path.dirname(script))
+            runpy.run_path(script, run_name="__main__")
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def ranks(count, env=ENVIRONMENT):
+    """The environment of each of several processes, as a launcher sets it."""
+    if count == 1:
+        return [env]
+    group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [{**env, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def python(*words, processes=1, env=ENVIRONMENT, **options):
+    """Run a program on the CPU, in several processes if there are several; return what the first one printed."""
+    programs = [Program(*words, env=each, **options) for each in ranks(processes, env)]
+    for program in programs:
+        assert program.wait() == 0, f"{program.stdout[-1000:]}\n{program.stderr[-5000:]}"
+    return programs[0].stdout

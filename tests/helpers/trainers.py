@@ -1,0 +1,54 @@
+"""Trainers that record their micro-batches, and comparisons of trainers."""
+
+from types import SimpleNamespace
+
+import torch
+from peft import get_peft_model_state_dict
+from torch.nn import functional as F
+
+from helpers.tiny import trained_parameters
+from loopdropout_trainer import LoopDropoutSFTTrainer
+
+
+class Recording:
+    """Keeps each micro-batch of a trainer: inputs, gates, depth, loss, gradients, and the weights before."""
+
+    seen = ()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        kept = SimpleNamespace(step=self.state.global_step)
+        kept.weights = {name: p.detach().clone() for name, p in trained_parameters(self.model).items()}
+        kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        kept.gated, kept.gates, kept.depth = self.gate_state.batch, self.gate_state.gates, self.num_loops
+        kept.loss = loss.detach()
+        self.seen = [*self.seen, kept]
+        return loss
+
+    def training_step(self, *args, **kwargs):
+        """Keep the gradients after the backward pass, with zeros where the loss does not depend on a weight."""
+        loss = super().training_step(*args, **kwargs)
+        trained = trained_parameters(self.model).items()
+        self.seen[-1].gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained}
+        return loss
+
+
+class Recorder(Recording, LoopDropoutSFTTrainer):
+    pass
+
+
+def example_nll(logits, labels):
+    """Sums of the cross entropy over each row's targets, [B]."""
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none")
+    return losses.sum(dim=1)
+
+
+def logged(trainer, name):
+    """All values that a trainer has logged under a name."""
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def assert_same_weights(one, other, **close):
+    """Compare the adapters of two trainers: bit for bit, or as closely as `rtol` and `atol` say."""
+    got, want = (get_peft_model_state_dict(trainer.model) for trainer in (one, other))
+    torch.testing.assert_close(got, want, **(close or {"rtol": 0, "atol": 0}))

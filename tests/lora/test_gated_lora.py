@@ -1,0 +1,231 @@
+"""Test gates on PEFT's LoRA layers: zero gates, several adapters, copies, and unsupported adapters.
+
+`test_families.py` compares losses and gradients with brute force, `test_trainer.py` compares unit gates with PEFT.
+"""
+
+import copy
+import functools
+import pickle
+from contextlib import nullcontext
+from dataclasses import field, make_dataclass
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft.tuners.lora import layer as lora_layer
+
+from helpers.errors import user_error
+from helpers.tiny import randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from helpers.trainers import Recorder
+from loopdropout_trainer import default_peft_config, use_gates
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.lora import adapted_layers, add_gates, check_peft_config, gated_layers, remove_gates
+
+
+adapted = functools.partial(with_adapter, r=4, lora_alpha=8)
+IDS = torch.arange(2, 42).view(4, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_factors_use_activation_dtype(dtype):
+    model = adapted().to(dtype)
+    for parameter in trained_parameters(model).values():
+        parameter.data = parameter.data.float()
+    add_gates(model, in_activation_dtype=True)
+    with use_gates(model, torch.full((4,), 1.5)):
+        out = model(IDS, labels=IDS)
+        out.loss.backward()
+    assert out.logits.dtype == dtype
+    assert {p.grad.dtype for p in trained_parameters(model).values()} == {torch.float32}
+
+
+def test_gate_multiplies_rank_width_activations():
+    # Gates must not make autograd save more full-width tensors than unit gates.
+    model, widths = adapted().train(), []
+    for gates in (torch.ones(4), torch.full((4, 4), 2.0)):
+        saved = []
+        pack = lambda tensor, saved=saved: saved.append(tuple(tensor.shape)) or tensor
+        with use_gates(model, gates), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(IDS, labels=IDS)
+        widths.append(sum(len(shape) == 3 and shape[-1] >= 32 for shape in saved))
+    assert widths[1] == widths[0]
+
+
+def test_use_gates_restores_state():
+    model = adapted()
+    with pytest.raises(KeyError), torch.no_grad(), use_gates(model, torch.zeros(4)):
+        assert gated_layers(model)
+        raise KeyError
+    assert not gated_layers(model)
+    state = add_gates(model)
+    with use_gates(model, torch.full((4,), 2.0)):
+        with use_gates(model, torch.zeros(4)):
+            assert not state.gates.any()
+        assert (state.gates == 2).all()
+    assert state.gates is None and gated_layers(model)
+    remove_gates(model)
+    assert not gated_layers(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_backward_after_the_block_recomputes_its_gates(use_reentrant, make_tiny):
+    found = []
+    for checkpointing in (False, True):
+        model = with_adapter(make_tiny(), scale=0.1).train()
+        if checkpointing:
+            model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        with use_gates(model, torch.eye(model.config.num_loops)[0] * 2):
+            loss = model(IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in trained_parameters(model).values()]))
+        assert torch.equal(logits(model.eval()), logits(model, torch.ones(model.config.num_loops)))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("gates", "message"),
+    [
+        (torch.ones(3), "K = 4 loops"),
+        (torch.full((4,), float("nan")), "finite"),
+        (torch.full((4, 3), 0.5), "one column for each of the 4 examples"),
+        ("1-0-0-0", "`gates` must be numbers, got '1-0-0-0'"),
+    ],
+)
+def test_use_gates_validates_gates(gates, message):
+    with user_error(message), use_gates(model := adapted(), gates):
+        model(IDS)
+
+
+def two_adapters(gated_first=True, **fields):
+    """Return a model with adapters `default` and `second`, where `second` adapts more modules."""
+    model = adapted(target_modules=["q_proj", "v_proj"]).eval()
+    if gated_first:
+        add_gates(model)
+    model.add_adapter("second", default_peft_config(model.get_base_model(), r=4, **fields))
+    return randomise(model, 0.05).eval()
+
+
+def logits(model, gates=None, **inputs):
+    with torch.no_grad(), nullcontext() if gates is None else use_gates(model, gates):
+        return model(IDS, **inputs).logits
+
+
+BOTH = (["default", "second"], {"use_rslora": True, "lora_dropout": 0.5})
+
+
+@pytest.mark.parametrize("gated_first", [True, False], ids=["added to a gated model", "added before"])
+@pytest.mark.parametrize(("active", "fields"), [("second", {}), BOTH], ids=str)
+def test_active_adapters_are_gated(active, gated_first, fields):
+    model = two_adapters(gated_first, **fields).double()
+    model.base_model.set_adapter(active)
+    with model.disable_adapter():
+        frozen = logits(model)
+    assert torch.equal(logits(model, torch.zeros(4)), frozen)
+    assert not torch.equal(logits(model, torch.eye(4)[3]), frozen)
+    gated = logits(model, torch.full((4,), 1.75))
+    assert bool(gated_layers(model)) == gated_first
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 1.75
+    torch.testing.assert_close(logits(model), gated, atol=1e-5, rtol=1e-5)
+
+
+def test_adapter_names_per_example_are_gated():
+    model = two_adapters()
+    names, gates = ["default", "second", "__base__", "second"], torch.eye(4)[2]
+    mixed = logits(model, gates, adapter_names=names)
+    torch.testing.assert_close(mixed[2], logits(model, torch.zeros(4))[2], atol=1e-5, rtol=1e-5)
+    for row in (0, 1, 3):
+        model.set_adapter(names[row])
+        torch.testing.assert_close(mixed[row], logits(model, gates)[row], atol=1e-5, rtol=1e-5)
+
+
+def test_later_adapters_are_checked(tmp_path):
+    learned, model = adapted(), adapted()
+    add_gates(learned, rule=make_rule("learned"))
+    learned.save_pretrained(tmp_path)
+    learned.load_adapter(str(tmp_path), "default")
+    add_gates(model)
+    with user_error("has learned gates .* PEFT's `load_adapter` does not read"):
+        model.load_adapter(str(tmp_path), "other")
+    with user_error("DoraLinearVariant has its own forward"):
+        model.add_adapter("dora", LoraConfig(use_dora=True, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.add_adapter("mica", LoraConfig(init_lora_weights="mica", target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("mica")
+    assert all("lora_A" in name for name in trained_parameters(model))
+
+
+def test_use_gates_needs_an_unmerged_adapter(model):
+    with user_error("Wrap it with peft.get_peft_model first"), use_gates(model, torch.ones(4)):
+        pass
+    for gated_first in (True, False):
+        merged = two_adapters(gated_first)
+        merged.merge_adapter()
+        with user_error("merged into the weights"):
+            logits(merged, torch.zeros(4))
+        merged.unmerge_adapter()
+        logits(merged, torch.zeros(4))
+
+
+UNSUPPORTED = {  # fields of LoraConfig
+    "use_dora": True, "modules_to_save": ["lm_head"], "trainable_token_indices": [3], "bias": "all",
+    "init_lora_weights": "pissa_niter_4",
+}  # fmt: skip
+UNKNOWN_VARIANT = ("brand_new", bool, field(default=True, metadata={"is_lora_variant": True}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        *(({field: value}, field) for field, value in UNSUPPORTED.items()),
+        ({"target_modules": ["q_proj", "lm_head"]}, "`lm_head` is not a linear projection of the recurrent block"),
+        (PrefixTuningConfig(num_virtual_tokens=2), "PrefixTuningConfig"),
+        (make_dataclass("FutureConfig", [UNKNOWN_VARIANT], bases=(LoraConfig,))(), "`brand_new`"),
+    ],
+    ids=str,
+)
+def test_unsupported_adapters_raise(model, config, message):
+    if isinstance(config, dict):
+        config = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **config})
+    with user_error(message):
+        check_peft_config(config)
+        add_gates(get_peft_model(model, config))
+
+
+def test_add_gates_checks_adapters_and_layers():
+    model = two_adapters(gated_first=False)
+    model.base_model.set_adapter(["default", "second"])
+    with user_error("Exactly one adapter must be active"):
+        add_gates(model, rule=make_rule("loop_dropout"))
+    # Some LoRA layers over quantized weights compute their own update.
+    own_class = type("OwnForward", (lora_layer.Linear,), {"forward": lambda self, x: self.base_layer(x)})
+    adapted_layers(model)[3].__class__ = own_class
+    with user_error("`model.layers.0.self_attn.o_proj` .*OwnForward"):
+        add_gates(model)
+
+
+FACTORS = {True: {"B"}, False: {"A", "B"}, "gaussian": {"B"}, "orthogonal": {"A", "B"}, "mica": {"A"}}
+
+
+@pytest.mark.parametrize("init", FACTORS)
+def test_base_preserving_inits_train(init, model, train):
+    frozen = model(IDS).logits
+    peft_model = get_peft_model(model, default_peft_config(r=4, init_lora_weights=init))
+    assert torch.equal(logits(peft_model, torch.zeros(4)), frozen)
+    (first,) = train(peft_model, cls=Recorder, max_steps=1).seen
+    changed = [name for name, gradient in first.gradients.items() if gradient.any()]
+    assert {name.split(".lora_")[1][0] for name in changed} == FACTORS[init]
+
+
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm], ids=["ouro", "hrm_text"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copied_models_have_separate_gates(train, make, duplicate):
+    # TRL replaces `forward` on the instance. Copies of models of this package do not take it over.
+    model = train(make(), max_steps=2).model.eval() if make is tiny_ouro else with_adapter(make(), scale=0.3).eval()
+    again, gates = duplicate(model), torch.eye(find_looped_model(model).num_loops)[0]
+    ungated, gated = logits(model), logits(model, gates)
+    assert not torch.equal(gated, ungated)
+    with use_gates(again, gates):
+        assert torch.equal(logits(again), gated) and torch.equal(logits(model), ungated)

@@ -1,0 +1,425 @@
+"""Loading, merging, model cards and pushes."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from datasets import Dataset
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from helpers.errors import user_error
+from helpers.files import load_script
+from helpers.processes import ENVIRONMENT, python
+from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
+from helpers.tokenizer import byte_tokenizer
+from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter, load_model, use_gates
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.recipe import name_folders
+from loopdropout_trainer.results import write_results
+from loopdropout_trainer.saving.cards import write_model_card
+from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.standalone import write_code
+from loopdropout_trainer.tokenizers import end_tokens
+
+
+IDS = torch.arange(2, 42).view(4, 10)
+OURO = "ByteDance/Ouro-1.4B"
+TOKEN = "hf_averysecrettokenaverysecrettoken12"
+ROWS = Dataset.from_list([{"prompt": "1 + 1 =", "completion": " 2"}])
+FOUR_BIT = {"load_in_4bit": True}
+load = AutoModelForCausalLM.from_pretrained
+
+
+def adapted(model=None, base=None, **trained_with):
+    """A model with an adapter that was trained on `base`."""
+    model = with_adapter(model).eval()
+    model.peft_config["default"].base_model_name_or_path = base
+    find_looped_model(model).trained_with = trained_with
+    return model
+
+
+def card_of(folder):
+    return Path(folder, "README.md").read_text()
+
+
+def assert_close(logits, expected, atol=2e-5, rtol=1e-4):
+    torch.testing.assert_close(logits, expected, atol=atol, rtol=rtol)
+
+
+def code_of(folder, language="python"):
+    return re.findall(rf"(?ms)^```{language}\n(.*?)\n```", card_of(folder))
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture
+def base(tmp_path, tokenizer):
+    """A folder with a tiny Ouro and a card that names its license."""
+    tiny_ouro().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def trained(base, train):
+    """The folder of an adapter that the trainer saved."""
+    trainer = train(str(base), max_steps=1, p=0.25)
+    trainer.save_model()
+    return Path(trainer.args.output_dir)
+
+
+def test_load_model_loads_base_adapter_and_merged(base, trained, tmp_path):
+    adapter = load_model(trained)
+    assert isinstance(adapter, PeftModel) and not adapter.training
+    assert not any(parameter.requires_grad for parameter in adapter.parameters())
+    merged = load_model(merge_and_save(adapter, tmp_path / "merged"))
+    assert not torch.equal(load_model(base)(IDS).logits, adapter(IDS).logits)
+    assert_close(merged(IDS).logits, adapter(IDS).logits)
+    assert torch.equal(load_model(base, adapter=trained)(IDS).logits, adapter(IDS).logits)
+    assert load_model("tiny-ouro", num_loops=2, dtype="bfloat16").dtype == torch.bfloat16
+    for name in (trained, base):
+        with user_error("^`num_loops` must be an integer from 1"):
+            load_model(name, num_loops=0)
+
+
+def test_load_model_uses_depth_of_training(base, tmp_path, log):
+    adapted().save_pretrained(tmp_path)
+    save_adapter_metadata(adapted(), tmp_path, num_loops=6, depths=[2, 6])
+    assert load_model(base, adapter=tmp_path).config.num_loops == 6 and "was trained at" not in log.text
+    assert load_model(base, adapter=tmp_path, num_loops=8).config.num_loops == 8
+    assert "was trained at depths 2 to 6, but the model runs 8 loops" in log.text
+
+
+def test_load_model_explains_missing_files(base, tmp_path):
+    adapted(base=str(tmp_path / "moved")).save_pretrained(tmp_path / "adapter")
+    for load in (load_model, LoopDropoutSFTTrainer):
+        with user_error("The folder .*nowhere does not exist"):
+            load(str(tmp_path / "nowhere"))
+        with user_error("The model some/model cannot be"):
+            load("some/model")
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    with user_error("has no config.json of a model. A stopped run has its adapters in `checkpoint-STEP`"):
+        LoopDropoutSFTTrainer(str(tmp_path / "run"))
+    with user_error("run has no config.json of a model"):
+        load_model(tmp_path / "run")
+    with user_error("moved does not exist. It is `base_model_name_or_path` in .*adapter_config"):
+        load_model(tmp_path / "adapter")
+    with user_error("`adapter` must be a folder or a Hub name, got nowhere"):
+        load_model(base, adapter="nowhere")
+
+
+def test_pickled_weights_are_not_read(base, tmp_path):
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    with user_error("cannot be loaded"):
+        load_model(base)
+    adapted().save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
+    with user_error("must hold an adapter in safetensors"):
+        load_adapter(tiny_ouro(), tmp_path / "adapter")
+
+
+def test_load_adapter_warns_about_another_base(base, tmp_path, log):
+    adapted(base=OURO).save_pretrained(tmp_path / "adapter")
+    load_adapter(load(base), tmp_path / "adapter")
+    assert f"was trained on {OURO}, but the model is {base}" in log.text
+    with user_error("does not fit this model"):
+        load_adapter(tiny_ouro(hidden_size=48), tmp_path / "adapter")
+    with user_error("does not fit this model: .* not found in the base model"):
+        load_adapter(TINY["huginn"](), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(("names", "size"), [(["math"], 258), (["default", "second"], 258), (["default"], 300)])
+def test_trained_adapters_of_any_name_and_vocabulary_load(base, train, names, size):
+    model = load(base)
+    model.resize_token_embeddings(size)
+    model = get_peft_model(model, default_peft_config(model), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, model.peft_config[names[0]])
+        model.set_adapter(name)
+    trainer = train(model, max_steps=2)
+    trainer.save_model()
+    folder, want = trainer.args.output_dir, trainer.model.eval()(IDS).logits
+    loaded = load_model(folder)
+    assert torch.equal(loaded(IDS).logits, want) and want.shape[-1] == size
+    with loaded.disable_adapter():
+        assert not torch.allclose(loaded(IDS).logits, want, atol=1e-3)
+    assert_close(load_model(merge_and_save(loaded, f"{folder}/merged"))(IDS).logits, want)
+
+
+def test_folders_without_one_whole_adapter_raise(tmp_path):
+    for name in "ab":
+        with_adapter().save_pretrained(tmp_path / name)
+    with user_error("must be the folder of one adapter, got .* with the adapters a, b"):
+        load_adapter(tiny_ouro(), tmp_path)
+    for file in ("loop_dropout.json", "adapter_config.json"):
+        for text in ("{", "[" * 100_000, "\0"):
+            (tmp_path / "a" / file).write_text(text)
+            with user_error(f"{file} is not a JSON file"):
+                load_adapter(tiny_ouro(), tmp_path / "a")
+        for text in ("[]", "null"):
+            (tmp_path / "a" / file).write_text(text)
+            with user_error(f"{file} must hold a JSON object, got"):
+                load_adapter(tiny_ouro(), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": "16"}, "`r` in .*adapter_config.json must be int, got '16'"),
+        ({"r": 0}, "does not fit this model: `r` should be a positive"),
+        ({"lora_alpha": None}, r"`lora_alpha` in .* must be int \| float, got None"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "`alpha_pattern` in .* must be dict"),
+        ({"target_modules": 3}, "`target_modules` in .* must be list"),
+        ({"target_modules": "("}, "does not fit this model: missing"),
+        ({"base_model_name_or_path": 3}, "`base_model_name_or_path` in .* must be str, got 3"),
+        ({"peft_type": "UNKNOWN"}, "`peft_type` in .* must be 'LORA', got 'UNKNOWN'"),
+        ({"peft_type": None}, "`peft_type` in .* must be 'LORA', got None"),
+        ({"task_type": "X"}, "adapter_config.json does not describe an adapter: Invalid task type"),
+        ({"eva_config": 3}, "adapter_config.json does not describe an adapter: `EvaConfig` must be"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_of_an_adapter_raise(tmp_path, fields, message):
+    with_adapter().save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    with user_error(message):
+        load_adapter(tiny_ouro(), tmp_path)
+
+
+def test_wrong_training_settings_of_an_adapter_raise(tmp_path):
+    with_adapter().save_pretrained(tmp_path)
+    for name, value in {"num_loops": "4", "depths": 4, "eos_token_id": ["x"]}.items():
+        (tmp_path / "loop_dropout.json").write_text(json.dumps({name: value}))
+        with user_error(f"`{name}` in .*loop_dropout.json must be"):
+            load_adapter(tiny_ouro(), tmp_path)
+
+
+def test_load_adapter_needs_a_model_with_a_head(tmp_path):
+    with_adapter().save_pretrained(tmp_path)
+    for model in (tiny_ouro().model, with_adapter(), "tiny-ouro"):
+        with user_error(f"`model` must be a looped base model with its head .* got a {type(model).__name__}"):
+            load_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attn_implementation": "flash_attention_2"}, {"quantization_config": FOUR_BIT}], ids=str
+)
+def test_missing_packages_are_named(fields, config):
+    with user_error("tiny-ouro cannot be loaded: .* Install the package, or remove the setting"):
+        load_model("tiny-ouro", **fields)
+    with user_error("cannot be loaded: .* Install the package, or remove the setting"):
+        LoopDropoutSFTTrainer("tiny-ouro", config(model_init_kwargs=fields), train_dataset=ROWS)
+
+
+def test_adapters_of_tiny_ouro_load_in_another_installation(tmp_path):
+    model = with_adapter(load_model("tiny-ouro")).eval()
+    model.save_pretrained(tmp_path)
+    save_adapter_metadata(model, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    assert fields["base_model_name_or_path"] == "tiny-ouro"
+    for name in ("tiny-ouro", "/venv/loopdropout_trainer/tiny_ouro"):
+        file.write_text(json.dumps({**fields, "base_model_name_or_path": name}))
+        assert torch.equal(load_model(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_end_tokens_are_saved_and_loaded(tmp_path):
+    model = adapted()
+    model.generation_config.eos_token_id = [0, 7]
+    model.save_pretrained(tmp_path)
+    save_adapter_metadata(model, tmp_path)
+    loaded = load_adapter(tiny_ouro(), tmp_path)
+    assert end_tokens(loaded) == [0, 7]
+    merge_and_save(loaded, tmp_path / "merged", byte_tokenizer(["<eos>", "<pad>"], eos_token="<pad>"))
+    assert load(tmp_path / "merged").generation_config.eos_token_id == [0, 7, 1]
+
+
+@pytest.mark.parametrize(
+    ("lora", "scale"), [({}, 0.3), ({"use_rslora": True}, 1.0), ({"target_modules": ["q_proj", "down_proj"]}, 1.0)]
+)
+def test_merged_logits_equal_gates_of_the_scale(tmp_path, lora, scale):
+    model = with_adapter(None, **lora).eval()
+    before = model(IDS).logits
+    with use_gates(model, torch.full((4,), 3.0)):
+        card = card_of(merge_and_save(model, tmp_path, scale=scale))
+    assert torch.equal(model(IDS).logits, before)  # it stays unmerged
+    with use_gates(model, torch.full((4,), scale)):
+        assert_close(load(tmp_path)(IDS).logits, model(IDS).logits)
+    said = ("the update scaled by 0.3", "merged update | 0.3 |", "scaled")
+    assert [text for text in said if text in card] == [text for text in said if scale < 1]
+
+
+def test_merged_bfloat16_weights_are_rounded_once(tmp_path):
+    model = adapted(tiny_ouro().to(torch.bfloat16))
+    name = "model.layers.0.self_attn.q_proj"
+    before = tiny_ouro().get_submodule(name).weight.bfloat16().float()
+    merged = load(merge_and_save(model, tmp_path), dtype="auto")
+    exact = before + model.get_base_model().get_submodule(name).get_delta_weight("default").float()
+    assert torch.equal(merged.get_submodule(name).weight, exact.bfloat16())
+
+
+@pytest.mark.parametrize("rule", ["independent", "learned"])
+def test_unmergeable_adapters_raise(train, tmp_path, rule):
+    trainer = train(rule=rule, p=None, max_steps=2)
+    with user_error(""):
+        merge_and_save(trainer.model, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    trainer.save_model()
+    card = card_of(trainer.args.output_dir)
+    assert "parameters of its own for each loop" in card and "merge_and_save" not in card
+
+
+def test_merge_never_replaces_base_or_adapter(base, trained):
+    model = load_model(trained)
+    for folder in (base, trained):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        with user_error("`output_dir` must not be the folder of an adapter or of the base model"):
+            merge_and_save(model, folder)
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+AUTO_MAP = {"AutoConfig": "configuration_ouro.OuroConfig", "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}
+
+
+def test_auto_map_names_the_code_on_the_hub(tmp_path, log):
+    model = adapted(base=OURO)
+    model.get_base_model().config.auto_map = dict(AUTO_MAP)
+    on_hub = {key: f"{OURO}--{value}" for key, value in AUTO_MAP.items()}
+    folder = merge_and_save(model, tmp_path / "merged")
+    assert config_of(folder)["auto_map"] == on_hub and "trust_remote_code=True" in card_of(folder)
+    assert model.get_base_model().config.auto_map == AUTO_MAP
+    model.peft_config["default"].base_model_name_or_path = "no-such-folder"
+    folder = merge_and_save(model, tmp_path / "without")
+    assert "auto_map" not in config_of(folder) and "has no `auto_map`" in log.text
+    assert "transformers alone does not load the model" in card_of(folder)
+
+
+RUN_CARDS = """import os, runpy, sys, torch
+for name in ("loopdropout_trainer", "peft", "trl"):
+    sys.modules[name] = None  # importing it fails
+ids = torch.arange(2, 42).view(4, 10)
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    model = runpy.run_path("card.py")["model"].eval()
+    tokens = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    torch.save((model(ids).logits, tokens), "result.pt")
+    model.save_pretrained("again")
+"""
+
+
+def test_merged_models_load_without_this_package(tmp_path):
+    (tmp_path / "base").mkdir()
+    with_code = adapted(base=str(tmp_path / "base"))  # a base model with its own code
+    with_code.get_base_model().config.auto_map = write_code(with_code.get_base_model(), tmp_path / "base")
+    families = [adapted(TINY[name]()) for name in ("ouro", "huginn", "loopus", "nanbeige", "parcae")]
+    models = {tmp_path / str(i): model for i, model in enumerate([with_code, *families])}
+    for folder, model in models.items():
+        merge_and_save(model, folder, standalone=model is not with_code)
+        (folder / "card.py").write_text(code_of(folder)[1])
+    env = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    python("-c", RUN_CARDS, *models, env=env, fresh=True)
+    greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for folder, model in models.items():
+        logits, tokens = torch.load(folder / "result.pt")
+        assert_close(logits, model(IDS).logits)
+        assert torch.equal(tokens, load(folder).generate(IDS, **greedy))
+        assert torch.equal(logits, load(folder / "again")(IDS).logits)
+        assert "With the code in this repository" in card_of(folder)
+    assert "auto_map" not in config_of(merge_and_save(adapted(tiny_hrm()), tmp_path / "hrm", standalone=True))
+
+
+def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
+    (trained / "recipe.yaml").write_text(f"preparation: gsm8k\ntrain_files: [{base}/rows.jsonl]\n")
+    row = {"metric": "accuracy", "task": "gsm8k", "unit": "%", "num_loops": 4, "n": 1319}
+    rows = [{**row, "value": 61.5, "gates": "unit"}, {**row, "value": 40.25, "gates": "none"}]
+    rows += [{**rows[0], "value": 30.0, "num_loops": 2}, {**row, "value": 50.0, "gates": "loop 1"}]
+    write_results(trained, rows)
+    load_script("recipes/merge.py").main([str(trained)])
+    card = card_of(trained / "merged")
+    assert "| gsm8k | 4 | 61.50 | 1319 | 40.25 |" in card and "| gsm8k | 2 | 30.00 |" in card and "50.0" not in card
+    assert "preparation: gsm8k" in card and "[rows.jsonl]" in card and str(base) not in card
+    assert_close(load(trained / "merged")(IDS).logits, load_model(trained)(IDS).logits, atol=2e-5, rtol=1e-4)
+    assert "preparation: gsm8k" in (trained / "merged" / "recipe.yaml").read_text()
+    words = [f"{trained}/recipe.yaml", f"--output_dir={trained}", "--eval_num_loops=null", "--adapter", str(trained)]
+    assert name_folders([str(trained), "--gates", "1-0"], "adapter") == [*words, "--gates", "1-0"]
+    assert name_folders([str(trained / "merged")], "adapter") == ["--adapter", str(trained / "merged")]
+
+
+def test_cards_state_the_training(base, trained, tmp_path):
+    merged = merge_and_save(load_model(trained), tmp_path / "merged", card={"dataset": "GSM8K"})
+    for card in (card_of(trained), card_of(merged)):
+        for stated in ("Training rule | Loop Dropout", "probability p | 0.25", "alpha | 16 / 32", "depth K | 4"):
+            assert f"{stated} |" in card
+        assert "license: apache-2.0" in card and "| Base model | base |" in card and "arXiv 2609.34218" in card
+        assert "None" not in card and "base_model:" not in card and str(base) not in card
+    assert "| Training data | GSM8K |" in card_of(merged)
+    card = write_model_card(tmp_path, adapted(base=OURO, depths=[2, 6])).read_text()
+    assert f"base_model: {OURO}\n" in card and "| Depths in training | 2 to 6 |" in card
+
+
+def test_code_of_cards_runs(trained, tmp_path, tokenizer, monkeypatch):
+    model = load_model(trained)
+    merged = merge_and_save(model, tmp_path / "merged", tokenizer)
+    for folder in (merged, trained):
+        names = {}
+        monkeypatch.chdir(folder)
+        exec(code_of(folder)[0], names)
+        assert_close(names["model"](IDS).logits, model(IDS).logits)
+    assert config_of(trained / "merged") == config_of(merged)  # the code of the adapter merges
+
+
+VLLM, MLX = "vllm serve .", "mlx_lm.generate --model . "
+SERVED = [  # family, with the base's code, with a tokenizer, the beginnings of the card's commands
+    ("ouro", True, True, [VLLM]),
+    ("ouro", True, False, []),
+    ("nanbeige", False, True, [VLLM, MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile"]),
+    ("huginn", True, True, [VLLM]),
+]
+
+
+@pytest.mark.parametrize(("family", "has_code", "has_tokenizer", "commands"), SERVED)
+def test_card_names_programs_that_run_the_model(tmp_path, tokenizer, family, has_code, has_tokenizer, commands):
+    model = adapted(TINY[family]())
+    if has_code:
+        model.get_base_model().config.auto_map = {key: f"x/y--{name}" for key, name in AUTO_MAP.items()}
+    code = code_of(merge_and_save(model, tmp_path, tokenizer if has_tokenizer else None), "bash")
+    assert len(code) == len(commands) and all(map(str.startswith, code, commands))
+
+
+def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):
+    folder = merge_and_save(adapted(), tmp_path / "merged", repo_id="someone/model")
+    create = Mock(return_value=SimpleNamespace(repo_id="someone/model"))
+    upload = Mock(return_value=SimpleNamespace(repo_url="hub/someone/model"))
+    monkeypatch.setattr(HfApi, "create_repo", create)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    assert push_merged_to_hub(folder, "someone/model", private=True) == "hub/someone/model"
+    create.assert_called_once_with("someone/model", private=True, exist_ok=True)
+    assert upload.call_args.kwargs["folder_path"] == folder
+    assert "# someone/model\n" in card_of(folder) and '_pretrained("someone/model", ' in card_of(folder)
+
+
+def test_failed_push_keeps_the_model_and_hides_the_token(tmp_path, monkeypatch):
+    with user_error("merge_and_save"):
+        push_merged_to_hub(tmp_path, "someone/model")
+    folder = merge_and_save(adapted(), tmp_path / "merged")
+    nothing = SimpleNamespace(headers={}, request=None)
+    refusal = HfHubHTTPError(f"403 Forbidden for {TOKEN} and mine\nmore lines", response=nothing)
+    monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=refusal))
+    with user_error("403 Forbidden .* The merged model is saved in ") as error:
+        push_merged_to_hub(folder, "someone/model", token="mine")
+    message = str(error.value)
+    assert TOKEN not in message and "mine" not in message and str(folder) in message
+    assert error.value.__cause__ is None and error.value.__suppress_context__
+    load(folder)

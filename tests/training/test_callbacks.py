@@ -1,0 +1,67 @@
+"""Callbacks: logged gates, sampled depths, and the adaptive rule's estimate in checkpoints."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from helpers.trainers import Recorder, assert_same_weights, logged
+from loopdropout_trainer.gates.depth import sample_depth
+from loopdropout_trainer.progress import SampleCompletionsCallback
+from loopdropout_trainer.results import training_results
+
+
+EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}
+SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+DEPTHS = {"depth_sampling": "uniform", "depth_sampling_args": {"low": 1, "high": 6}}
+
+
+class FailsOnce(TrainerCallback):
+    has_failed = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and not self.has_failed:
+            self.has_failed = True
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("fields", [{}, SPLIT], ids=["whole", "split"])
+def test_gates_are_logged(make_sft, fields):
+    trainer = make_sft(cls=Recorder, p=[0.9, 0.5, 0.5, 0.1], callbacks=[FailsOnce()], **fields)
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.seen = ()
+    trainer.train()  # without the gates of the failed step
+    for step, log in enumerate(log for log in trainer.state.log_history if "loss" in log):
+        gates = torch.cat([seen.gates for seen in trainer.seen if seen.step == step], dim=1)  # [K, B]
+        values = [log["gate_mean"], *(log[f"active_loop_{loop}"] for loop in range(1, 5))]
+        assert values == pytest.approx([gates.mean().item(), *(gates != 0).float().mean(dim=1).tolist()])
+
+
+def test_depths_are_sampled_for_each_step(make_sft):
+    fields = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, **DEPTHS, **EXACT}
+    whole, resumed, split = (make_sft(cls=Recorder, **fields, **more) for more in ({}, {}, SPLIT))
+    whole.train()
+    resumed.train(f"{whole.args.output_dir}/checkpoint-4")
+    split.train()
+    sampler, seed = whole.args.make_depth_sampler(), whole.args.seed
+    depths = [sample_depth(sampler, seed, step, 4) for step in range(6)]
+    assert [len(seen.gates) for seen in whole.seen] == [seen.depth for seen in whole.seen] == depths
+    assert [seen.depth for seen in split.seen] == [depth for depth in depths for _ in range(2)]
+    assert logged(whole, "depth") == depths
+    assert len(set(depths)) > 2 and whole.num_loops == 4
+    assert_same_weights(whole, split, atol=1e-5, rtol=1e-3)
+    assert [seen.depth for seen in resumed.seen] == depths[4:]
+    assert_same_weights(whole, resumed)
+
+
+def test_sensitivity_is_summed_over_micro_batches(train):
+    whole, split = (train(rule="adaptive", **EXACT, **fields) for fields in ({}, SPLIT))
+    assert whole.rule.estimate.tolist() == pytest.approx(split.rule.estimate.tolist(), rel=2e-3)
+
+
+def test_samples_are_not_training_time(make_sft):
+    trainer = make_sft(eval_strategy="steps", eval_steps=1)
+    trainer.add_callback(samples := SampleCompletionsCallback(trainer))
+    trainer.train()
+    (seconds,) = (row["value"] for row in training_results(trainer) if row["metric"] == "train_seconds")
+    assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)

@@ -1,0 +1,162 @@
+"""Several processes, accumulation, packing and sharding train the weights of one process, with the same gates."""
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator, ParallelismConfig
+from packaging.version import Version
+from transformers import DataCollatorForSeq2Seq
+
+from helpers.errors import user_error
+from helpers.layouts import LAYOUTS, RULES, RUNS, UNEVEN, Layout, alone, launched, start
+from helpers.processes import wait_for
+from helpers.tiny import randomise, tiny_ouro, trained_parameters
+from helpers.trainers import Recorder, example_nll
+from loopdropout_trainer import LoopDropoutConfig, use_gates
+from loopdropout_trainer.gates import Draw, LoopDropout
+from loopdropout_trainer.training.distributed import check_processes
+
+
+TOLERANCE = 2e-4  # of the largest weight. Other gates give 1.
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """All runs in this process with batch 8."""
+    return alone(tmp_path_factory.mktemp("reference"), RUNS, per_device_train_batch_size=8)
+
+
+def check(runs, reference, layout, rel=1e-4, tolerance=TOLERANCE):
+    for name, run in runs.items():
+        (expected,) = reference[name].records
+        for record in run.records:
+            assert (record["distributed_type"], record["world_size"]) == (layout.distributed_type, layout.processes)
+            for loss in ("losses", "train_loss", "eval_loss"):
+                assert record[loss] == pytest.approx(expected[loss], rel=rel), (name, loss)
+        assert run.distance(reference[name]) < tolerance, name
+        assert {tensor.dtype for tensor in run.adapter.values()} == {torch.float32}
+
+
+def test_one_process_keeps_weights_in_every_run(reference):
+    plain = reference["plain"]
+    for name in ("checkpointing", "reentrant asked for", "saving", "resuming"):
+        assert reference[name].distance(plain) == 0, name
+    assert reference["packing"].distance(plain) > 100 * TOLERANCE, "packed rows are other batches"
+    (resumed,) = reference["resuming"].records
+    # Before 5.19, transformers divided the loss of the steps after a resume by the number of all steps.
+    steps = 3 if Version(transformers.__version__) < Version("5.19") else 1
+    assert resumed["train_loss"] == pytest.approx(plain.records[0]["losses"][2] / steps), "it began again"
+
+
+@pytest.mark.parametrize("name", ["ddp, accumulation", "zero2", "zero3"])
+def test_two_processes_equal_one_process(reference, tmp_path, name):
+    names = ["saving", "resuming"]
+    if name == "ddp, accumulation":
+        names += ["plain", "packing"]
+        if Version(transformers.__version__) < Version("5.24"):
+            names.remove("resuming")  # the CPU was named `cpu:0`, and torch does not load optimizer states onto it
+    runs = launched(LAYOUTS[name], tmp_path / "run", names, fresh=name.startswith("ddp"))
+    check(runs, reference, LAYOUTS[name])
+    share = 0.5 if name == "zero3" else 1.0  # ZeRO-3 shards the frozen weights, too
+    assert runs["saving"].records[1]["share_of_weights"] == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_launch_file_equals_one_process(reference, tmp_path, name):
+    check(launched(LAYOUTS[name], tmp_path / "run", fresh=True), reference, LAYOUTS[name])
+
+
+@pytest.mark.parametrize(
+    "processes, batch, accumulation",
+    [(2, 2, 1), *(pytest.param(*split, marks=pytest.mark.slow) for split in [(2, 2, 2), (3, 2, 1), (3, 1, 2)])],
+)
+def test_uneven_last_batch_equals_one_process(tmp_path, processes, batch, accumulation):
+    """No example is trained twice if the last process has a shorter batch, or none."""
+    rows = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": processes * accumulation}
+    layout = Layout("ddp", processes, batch, accumulation)
+    runs = launched(layout, tmp_path / "run", list(UNEVEN))
+    check(runs, alone(tmp_path, UNEVEN, **rows), layout, rel=1e-5, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, {"padding_free": True, "max_length": None}], ids=str)
+def test_evaluation_loss_is_the_mean_over_tokens(make_sft, fields):
+    trainer = make_sft(loss_type="nll")  # whose model returns logits in every TRL
+    batch = trainer.data_collator(list(trainer.eval_dataset))
+    with torch.no_grad():
+        total = example_nll(trainer.model(**batch).logits, batch["labels"]).sum()
+    loss = make_sft(per_device_eval_batch_size=3, **fields).evaluate()["eval_loss"]
+    assert loss == pytest.approx((total / (batch["labels"] != -100).sum()).item(), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp, accumulation", "fsdp2", "zero2", "zero3"])
+def test_every_rule_trains_as_in_one_process(tmp_path, name):
+    unsupported = {"zero2": {"lora_dropout"}, "zero3": {"lora_dropout", "weight_noise"}}.get(name, set())
+    rules = [rule for rule in RULES if rule not in unsupported]
+    expected = alone(tmp_path / "alone", rules, per_device_train_batch_size=8)
+    check(launched(LAYOUTS[name], tmp_path / "run", rules), expected, LAYOUTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp2"])
+def test_killed_processes_resume_to_the_same_weights(reference, tmp_path, name):
+    layout, folder, fields = LAYOUTS[name], tmp_path / "run", {"save_steps": 1, "save_total_limit": 2}
+    programs = start(layout, folder, ["saving"], **fields)
+    wait_for((folder / "saving" / "run" / "checkpoint-2").exists, programs[0])
+    for program in programs:
+        program.end()
+    run = launched(layout, folder, ["saving"], resume_from_checkpoint="true", **fields)["saving"]
+    uninterrupted = reference["saving"]
+    assert run.records[0]["train_loss"] < uninterrupted.records[0]["train_loss"], "it began again"
+    assert run.distance(uninterrupted) < TOLERANCE
+
+
+PADDED = {"packing": True, "max_length": 40, "gradient_checkpointing": False, "pad_to_multiple_of": 64}
+PACKED = [{"packing": True, "max_length": 40}, PADDED, {"padding_free": True, "max_length": None}]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("layout", PACKED, ids=["packing", "packing_padded", "padding_free"])
+def test_packed_gradients_equal_unpacked_gradients(make_sft, tokenizer, layout, attention):
+    fields = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 2, **layout}
+    trainer = make_sft(tiny_ouro(attn_implementation=attention), cls=Recorder, **fields)
+    model = randomise(trainer.model, 0.05)
+    trainer.train()
+    (seen,) = trainer.seen
+    token_examples, ids = seen.gated.token_examples, seen.gated.draw.example_ids
+    assert len(set(ids)) == token_examples.max() + 1 >= (4 if trainer.args.packing else 2)
+    assert ids == sorted(ids) and {row for row, _ in ids} == {0, 1}
+    draw = Draw(seed=trainer.args.seed, step=0, example_ids=ids, num_loops=4)
+    assert torch.equal(seen.gates, LoopDropout(0.5).sample(draw))
+
+    columns, examples = ("input_ids", "labels"), token_examples.unique()
+    rows = [{name: seen.batch[name][token_examples == i].tolist() for name in columns} for i in examples]
+    batch = DataCollatorForSeq2Seq(tokenizer)(rows)
+    model.zero_grad()
+    with use_gates(model, seen.gates):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+    torch.testing.assert_close(seen.loss, loss.detach(), rtol=1e-5, atol=1e-6)
+    for name, parameter in trained_parameters(model).items():
+        torch.testing.assert_close(seen.gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "environment, parallelism, message",
+    [
+        ({"WORLD_SIZE": "2"}, None, "has 2 processes"),
+        ({"ACCELERATE_USE_FSDP": "true"}, None, "FSDP must have several"),
+        ({}, ParallelismConfig(tp_size=2), "`parallelism_config` must not set `tp_size`"),
+    ],
+    ids=["independent", "fsdp", "tensor parallel"],
+)
+def test_unsupported_processes_raise(monkeypatch, environment, parallelism, message):
+    args = LoopDropoutConfig("out")  # before the accelerator, whose state it resets
+    accelerator = Accelerator(cpu=True)
+    check_processes(accelerator, args)
+    args.parallelism_config = parallelism
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    with user_error(message):
+        check_processes(accelerator, args)

@@ -1,0 +1,121 @@
+"""`LoopDropoutDPOTrainer` against DPO computed from the model: pairs share gates, and the reference keeps unit gates."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from torch.nn import functional as F
+from transformers import set_seed
+from trl import DPOTrainer
+
+from helpers.errors import user_error
+from helpers.tiny import DORY, TINY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from helpers.trainers import Recording, assert_same_weights, logged
+from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer.gates import Draw, LoopDropout, make_rule
+from loopdropout_trainer.lora import add_gates
+
+
+BETA = 0.1
+ROWS = [{"prompt": f"{i}+{i % 7}=", "chosen": "a" * (i % 4 + 1), "rejected": "b" * (i % 3 + 2)} for i in range(16)]
+PAIRS = Dataset.from_list(ROWS)
+
+
+class Recorder(Recording, LoopDropoutDPOTrainer):
+    pass
+
+
+@pytest.fixture
+def make(config, tokenizer):
+    """`make(model, cls, **fields)`: a trainer of the pairs."""
+
+    def trainer(model=None, cls=Recorder, **fields):
+        more = {"peft_config": default_peft_config(tiny_ouro())} if cls is DPOTrainer else {}
+        args = config(LoopDropoutDPOConfig, **{"max_steps": 1, "beta": BETA, "use_cpu": True, **fields})
+        data = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": tokenizer}
+        model = tiny_ouro() if model is None else model
+        set_seed(args.seed)  # older releases of TRL initialize the adapter before they set the seed
+        return cls(model, args=args, **data, **more)
+
+    return trainer
+
+
+def log_probability(model, input_ids, attention_mask, completion_mask, **others):
+    """Log probability of each row's completion, [2N]."""
+    marks = {"token_type_ids": attention_mask - completion_mask} if "hrm" in model.config.model_type else {}
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **marks).logits[:, :-1]
+    tokens = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    return (tokens * completion_mask[:, 1:]).sum(-1)
+
+
+def dpo_loss(policy, reference):
+    chosen, rejected = (policy - reference).chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+BASES = [(tiny_ouro, False), (tiny_ouro, True), (tiny_hrm, False), pytest.param(*DORY.values, False, marks=DORY.marks)]
+
+
+@pytest.mark.parametrize(("base", "pretrained"), BASES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gated_policy_and_ungated_reference(make, base, pretrained, checkpointing):
+    trainer = make(with_adapter(base()) if pretrained else base(), gradient_checkpointing=checkpointing)
+    if not pretrained:  # a new adapter changes nothing
+        trainer.model.load_state_dict(with_adapter(base()).state_dict())
+    trainer.train()
+    (seen,) = trainer.seen
+    draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(4)], num_loops=trainer.num_loops)
+    gates = LoopDropout(0.5).sample(draw)
+    assert torch.equal(seen.gates, torch.cat([gates, gates], dim=1))
+
+    oracle, frozen = with_adapter(base()), with_adapter() if pretrained else base()
+    with torch.no_grad():
+        reference = log_probability(frozen.eval(), **seen.batch)
+    with use_gates(oracle, seen.gates):
+        expected = dpo_loss(log_probability(oracle.train(), **seen.batch), reference)
+        expected.backward()
+    torch.testing.assert_close(seen.loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for name, parameter in trained_parameters(oracle).items():
+        torch.testing.assert_close(seen.gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.mark.parametrize("fields", [{"loss_type": ["sigmoid", "sft"]}, ACCUMULATED], ids=str)
+def test_unit_gates_train_as_trl(make, fields):
+    fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False}
+    ours, theirs = make(**fields), make(cls=DPOTrainer, **fields)
+    ours.train()
+    theirs.train()
+    assert_same_weights(ours, theirs)
+    assert logged(ours, "eval_loss") == logged(theirs, "eval_loss")
+
+
+def test_split_into_micro_batches_keeps_weights(make):
+    fields = {"max_steps": 3, "adam_epsilon": 1e-3}
+    whole = make(**fields)
+    split = make(per_device_train_batch_size=2, gradient_accumulation_steps=2, **fields)
+    whole.train()
+    split.train()
+    assert_same_weights(whole, split, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pretrained", [False, True], ids=["base model", "frozen adapter"])
+def test_first_loss_of_huginn_is_ln_2(make, pretrained):
+    model = with_adapter(TINY["huginn"](), scale=0.3) if pretrained else TINY["huginn"]()
+    trainer = make(model, rule="lora", beta=1.0)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=2e-5)
+
+
+def test_references_that_do_not_fit_raise(make):
+    with user_error("`precompute_ref_log_probs` must be False"):
+        make(precompute_ref_log_probs=True)
+    for rule, name in [("learned", "default"), ("independent", "default"), ("lora", "math")]:
+        model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name=name)
+        add_gates(model, rule=make_rule(rule))
+        with user_error("adapter must .*, because TRL copies it .* Set `ref_model`, or"):
+            make(model, rule=rule)

@@ -1,0 +1,123 @@
+"""`LoopDropoutGRPOTrainer`: completions at unit gates, a policy under drawn gates, and a reference at unit gates."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import set_seed
+from trl import GRPOTrainer
+
+from helpers.errors import user_error
+from helpers.tiny import DORY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from helpers.trainers import Recording, assert_same_weights, logged
+from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
+from loopdropout_trainer.gates import Draw, LoopDropout
+from loopdropout_trainer.looped import find_looped_model
+
+
+BETA, TEMPERATURE = 0.2, 0.8
+PROMPTS = Dataset.from_list([{"prompt": f"{i}+{i % 7}="} for i in range(12)])
+
+
+def reward(completions, **columns):
+    """Return rewards that differ between most texts."""
+    return [sum(map(ord, text)) % 17 / 4 for text in completions]
+
+
+class Recorder(Recording, LoopDropoutGRPOTrainer):
+    """Also keeps the gates at the start of each generation."""
+
+    gates_of_generation = ()
+
+    def _generate_single_turn(self, *args, **kwargs):
+        assert self.model.training
+        self.gates_of_generation = [*self.gates_of_generation, self.gate_state.gates]
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+@pytest.fixture
+def make(config, tokenizer):
+    def trainer(model=None, cls=Recorder, **fields):
+        defaults = {
+            "max_steps": 1, "per_device_train_batch_size": 6, "num_generations": 3, "max_completion_length": 7,
+            "temperature": TEMPERATURE, "use_cpu": True, "gradient_checkpointing": False, "max_grad_norm": 0,
+        }  # fmt: skip
+        args = config(LoopDropoutGRPOConfig, **{**defaults, **fields})
+        model = tiny_ouro() if model is None else model
+        find_looped_model(model).generation_config.eos_token_id = list(range(2, 54))  # one token in five
+        more = {"peft_config": default_peft_config(model)} if cls is GRPOTrainer else {}
+        set_seed(args.seed)  # older releases of TRL initialize the adapter before they set the seed
+        return cls(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer, **more)
+
+    return trainer
+
+
+def log_probabilities(model, batch):
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    length = batch["completion_ids"].shape[1]
+    prompts = torch.cat([batch["prompt_mask"], torch.zeros_like(batch["completion_mask"])], dim=1)
+    marks = {"token_type_ids": prompts} if "hrm" in model.config.model_type else {}
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **marks).logits[:, -length - 1 : -1]
+    return (logits / TEMPERATURE).log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+CAST = {"cast_lm_head_to_fp32": True}
+BASES = [(tiny_ouro, False, {}), (tiny_ouro, True, {}), (tiny_hrm, False, {})]
+BASES += [pytest.param(*DORY.values, False, more, marks=DORY.marks) for more in ({}, CAST)]
+
+
+@pytest.mark.parametrize(("base", "pretrained", "more"), BASES)
+def test_gated_policy_and_ungated_reference(make, base, pretrained, more):
+    fields = {"beta": BETA, "loss_type": "grpo", "use_bias_correction_kl": True, **more}
+    trainer = make(with_adapter(base()) if pretrained else base(), **fields)
+    if not pretrained:
+        is_same = not more  # TRL wraps a head that it casts
+        trainer.model.load_state_dict(with_adapter(base()).state_dict(), strict=is_same)
+    trainer.train()
+    (seen,) = trainer.seen
+    assert trainer.gates_of_generation == [None]
+    draw = Draw(seed=trainer.args.seed, step=0, example_ids=[(i, 0) for i in range(6)], num_loops=trainer.num_loops)
+    assert torch.equal(seen.gates, LoopDropout(0.5).sample(draw))
+
+    oracle, frozen = with_adapter(base()), with_adapter() if pretrained else base()
+    batch, mask = seen.batch, seen.batch["completion_mask"]
+    with torch.no_grad():
+        reference = log_probabilities(frozen.eval(), batch)
+    with use_gates(oracle, seen.gates):
+        policy = log_probabilities(oracle.train(), batch)
+        difference = reference - policy
+        kl = difference.exp() - difference - 1
+        ratio = (policy - policy.detach()).exp()
+        tokens = ratio * (BETA * kl - batch["advantages"].unsqueeze(1))  # TRL corrects the KL by the ratio
+        loss = ((tokens * mask).sum(dim=1) / mask.sum(dim=1)).mean()
+        loss.backward()
+    torch.testing.assert_close(seen.loss, loss.detach(), rtol=1e-4, atol=1e-5)
+    for name, parameter in trained_parameters(oracle).items():
+        assert (seen.gradients[name] - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
+
+
+@pytest.mark.parametrize("fields", [{"beta": 0.1}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_unit_gates_train_as_trl(make, fields):
+    fields = {**fields, "max_steps": 2, "rule": "lora", "remove_padding": False}
+    trainers = []
+    for cls in (LoopDropoutGRPOTrainer, GRPOTrainer):
+        trainers.append(make(cls=cls, **fields))
+        trainers[-1].train()  # before the other trainer sets the seed
+    assert_same_weights(*trainers)
+
+
+def test_steps_under_gates_do_not_clip(make):
+    trainer = make(max_steps=2, gradient_accumulation_steps=2)
+    trainer.train()
+    assert logged(trainer, "clip_ratio/region_mean") == [0, 0]
+
+
+def test_settings_that_do_not_fit_raise(make):
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name="math")
+    with user_error("adapter must .*, because TRL copies it .* Set `beta` to 0, or"):
+        make(model, beta=0.1)
+    make(model).train()
+    for fields in ({"num_iterations": 2}, {"steps_per_generation": 2}):  # which reuse completions
+        with user_error("`num_iterations` must be 1, and `steps_per_generation` must divide"):
+            make(**fields)

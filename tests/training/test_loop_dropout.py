@@ -1,0 +1,218 @@
+"""Loop Dropout in other training loops, and the examples of docs/training_loops.md."""
+
+import re
+
+import accelerate
+import pytest
+import torch
+import transformers
+import trl
+from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
+from trl import SFTTrainer
+
+from helpers.errors import user_error
+from helpers.files import ROOT
+from helpers.tiny import DORY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
+from helpers.trainers import Recorder
+from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.looped import find_looped_model, use_depth
+from loopdropout_trainer.lora import gated_layers
+
+
+IDS = torch.arange(2, 20).view(2, 9)
+
+
+def tiny_causal_hrm():
+    return tiny_hrm(prefix_lm=False)
+
+
+FAMILIES = pytest.mark.parametrize("make", [tiny_ouro, tiny_causal_hrm, DORY])
+PAGE = (ROOT / "docs" / "training_loops.md").read_text()
+EXAMPLES = dict(re.findall(r"## ([^\n]*)\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+
+
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in trained_parameters(model).values()])
+
+
+class Plain(SFTTrainer):
+    """Keeps the gradients of its last micro-batch."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.batch = {name: x.clone() for name, x in inputs.items()}
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.gradients = gradients(model)
+        return loss
+
+
+@FAMILIES
+def test_all_trainers_have_the_same_gradients(make, train, make_sft):
+    fields = {"max_steps": 1, "gradient_checkpointing": True, "seed": 7}
+    (ours,) = train(with_adapter(make(), scale=0.1), cls=Recorder, p=0.3, **fields).seen
+    want = torch.cat([gradient.flatten() for gradient in ours.gradients.values()])
+
+    trainer = make_sft(with_adapter(make(), scale=0.1), cls=Plain, **fields)
+    dropout = loop_dropout(trainer.model, p=0.3, seed=7)
+    trainer.train()
+    assert torch.equal(trainer.batch["input_ids"], ours.batch["input_ids"])
+    assert torch.equal(dropout.last_gates.sampled, ours.gated.sampled)
+    torch.testing.assert_close(trainer.gradients, want, atol=1e-6, rtol=1e-4)
+
+    peft_model = with_adapter(make(), scale=0.1).train()
+    dropout = loop_dropout(peft_model, p=0.3, seed=7)
+    loss = peft_model(**trainer.batch).loss
+    loss.backward()
+    assert torch.equal(dropout.last_gates.sampled, ours.gated.sampled)
+    torch.testing.assert_close(loss, ours.loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradients(peft_model), want, atol=1e-6, rtol=1e-4)
+
+
+@FAMILIES
+def test_recomputation_keeps_the_gates_of_its_pass(make):
+    """Two forward passes come before the backward pass, which recomputes each of them."""
+    losses, found = [], []
+    for checkpointing in (False, True):
+        peft_model = with_adapter(make(), scale=0.1).train()
+        loop_dropout(peft_model, seed=1)
+        if checkpointing:
+            peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        passes = [peft_model(ids, labels=ids).loss for ids in (IDS, IDS + 20)]
+        sum(passes).backward()
+        losses.append(torch.stack(passes))
+        found.append(gradients(peft_model))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+@FAMILIES
+def test_gates_are_one_outside_of_training_passes(make):
+    peft_model = with_adapter(make(), scale=0.1).eval()
+    unit = peft_model(IDS).logits
+    with torch.no_grad(), use_depth(peft_model, 2), use_gates(peft_model, [1, 0]):
+        peft_model(IDS)
+    dropout = loop_dropout(peft_model)
+    assert torch.equal(peft_model(IDS).logits, unit)
+    peft_model.train()
+    with torch.no_grad():
+        assert torch.equal(peft_model(IDS).logits, unit)
+    with use_gates(peft_model, torch.ones(find_looped_model(peft_model).num_loops)):
+        assert torch.equal(peft_model(IDS).logits, unit)
+    assert dropout.num_draws == 0
+    assert not torch.equal(peft_model(IDS).logits, peft_model(IDS).logits)
+    assert torch.equal(peft_model.eval()(IDS).logits, unit)
+
+
+@FAMILIES
+def test_packed_examples_have_their_own_gates(make):
+    peft_model = with_adapter(make(), scale=0.1).train()
+    gates = torch.rand(find_looped_model(peft_model).num_loops, 2)
+    with use_gates(peft_model, gates):
+        want = peft_model(IDS).logits
+    dropout = loop_dropout(peft_model)
+    dropout.sample = lambda example_ids: gates[:, : len(example_ids)]
+    embeds, positions = peft_model.get_input_embeddings()(IDS), torch.arange(9)[None]
+    assert torch.equal(peft_model(inputs_embeds=embeds, position_ids=positions).logits, want)
+    packed = peft_model(IDS.view(1, -1), position_ids=positions.repeat(1, 2), use_cache=False).logits
+    torch.testing.assert_close(packed.view_as(want), want, atol=1e-5, rtol=1e-5)
+
+
+def test_frozen_adapters_raise(make_sft):
+    frozen, trainer = with_adapter().requires_grad_(False), make_sft(with_adapter())
+    trainer.model.requires_grad_(False)
+    in_inference = lambda model: make_sft(peft_config=LoraConfig(inference_mode=True))
+    for make in (loop_dropout, make_sft, in_inference, lambda model: trainer.train()):
+        with user_error("must not be frozen.* `is_trainable=True`.* set `inference_mode=False`"):
+            make(frozen)
+
+
+def test_draws_depend_on_seed_pass_and_process(monkeypatch):
+    ids, peft_model = [(row, 0) for row in range(64)], with_adapter()
+    torch.manual_seed(5)
+    dropout = loop_dropout(peft_model)
+    first = dropout.sample(ids)
+    assert torch.equal(loop_dropout(with_adapter(), seed=5).sample(ids), first)
+    dropout.num_draws = 1
+    assert not torch.equal(dropout.sample(ids), first)
+    dropout.num_draws = 0
+    monkeypatch.setattr(handle, "_process_index", lambda: 1)
+    assert not torch.equal(dropout.sample(ids), first)
+
+
+@FAMILIES
+def test_remove_restores_the_model(make):
+    peft_model = with_adapter(make())
+    modules = [module for name, module in peft_model.named_modules() if name != "base_model"]
+    look = lambda: [(type(m), *m._forward_pre_hooks, *m._forward_hooks, *vars(m)) for m in modules]
+    before = look()
+    dropout = loop_dropout(peft_model)
+    assert look() != before and gated_layers(peft_model)
+    dropout.remove()
+    assert look() == before and not gated_layers(peft_model)
+    newer = loop_dropout(peft_model)
+    dropout.remove()
+    assert gated_layers(peft_model) and newer.gate_state.dropout is newer
+    with user_error("Call `remove"):
+        loop_dropout(peft_model)
+
+
+@pytest.mark.parametrize("is_added_before", [True, False])
+def test_later_active_adapter_has_gates(is_added_before):
+    peft_model = with_adapter(target_modules=["q_proj"]).train()
+    second = "second", LoraConfig(target_modules=["v_proj", "down_proj"], init_lora_weights=False)
+    if is_added_before:
+        peft_model.add_adapter(*second)
+    dropout = loop_dropout(peft_model, p=0.9, seed=1)
+    if not is_added_before:
+        peft_model.add_adapter(*second)
+    peft_model.set_adapter("second")
+    loss = peft_model(IDS, labels=IDS).loss
+    assert len(gated_layers(peft_model)) == len(dropout.physical_layers) == 6
+    gates = dropout.last_gates.sampled
+    dropout.remove()
+    assert not gated_layers(peft_model)
+    with use_gates(peft_model, gates):
+        assert torch.equal(peft_model(IDS, labels=IDS).loss, loss) and not (gates == 1).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_without_its_gates_raises(use_reentrant):
+    peft_model = with_adapter(scale=0.1).train()
+    dropout = loop_dropout(peft_model, seed=1)
+    embeds = peft_model.get_input_embeddings()(IDS).detach().requires_grad_()
+    with user_error("whole model must not be checkpointed"):
+        checkpoint(lambda x: peft_model(inputs_embeds=x).logits, embeds, use_reentrant=use_reentrant)
+    peft_model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    peft_model.enable_input_require_grads()
+    loss = peft_model(IDS, labels=IDS, use_cache=False).loss
+    dropout.remove()
+    with user_error("must not be removed before its backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["schedule", "adaptive", "lora_dropout"])
+def test_rules_of_trainers_raise(name):
+    with user_error("`rule` must only draw gates"):
+        loop_dropout(with_adapter(), rule=make_rule(name))
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_examples_of_the_page_draw_gates(title, dataset, tokenizer, tmp_path, monkeypatch):
+    assert len(EXAMPLES) == 4 and len(EXAMPLES[title].splitlines()) <= 10
+    monkeypatch.chdir(tmp_path)
+    handles = []
+    limits = {"max_steps": 2, "bf16": False, "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    names = {
+        "model": tiny_ouro(), "tokenizer": tokenizer, "torch": torch, "get_peft_model": get_peft_model,
+        "default_peft_config": default_peft_config, "Accelerator": lambda: accelerate.Accelerator(cpu=True),
+        "loop_dropout": lambda *args, **kwargs: handles.append(loop_dropout(*args, **kwargs)) or handles[-1],
+        "Trainer": transformers.Trainer, "TrainingArguments": lambda out: transformers.TrainingArguments(out, **limits),
+        "SFTTrainer": SFTTrainer, "SFTConfig": lambda out: trl.SFTConfig(out, **limits),
+        "loader": torch.utils.data.DataLoader(rows, batch_size=2), "collator": transformers.default_data_collator,
+        "dataset": dataset if "SFT" in EXAMPLES[title] else rows,
+    }  # fmt: skip
+    exec(EXAMPLES[title], names)
+    assert handles[0].num_draws > 0
+    assert any(p.any() for name, p in names["model"].named_parameters() if "lora_B" in name)

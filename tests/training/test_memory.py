@@ -1,0 +1,32 @@
+"""The estimated memory of a training: published numbers of weights, and the page that prints it."""
+
+import pytest
+
+from helpers.files import ROOT, load_script
+from loopdropout_trainer.memory import estimate_memory
+
+
+SHAPES = load_script("benchmarks/memory.py").SHAPES
+WEIGHTS = {  # billions in the frozen model, millions in the paper's adapter
+    "Ouro-1.4B": (1.4347, 15.139),
+    "Ouro-2.6B": (2.6680, 30.278),
+    "Nanbeige4.2-3B": (4.1698, 23.970),
+    "Dory1.0-4B": (3.9752, 18.022),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_estimate_counts_published_weights(name):
+    parts = estimate_memory(SHAPES[name], 0)
+    assert parts["frozen weights"] / 2 == pytest.approx(WEIGHTS[name][0], rel=1e-3)
+    assert parts["adapter and optimizer"] / 0.016 == pytest.approx(WEIGHTS[name][1], rel=1e-3)
+    assert estimate_memory({"model_type": "llama"}, 4096) == {}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_memory_page_shows_estimates(name):
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    cells = next(line for line in page.splitlines() if line.startswith(f"| {name} |")).split(" | ")[2:]
+    options = [{}, {"four_bit": True}, {"checkpointing": False}]
+    totals = [estimate_memory(SHAPES[name], size, **chosen)["total"] for size in (4096, 16384) for chosen in options]
+    assert [cell.strip("| ") for cell in cells] == [f"{total:.0f}" for total in totals]

@@ -1,0 +1,321 @@
+"""Interrupted trainings continue to the bits of an uninterrupted training: after a kill, a signal, or a damaged checkpoint."""
+
+import functools
+import itertools
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from helpers.errors import user_error
+from helpers.processes import ended, fork
+from helpers.tiny import tiny_ouro, trained_parameters
+from helpers.tokenizer import make_tokenizer
+from helpers.trainers import Recorder, assert_same_weights
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
+
+
+def die_at(place, event):
+    """Kill this process when the nth file event (`event`) has a path that contains `place`."""
+    seen = itertools.count(1)
+
+    def count(kind, args):
+        is_file = kind in ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
+        if is_file and place in str(args[0]) and next(seen) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def training(output_dir, event=None):
+    """Train with a checkpoint after every step, resume if there is one, and be killed at a file event."""
+    torch.set_num_threads(1)
+    if event is not None:
+        die_at(output_dir, event)
+    args = LoopDropoutConfig(
+        output_dir, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+        save_strategy="steps", save_steps=1, save_total_limit=2, report_to="none", bf16=False, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": str(i), "completion": "x" * (i % 5 + 1)} for i in range(48)])
+    data = {"train_dataset": rows, "processing_class": make_tokenizer()}
+    adapter = default_peft_config(tiny_ouro(), lora_dropout=0.1)
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, peft_config=adapter, **data)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model(os.path.join(output_dir, "final"))
+
+
+def finish(folder):
+    assert ended(fork(training, str(folder))) == 0
+    return (folder / "final" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return finish(tmp_path_factory.mktemp("uninterrupted"))
+
+
+@pytest.mark.parametrize("event", [9, 21, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60, 4))])
+def test_killed_training_resumes_bit_for_bit(tmp_path, uninterrupted, event):
+    assert ended(fork(training, str(tmp_path), event)) == -signal.SIGKILL
+    assert finish(tmp_path) == uninterrupted
+
+
+@pytest.fixture
+def make_trainer(make_sft):
+    return functools.partial(make_sft, cls=Recorder, save_strategy="steps", save_steps=2, max_steps=6)
+
+
+FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors")
+
+
+def test_incomplete_checkpoint_is_not_used(tmp_path, make_trainer):
+    trainer = make_trainer(output_dir=str(tmp_path), max_steps=4)
+    trainer.train()
+    newest, older = str(tmp_path / "checkpoint-4"), str(tmp_path / "checkpoint-2")
+    assert newest_checkpoint(tmp_path) == newest and newest_checkpoint(newest) is None
+    for name, cut in itertools.product(FILES, (40, None)):
+        file = tmp_path / "checkpoint-4" / name
+        content = file.read_bytes()
+        file.unlink()
+        if cut:
+            file.write_bytes(content[:-cut])
+        assert newest_checkpoint(tmp_path) == older
+        with user_error(rf"has .*({name[:5]}|safetensors).*checkpoint is {older}"):
+            trainer.train(resume_from_checkpoint=newest)
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_with_a_checkpoint(make_trainer, stop):
+    class Interrupted(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            if self.state.global_step == 2:
+                signal.raise_signal(stop)
+                signal.raise_signal(stop)  # launchers may send it more than once
+            return super().compute_loss(*args, **kwargs)
+
+    straight, handler = make_trainer(save_strategy="no"), signal.getsignal(stop)
+    straight.train()
+    trainer = make_trainer(cls=Interrupted, save_strategy="no")
+    with pytest.raises(TrainingInterrupted, match="after step 3 of 6") as error:
+        trainer.train()
+    assert error.value.signal == stop and signal.getsignal(stop) is handler
+    assert trainer.gate_state.gates is None
+    trainer.train(resume_from_checkpoint=True)  # as in a notebook
+    assert_same_weights(trainer, straight)
+    resumed = make_trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.seen) == 3
+    assert_same_weights(resumed, straight)
+
+
+def test_stop_without_a_full_checkpoint_promises_nothing(make_trainer):
+    class Interrupted(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            signal.raise_signal(signal.SIGTERM)
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(TrainingInterrupted, match="of 6. It cannot be continued, because with `save_only_model`"):
+        make_trainer(cls=Interrupted, save_only_model=True).train()
+
+
+@pytest.mark.parametrize("rule", ["loop_dropout", "adaptive"])
+def test_restored_callbacks_resume_bit_for_bit(tmp_path, make_trainer, rule):
+    """transformers makes the user's callbacks again from a checkpoint, and leaves the callbacks of this package alone."""
+    fields = {"rule": rule, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    fields |= {"output_dir": str(tmp_path), "restore_callback_states_from_checkpoint": True}
+    make_trainer(callbacks=[EarlyStoppingCallback(5)], **fields).train()
+    last = tmp_path / "checkpoint-6"
+    weights = (last / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(last)
+    resumed = make_trainer(callbacks=[EarlyStoppingCallback(9)], **fields)
+    places = [type(callback) for callback in resumed.callback_handler.callbacks]
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.seen[0].step == 4 and (last / "adapter_model.safetensors").read_bytes() == weights
+    (stopping,) = (x for x in resumed.callback_handler.callbacks if isinstance(x, EarlyStoppingCallback))
+    assert stopping.early_stopping_patience == 5
+    kept = [type(callback) for callback in resumed.callback_handler.callbacks if callback is not stopping]
+    assert kept == [place for place in places if place is not EarlyStoppingCallback]
+
+
+def test_finished_training_is_not_continued(make_trainer):
+    fields = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
+    for load_best in (False, True):
+        make = functools.partial(make_trainer, cls=LoopDropoutSFTTrainer, load_best_model_at_end=load_best, **fields)
+        trainer, resumed = make(), make()
+        trainer.train()
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 6
+        assert_same_weights(resumed, trainer)
+    assert not trainer.state.best_model_checkpoint.endswith("-6")
+
+
+def test_non_finite_gradient_stops_before_the_step(make_trainer):
+    class Spoiled(Recorder):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("inf") if self.state.global_step == 4 else loss
+
+    trainer = make_trainer(cls=Spoiled)
+    with pytest.raises(NonFiniteGradientError, match="optimizer step 5"):
+        trainer.train()
+    torch.testing.assert_close(trained_parameters(trainer.model), trainer.seen[-1].weights, rtol=0, atol=0)
+    assert newest_checkpoint(trainer.args.output_dir).endswith("checkpoint-4")
+
+
+def test_non_finite_weights_are_not_saved(make_trainer):
+    trainer = make_trainer(learning_rate=1e38, max_grad_norm=0, save_steps=1)
+    with pytest.raises(NonFiniteGradientError, match="weights after optimizer step 1"):
+        trainer.train()
+    assert not [*Path(trainer.args.output_dir).rglob("*.safetensors")]
+
+
+def test_interrupted_save_keeps_the_depth(make_sft):
+    class Interrupted(LoopDropoutSFTTrainer):
+        def _save(self, *args, **kwargs):  # of the adapter
+            super()._save(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    trainer = make_sft(load_model("tiny-ouro", num_loops=3), cls=Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save_model()
+    assert load_model(trainer.args.output_dir).config.num_loops == 3
+
+
+def test_other_data_is_not_continued(tmp_path, make_trainer):
+    make_trainer(output_dir=str(tmp_path), max_steps=2).train()
+    trainer = make_trainer(output_dir=str(tmp_path))
+    trainer.train_dataset = trainer.train_dataset.select(range(8, 4, -1))
+    with user_error(r"trained on \d+ examples \(digest \w+\), got 4 examples"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_columns_in_another_order_are_continued(tmp_path, make_trainer, dataset):
+    make_trainer(output_dir=str(tmp_path), max_steps=2).train()
+    rows = dataset.select_columns(["completion", "prompt"]).add_column("source", range(len(dataset)))
+    trainer = make_trainer(output_dir=str(tmp_path), rows=rows)
+    trainer.train_dataset = trainer.train_dataset.select_columns(
+        sorted(trainer.train_dataset.column_names, reverse=True)
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert len(trainer.seen) == 4
+
+
+CHANGES = [
+    ({"seed": 7}, "`seed` changed from 42 to 7"),
+    ({"p": 0.25}, "`p` changed from 0.5 to 0.25"),
+    ({"rule": "unscaled"}, "`rule` changed from .loop_dropout. to .unscaled."),
+    ({"learning_rate": 0.02}, "`learning_rate` changed from 0.01 to 0.02"),
+    ({"per_device_train_batch_size": 2}, "`per_device_train_batch_size` changed from 4 to 2"),
+    ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps` changed from 1 to 2"),
+    ({"lora_alpha": 8}, "`lora_alpha` changed from 32 to 8"),
+    ({"r": 8}, "`r` changed from 16 to 8"),
+    ({"lora_dropout": 0.1}, "`lora_dropout` changed from 0.0 to 0.1"),
+    ({"num_loops": 3}, "`num_loops` changed from 4 to 3"),
+    (
+        {"target_modules": ["q_proj"]},
+        "has another adapter: only one of it and the model has the tensor `.*lora_A.weight`",
+    ),
+    ({"gate_seed": 1}, "`gate_seed` changed from None to 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CHANGES, ids=str)
+def test_other_settings_are_not_continued(make_trainer, changes, message):
+    make_trainer(max_steps=2).train()
+    lora = {name: changes[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules") if name in changes}
+    model = tiny_ouro(**({"num_loops": changes["num_loops"]} if "num_loops" in changes else {}))
+    fields = {name: value for name, value in changes.items() if name not in (*lora, "num_loops")}
+    trainer = make_trainer(model, peft_config=default_peft_config(model, **lora), **fields)
+    with user_error(f"checkpoint-2 .*{message}"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_settings_of_saving_and_evaluation_may_change(make_trainer):
+    straight = make_trainer()
+    straight.train()
+    fields = {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "save_total_limit": 1}
+    resumed = make_trainer(per_device_eval_batch_size=2, **fields)
+    resumed.train(f"{straight.args.output_dir}/checkpoint-2")
+    assert min(seen.step for seen in resumed.seen) == 2
+    assert_same_weights(resumed, straight)
+
+
+def test_trained_model_is_not_trained_again_by_a_resume(make_trainer):
+    trainer = make_trainer(save_strategy="no", max_steps=2)
+    trainer.train(resume_from_checkpoint=True)  # a first start
+    with user_error("has no checkpoint and the model is already trained for 2 steps"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    assert len(trainer.seen) == 4
+
+
+def test_streams_are_continued_in_their_first_pass(make_trainer, dataset, log):
+    make = functools.partial(make_trainer, rows=dataset.select(range(16)).to_iterable_dataset(), save_steps=1)
+    trainer = make()
+    trainer.train()  # four steps for each pass
+    assert "The training cannot be resumed from here on" in log.text
+    for step in (3, 4):
+        resumed = make()
+        resumed.train(f"{trainer.args.output_dir}/checkpoint-{step}")
+        assert_same_weights(resumed, trainer)
+    with user_error("must be a checkpoint of the first pass over a stream, but .*checkpoint-5 is in pass 2"):
+        make().train(f"{trainer.args.output_dir}/checkpoint-5")
+
+
+def enter_locked_folder(folder):
+    with user_error("Another process writes"), lock_folder(folder):
+        pass
+
+
+def enter_free_folder(folder):
+    with lock_folder(folder), lock_folder(folder):
+        pass
+
+
+def hold_folder(folder, rounds):
+    """Lock a folder many times, and raise if another process has it at the same time."""
+    holder = Path(folder, "holder")
+    for _ in range(rounds):
+        try:
+            with lock_folder(folder):
+                holder.touch(exist_ok=False)
+                holder.unlink()
+        except UserError:  # another process was in it for long
+            pass
+
+
+def test_folder_is_locked_once(tmp_path):
+    processes = [fork(hold_folder, str(tmp_path), 300) for _ in range(4)]
+    assert [ended(process) for process in processes] == [0] * 4
+
+
+def test_folder_is_locked_while_training(make_trainer):
+    class Intruder(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            assert ended(fork(enter_locked_folder, args.output_dir)) == 0
+
+    trainer = make_trainer(callbacks=[Intruder()], max_steps=1)
+    trainer.train()
+    assert ended(fork(enter_free_folder, trainer.args.output_dir)) == 0
+
+
+def test_full_disk_names_newest_checkpoint(make_trainer, monkeypatch):
+    class Full(Recorder):
+        def save_model(self, *args, **kwargs):
+            if self.state.global_step == 4:
+                raise OSError(28, "No space left on device")
+            super().save_model(*args, **kwargs)
+
+    with user_error("No space left on device. The newest complete checkpoint is .*checkpoint-2"):
+        make_trainer(cls=Full).train()
