@@ -136,3 +136,35 @@ def test_wheel_works_outside_of_the_clone(tmp_path):
     assert "quickstart.yaml" in build(site / "bin/loopdropout", "recipes", **elsewhere)
     plan = build("-m", "loopdropout_trainer", "sft", "quickstart.yaml", "--dry_run", "true", **elsewhere)
     assert "tiny-ouro" in plan and "150 steps" in plan
+
+
+@pytest.mark.build
+def test_mypy_finds_an_editable_installation(tmp_path):
+    """The installation of the README, without the libraries: mypy reads the paths of the environment's interpreter."""
+    pytest.importorskip("mypy")
+    clone, wheels, environment = tmp_path / "clone", tmp_path / "wheels", tmp_path / "venv"
+    shutil.copytree(
+        ROOT, clone, ignore=shutil.ignore_patterns("outputs", "build", "*.egg-info", "__pycache__", ".[!c]*")
+    )
+    wheels.mkdir()
+    build = "from setuptools.build_meta import build_editable; build_editable('../wheels')"
+    python("-c", build, cwd=clone, fresh=True)
+    python("-m", "venv", "--without-pip", environment, fresh=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    shutil.unpack_archive(*wheels.glob("*.whl"), site, format="zip")
+    code = "from loopdropout_trainer import LoopDropoutSFTTrainer\nreveal_type(LoopDropoutSFTTrainer.draw_gates)\n"
+    (tmp_path / "example.py").write_text(code)
+    words = ["--python-executable", environment / "bin/python", "--cache-dir", tmp_path / "cache"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    out = python(
+        "-m",
+        "mypy",
+        *words,
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "example.py",
+        cwd=tmp_path,
+        env=env,
+        fresh=True,
+    )
+    assert "def (self: loopdropout_trainer.training" in out  # the type of a method, instead of Any
