@@ -19,6 +19,7 @@ from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, closest_match, short_repr
 from loopdropout_trainer.files import model_path
+from loopdropout_trainer.limits import render_chat
 
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids = [tokenizer.eos_token_id]
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2]
+        rest = render_chat(tokenizer, turns).rpartition("answer")[2]
         special = [token for token in tokenizer.get_added_vocab() if token in rest]
         if special:
             ids.append(tokenizer.convert_tokens_to_ids(min(special, key=rest.find)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.limits import check_nesting
 
 
 if TYPE_CHECKING:
@@ -41,10 +42,23 @@ def read_files(files: str | Sequence[str]) -> Dataset:
 
     if isinstance(files, str):
         files = [files]
+    for file in files:
+        _check_file(file)
     suffix = Path(files[0].removesuffix(".gz")).suffix
     kind = {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json")
     builder = load_dataset_builder(kind, data_files=list(files))
     return _read_local(builder, kind, data_files=list(files), split="train")
+
+
+def _check_file(file: str) -> None:
+    """Raise UserError if a path is a folder, or something else than a file, which could be read without end."""
+    path = Path(file)
+    if path.is_dir():
+        raise UserError(
+            f"`train_files` and `eval_files` must be files, got the folder {file}. Set `dataset_name` instead."
+        )
+    if path.exists() and not path.is_file():
+        raise UserError(f"`train_files` and `eval_files` must be files, got {file}, which is a pipe or a device.")
 
 
 def _read_dataset(args: DataArguments) -> Dataset:
@@ -69,6 +83,9 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
     if builder.name == "csv":
         options |= _csv_options(files[0])
     cache = Path(config.HF_DATASETS_CACHE, f"contents-{digest_files(local_files)}")
+    if builder.name == "json" and not cache.exists():
+        for file in local_files:
+            check_nesting(file)
     return load_dataset(*names, cache_dir=str(cache), **options)
 
 

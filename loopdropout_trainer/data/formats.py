@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.errors import UserError, short_repr
 
+
+if TYPE_CHECKING:
+    from datasets import Features
 
 FORMATS = (
     ("prompt", "chosen", "rejected"),
@@ -17,9 +21,6 @@ FORMATS = (
     ("text",),
 )
 """Columns of each format, in the order in which they are looked for."""
-
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""Columns of conversations that the chat template reads, as in TRL."""
 
 TARGETS = {"chosen", "rejected", "completion", "messages", "conversations", "text", "answer", "response"}
 """Columns that the model can be trained on, which must not be empty."""
@@ -39,13 +40,32 @@ def find_format(names: Iterable[str]) -> tuple[str, ...]:
 
 def to_messages(value: Any) -> Any:
     """Rename the keys and roles of ShareGPT conversations. Return other values unchanged."""
-    if not isinstance(value, list) or not all("from" in turn for turn in value):
+    if not isinstance(value, list):
         return value
-    return [{"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in value]
+    return [_to_message(turn) for turn in value]
 
 
-def has_text(target: Any) -> bool:
-    """Return whether a target has a text to train on: a text itself, or the assistant's turns of a conversation."""
+def _to_message(turn: Any) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    message = {"role" if key == "from" else "content" if key == "value" else key: item for key, item in turn.items()}
+    if message.get("role") in _ROLES:
+        message["role"] = _ROLES[message["role"]]
+    return message
+
+
+def to_text(name: str, value: Any) -> Any:
+    """Return the text of a number in a column to train on, such as the `answer` 7. Return other values unchanged."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name not in TARGETS or not is_number or math.isnan(value):
+        return value
+    return str(value)
+
+
+def has_text(name: str, target: Any) -> bool:
+    """Return whether a column has a text to train on: a text itself, or the assistant's turns of a conversation."""
+    if isinstance(target, str) and name in ("messages", "conversations"):
+        raise UserError(f"`{name}` must be a list of turns with `role` and `content`, got {short_repr(target)}.")
     if isinstance(target, str):
         return bool(target.strip())
     if not isinstance(target, list):
@@ -55,4 +75,18 @@ def has_text(target: Any) -> bool:
         if not isinstance(turn, dict) or "role" not in turn:
             raise UserError(f"A turn must have a `role` and a text as `content`, got {short_repr(turn)}.")
     answers = [turn for turn in turns if turn["role"] == "assistant"]
-    return any(turn.get("tool_calls") or has_text(turn.get("content")) for turn in answers)
+    return any(turn.get("tool_calls") or has_text("content", turn.get("content")) for turn in answers)
+
+
+def find_features(example: Mapping[str, Any]) -> Features | None:
+    """Return types of columns that hold conversations and tools in any shape, or None for examples of texts.
+
+    `datasets` takes the type of a column from its first rows. Later rows fail, or get the keys of the first ones, if their
+    turns or tools have other keys. `Json` keeps each value as it is.
+    """
+    from datasets import Features, Json, Value
+
+    if not any(isinstance(value, list | dict) for value in example.values()):
+        return None
+    types = {str: Value("string"), bool: Value("bool"), int: Value("int64")}
+    return Features({name: types.get(type(value), Json()) for name, value in example.items()})

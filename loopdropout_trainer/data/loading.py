@@ -14,11 +14,11 @@ from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key, step_key
 from loopdropout_trainer.data.files import load_rows
-from loopdropout_trainer.data.formats import FORMATS, TARGETS, has_text
+from loopdropout_trainer.data.formats import FORMATS, TARGETS, find_features, has_text, to_text
 from loopdropout_trainer.data.holding_out import random_order
 from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns
 from loopdropout_trainer.data.tokenizing import tokenize
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 
 
 if TYPE_CHECKING:
@@ -101,11 +101,18 @@ class Examples(NamedTuple):
         """Take the examples with these indices [N]."""
         return Examples(self.rows.select(indices), step_key(self.key, indices))
 
-    def map(self, function: Callable[..., Row], remove_columns: Sequence[str], **options: Any) -> Examples:
-        """Replace each example by the result of a function of it and the options."""
+    def replace(self, function: Callable[..., Row], **options: Any) -> Examples:
+        """Make an example of each one by a function of it and the options."""
         key = step_key(self.key, function.__name__)
-        rows = self.rows.map(function, remove_columns=remove_columns, fn_kwargs=options, new_fingerprint=key)
+        features = find_features(function(self.rows[0], **options))
+        names = self.rows.column_names
+        rows = self.rows.map(function, features=features, remove_columns=names, fn_kwargs=options, new_fingerprint=key)
         return Examples(rows, key)
+
+    def add(self, function: Callable[..., Row], **options: Any) -> Examples:
+        """Add the columns that a function of each example and the options returns."""
+        key = step_key(self.key, function.__name__)
+        return Examples(self.rows.map(function, fn_kwargs=options, new_fingerprint=key), key)
 
     def keep(self, function: Callable[..., bool], reason: str, **options: Any) -> Examples:
         """Leave out the examples for which a function is false, and log the reason with their number."""
@@ -124,14 +131,15 @@ def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedToke
     reason = "they have no text to train on, or `preparation` excludes them"
     examples = examples.keep(_is_usable, reason, args=args, columns=columns, tokenizer=tokenizer)
     if not len(examples.rows):
-        raise UserError(f"The data must have an example with text in {columns[-1]}.")
-    return examples.map(_make_example, rows.column_names, args=args)
+        first = short_repr(_read_row(rows[0], args)[columns[-1]]) if len(rows) else "no examples"
+        raise UserError(f"The data must have an example with text in {columns[-1]}, got {first}.")
+    return examples.replace(_make_example, args=args)
 
 
 def _complete(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Dataset:
     """Return examples with the tokens of pairs of texts, without examples that are too long."""
     if len(examples.rows) and isinstance(examples.rows[0].get("completion"), str):
-        examples = examples.map(_add_tokens, [], tokenizer=tokenizer)
+        examples = examples.add(_add_tokens, tokenizer=tokenizer)
     if max_length is not None:
         reason = f"they have more than {max_length:,} tokens"
         examples = examples.keep(_fits, reason, tokenizer=tokenizer, max_length=max_length)
@@ -153,21 +161,22 @@ def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Se
     )
 
 
-def _map_columns(row: Row, args: DataArguments) -> Row:
+def _read_row(row: Row, args: DataArguments) -> Row:
+    """Rename columns as `column_mapping` says, and make texts of numbers to train on."""
     renamed = {name: row[column] for name, column in (args.column_mapping or {}).items()}
-    return {**row, **renamed}
+    return {name: to_text(name, value) for name, value in {**row, **renamed}.items()}
 
 
 def _is_usable(row: Row, args: DataArguments, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:
-    row = _map_columns(row, args)
+    row = _read_row(row, args)
     for name in columns:
-        if row[name] is None or (name in TARGETS and not has_text(row[name])):
+        if row[name] is None or (name in TARGETS and not has_text(name, row[name])):
             return False
     return PREPARATIONS[args.preparation].keep(row, args, tokenizer)
 
 
 def _make_example(row: Row, args: DataArguments) -> Row:
-    identity, example = PREPARATIONS[args.preparation].make_example(_map_columns(row, args), args)
+    identity, example = PREPARATIONS[args.preparation].make_example(_read_row(row, args), args)
     return {**example, "order": random_order(identity, args.split_seed), "is_one_text": args.target_prefix != ""}
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.arithmetic import add_mistake
-from loopdropout_trainer.data.formats import TEMPLATE_COLUMNS, find_format, to_messages
+from loopdropout_trainer.data.formats import find_format, to_messages
 from loopdropout_trainer.data.holding_out import (
     Indices,
     draw_random,
@@ -109,9 +109,10 @@ def make_own_example(row: Row, args: DataArguments) -> Example:
     for name in find_columns(args, row):
         trl_name = "messages" if name == "conversations" else name
         example[trl_name] = to_messages(row[name])
-    for name in TEMPLATE_COLUMNS:
-        if name in row:
-            example[name] = row[name] or {}
+    if "tools" in row:
+        example["tools"] = row["tools"] or None
+    if "chat_template_kwargs" in row:
+        example["chat_template_kwargs"] = row["chat_template_kwargs"] or {}  # TRL unpacks it
     return identity, example
 
 

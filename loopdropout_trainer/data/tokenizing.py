@@ -7,11 +7,14 @@ import os.path
 from itertools import groupby
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.limits import render_chat
+
+
+_MASK = "return_assistant_tokens_mask"
 
 
 def tokenize(
@@ -51,14 +54,14 @@ def _tokenize_turns(
     """Tokenize a conversation, whose last turns are the completion if the first ones are given as its prompt."""
     tools = example.get("tools")
     if isinstance(tools, str):
-        tools = json.loads(tools)
+        tools = _read_tools(tools)
     template = {"tools": tools or None, **(example.get("chat_template_kwargs") or {})}
     options = dict(template)
     if assistant_only_loss:
         from trl import get_training_chat_template  # takes seconds
 
         options["chat_template"] = get_training_chat_template(tokenizer)  # None if the own template marks these turns
-        options["return_assistant_tokens_mask"] = True
+        options[_MASK] = True
     if prompt is None:
         return _render(tokenizer, turns, **options)
     columns = _render(tokenizer, prompt + turns, **options)
@@ -66,15 +69,20 @@ def _tokenize_turns(
     return _mask_prompt(columns, start)
 
 
+def _read_tools(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"`tools` must be a list of schemas or its JSON, got {short_repr(text)}.") from error
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, turns: list[Row], **options: Any) -> dict[str, list[int]]:
     """Return the tokens of turns as the chat template writes them, and the mask of the assistant's tokens if it is asked."""
     if tokenizer.chat_template is None:
         raise UserError("`chat_template` must be set, because the examples are conversations.")
+    render_chat(tokenizer, turns, **{name: value for name, value in options.items() if name != _MASK})
     no_warnings = {"verbose": False}  # about long texts
-    try:
-        encoded = tokenizer.apply_chat_template(turns, return_dict=True, tokenizer_kwargs=no_warnings, **options)
-    except TemplateError as error:
-        raise UserError(f"`chat_template` cannot render the conversation {short_repr(turns)}: {error}") from error
+    encoded = tokenizer.apply_chat_template(turns, return_dict=True, tokenizer_kwargs=no_warnings, **options)
     return {name: encoded[name] for name in ("input_ids", "assistant_masks") if name in encoded}
 
 

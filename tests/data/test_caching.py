@@ -194,7 +194,8 @@ def test_edited_preparation_makes_new_examples(place, arguments):
     num_calls = len((place / "calls.txt").read_text())
     assert len(first) == 9 and first[0]["prompt"] == "0 + 1 = Answer:"
     again = load_datasets(arguments(), tokenizer, 100)["train"]
-    assert again.to_list() == first.to_list() and len((place / "calls.txt").read_text()) == num_calls
+    assert again.to_list() == first.to_list()
+    assert len((place / "calls.txt").read_text()) == num_calls + 1  # the first example alone, which tells the types
     for old, new in (("'q'] + sign", "'q'] + '!'"), ("!= '9'", "!= '1'")):
         path = place / "mine.py"
         path.write_text(path.read_text().replace(old, new))

@@ -254,6 +254,63 @@ def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
         assert f"{len(examples) - 1} examples are left out, because they have no text to train on" in log.text
 
 
+def test_some_conversations_have_tools(load, bytes_tokenizer, config):
+    tokenizer = copy.deepcopy(bytes_tokenizer)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    turns = conversation(("user", "1"), ("assistant", "2"))
+    call = {"role": "assistant", "content": None, "tool_calls": CALLS}
+    other_tools = [{"type": "function", "function": {"name": "look", "parameters": {"city": "str"}}}]
+    rows = [{"messages": turns, "tools": TOOLS, "chat_template_kwargs": {"style": "!"}}]
+    rows += [{"messages": turns, "tools": None}, {"messages": turns, "tools": []}, {"messages": [*turns, call]}]
+    rows += [{"messages": turns, "tools": other_tools, "chat_template_kwargs": {}}]
+    for examples in (rows, rows[1:4] * 400 + rows[:1]):  # the tools come after the first 1,000 rows
+        if len(examples) > 1000:
+            examples[0] = rows[-1]  # the reader of JSON needs the keys in its first part
+        train = load(None, examples, tokenizer, max_length=2000)["train"]
+        assert len(train) == len(examples)
+        for index in (0, 1, 2, 3, -1):
+            expected = [{"role": turn["role"], "content": turn["content"]} for turn in examples[index]["messages"]]
+            expected[2:] = [call] * (len(expected) > 2)
+            shown = show(train[index], tokenizer)
+            assert shown == show({**examples[index], "messages": expected}, tokenizer) and "null" not in shown
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=train, processing_class=tokenizer)
+    assert trainer.train_dataset[-1]["input_ids"] == tokenize(rows[0], tokenizer)["input_ids"]
+
+
+@pytest.mark.parametrize("role", ["role", "from"])
+@pytest.mark.parametrize("content", ["content", "value"])
+def test_roles_of_sharegpt_in_messages(load, bytes_tokenizer, role, content):
+    turns = [{role: "human", content: "Hi"}, {role: "gpt", content: "Hello"}]
+    data = load(None, [{"messages": turns}], bytes_tokenizer)["train"]
+    assert data[:]["messages"] == [conversation(("user", "Hi"), ("assistant", "Hello"))]
+
+
+def test_messages_that_are_a_text_raise(load, bytes_tokenizer):
+    for rows in ([{"messages": "Hi"}], [{"messages": MADE_UP[0]}, {"messages": "Hi"}]):
+        with user_error("`messages` must be a list of turns with `role` and `content`, got 'Hi'"):
+            load(None, rows, bytes_tokenizer)
+
+
+def test_numbers_are_texts_to_train_on(load, tokenizer):
+    rows = [{"question": "1 + 6", "answer": 7}, {"question": "1 + 1", "answer": None}]
+    (example,) = load("gsm8k", rows, tokenizer, num_eval_examples=0)["train"]
+    assert example["completion"] == " 7"
+    fields = {"prompt_template": "{question} =", "column_mapping": {"completion": "answer"}, "target_prefix": " "}
+    for answers, texts in (([7, 8], ["7", "8"]), ([7.5, -8], ["7.5", "-8.0"]), ([7, "x"], ["7", "x"])):
+        rows = [{"question": "1", "answer": answer} for answer in answers]
+        assert [row["completion"][1:] for row in load(None, rows, tokenizer, **fields)["train"]] == texts
+
+
+def test_data_without_text_shows_its_first_value(load, tokenizer):
+    with user_error("The data must have an example with text in completion, got True"):
+        load(None, [{"prompt": "Is it?", "completion": True}], tokenizer)
+
+
+def test_tools_that_are_not_json_raise(load, bytes_tokenizer):
+    with user_error("`tools` must be a list of schemas or its JSON, got 'add'"):
+        load(None, [{"messages": MADE_UP[0], "tools": "add"}], bytes_tokenizer, max_length=99)
+
+
 @pytest.mark.parametrize("turn", ["Hi", {"content": "Hi"}, {"role": "assistant", "content": [{"text": "Hi"}]}])
 def test_turns_without_role_or_text_raise(load, bytes_tokenizer, turn):
     with user_error("A turn must have a `role` and a text as `content`, got"):

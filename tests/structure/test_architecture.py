@@ -15,7 +15,7 @@ import loopdropout_trainer
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 errors renames arithmetic rewards plots memory
-files gate_state gates | looped | lora recipe arguments tokenizers
+files limits gate_state gates | looped | lora recipe arguments tokenizers
 models data results handle | prompts | saving generation diagnostics
 training integrations serving | evaluation progress
 lm_eval cli runs | __main__

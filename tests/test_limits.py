@@ -1,0 +1,104 @@
+"""Files and chat templates of other people end in a sentence, in bounded time and memory."""
+
+import gzip
+import json
+import os
+import resource
+import signal
+import time
+
+import pytest
+from conftest import TINY_OURO_PATH, write_lines
+from raises import user_error
+
+from loopdropout_trainer import limits
+from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.limits import check_nesting, render_chat
+from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
+
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+ENDLESS = {
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 seconds"),
+    "range": ("{% for i in range(9999999999) %}{% endfor %}", "Range too big"),
+    "memory": (
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "more than 256 MB of memory",
+    ),
+    "product": ("{{ 'a' * 10 ** 14 }}", "more than 256 MB of memory"),
+    "length": ("{{ 'a' * 10 ** 6 }}a", "makes 1,000,001 characters of the conversation"),
+    "type": ("{{ 1 + 'a' }}", "unsupported operand"),
+    "end": ("{{ raise_exception('No system turns') }}", "cannot render the conversation .*: No system turns"),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.parametrize(("template", "reason"), ENDLESS.values(), ids=ENDLESS)
+def test_endless_templates_end_in_a_sentence(tmp_path, monkeypatch, template, reason):
+    monkeypatch.setattr(limits, "RENDER_SECONDS", 1)
+    monkeypatch.setattr(limits, "RENDER_MEMORY", 256 << 20)
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", 10**6)
+    tokenizer = load_tokenizer(TINY_OURO_PATH)
+    tokenizer.chat_template = template
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM), time.monotonic()
+    path = write_lines(tmp_path / "chat.jsonl", [{"messages": TURNS}])
+    with user_error(f"`chat_template` .*{reason}"):
+        load_datasets(DataArguments(train_files=[path]), tokenizer, 100)
+    with user_error(f"`chat_template` .*{reason}"):
+        end_token_ids(tokenizer)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before[:2]
+    assert time.monotonic() - before[2] < 20 and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_usual_templates_are_not_limited():
+    tokenizer = load_tokenizer(TINY_OURO_PATH, chat_template="tulu2")
+    assert render_chat(tokenizer, TURNS) == tokenizer.apply_chat_template(TURNS, tokenize=False)
+
+
+DEEP = {
+    "lists": "[" * 200_000 + "]" * 200_000,
+    "objects": '{"a": ' * 200_000 + "1" + "}" * 200_000,
+    "unclosed": "[" * 200_000,
+    "after text": json.dumps(['"\\', "[" * 300]) + "[" * 300,
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("value", DEEP.values(), ids=DEEP)
+def test_deep_json_ends_in_a_sentence(tmp_path, value, name):
+    text = f'{{"text": "a"}}\n{{"text": {value}}}\n'
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    sources = [{"train_files": [str(tmp_path / name)]}]
+    if not name.endswith("gz"):
+        sources.append({"dataset_name": str(tmp_path)})
+    for fields in sources:
+        with user_error(f"{name} must be JSON of at most 200 levels of lists and objects, got more"):
+            load_datasets(DataArguments(**fields), load_tokenizer(TINY_OURO_PATH))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20])
+def test_brackets_in_texts_are_not_levels(tmp_path, monkeypatch, size):
+    texts = ["[" * 300, '"' + "{" * 300, "\\" + "[" * 300, '\\"' + "[" * 300 + "\\\\", "\n[" * 300]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": texts, "nested": [[[[1]]]]}) + "\n" + json.dumps({"a": "["}))
+    monkeypatch.setattr(limits, "CHUNK", size)
+    check_nesting(path)
+    monkeypatch.setattr(limits, "MAX_NESTING", 4)
+    with user_error("at most 4 levels"):
+        check_nesting(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+@pytest.mark.parametrize("field", ["train_files", "eval_files"])
+def test_pipes_and_folders_are_not_read(tmp_path, field, name):
+    rows = write_lines(tmp_path / "rows.jsonl", [{"text": "a"}])
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    for path, reason in ((tmp_path / name, "a pipe or a device"), (tmp_path / "folder", "Set `dataset_name` instead")):
+        with user_error(f"`train_files` and `eval_files` must be files, got .*{path.name}.*{reason}"):
+            fields = {"train_files": [rows], field: [str(path)]}
+            load_datasets(DataArguments(**fields), load_tokenizer(TINY_OURO_PATH))
