@@ -6,13 +6,16 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from conftest import TINY_OURO_PATH, write_lines
+from datasets import config
 from raises import user_error
 
 from loopdropout_trainer import limits
 from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.limits import check_nesting, render_chat
 from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 
@@ -75,6 +78,8 @@ def test_deep_json_ends_in_a_sentence(tmp_path, value, name):
     sources = [{"train_files": [str(tmp_path / name)]}]
     if not name.endswith("gz"):
         sources.append({"dataset_name": str(tmp_path)})
+    # As after a command that ended while it read the file
+    Path(config.HF_DATASETS_CACHE, f"contents-{digest_files([tmp_path / name])}").mkdir()
     for fields in sources:
         with user_error(f"{name} must be JSON of at most 200 levels of lists and objects, got more"):
             load_datasets(DataArguments(**fields), load_tokenizer(TINY_OURO_PATH))

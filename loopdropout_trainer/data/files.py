@@ -83,7 +83,7 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
     if builder.name == "csv":
         options |= _csv_options(files[0])
     cache = Path(config.HF_DATASETS_CACHE, f"contents-{digest_files(local_files)}")
-    if builder.name == "json" and not cache.exists():
+    if builder.name == "json":
         for file in local_files:
             check_nesting(file)
     return load_dataset(*names, cache_dir=str(cache), **options)

@@ -263,9 +263,9 @@ def test_some_conversations_have_tools(load, bytes_tokenizer, config):
     rows = [{"messages": turns, "tools": TOOLS, "chat_template_kwargs": {"style": "!"}}]
     rows += [{"messages": turns, "tools": None}, {"messages": turns, "tools": []}, {"messages": [*turns, call]}]
     rows += [{"messages": turns, "tools": other_tools, "chat_template_kwargs": {}}]
+    alone = [{"messages": turns, "tools": TOOLS}, *[{"messages": turns}] * 3]
+    assert [row["tools"] for row in load(None, alone, tokenizer)["train"]] == [TOOLS, None, None, None]
     for examples in (rows, rows[1:4] * 400 + rows[:1]):  # the tools come after the first 1,000 rows
-        if len(examples) > 1000:
-            examples[0] = rows[-1]  # the reader of JSON needs the keys in its first part
         train = load(None, examples, tokenizer, max_length=2000)["train"]
         assert len(train) == len(examples)
         for index in (0, 1, 2, 3, -1):
