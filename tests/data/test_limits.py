@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY_OURO_PATH, write_lines
 from datasets import config
-from raises import user_error
 
+from helpers.errors import user_error
+from helpers.files import TINY_OURO_PATH, write_lines
 from loopdropout_trainer import limits
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.data.caching import digest_files
