@@ -2,84 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.fields import check_fields, option
+from loopdropout_trainer.library_fields import LIBRARY_FIELDS
+from loopdropout_trainer.looped import MOST_LOOPS
 
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-LIBRARY_FIELDS = {
-    "repetition": ("seed", "data_seed", "gate_seed"),
-    "monitoring": (
-        *("do_eval", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_packing"),
-        *("save_strategy", "save_steps", "save_only_model", "restore_callback_states_from_checkpoint"),
-    ),
-    "output": (
-        *("push_to_hub", "hub_model_id", "hub_private_repo", "hub_always_push", "hub_revision", "hub_strategy"),
-        "hub_token",
-    ),
-    "never": (
-        *("output_dir", "run_name", "resume_from_checkpoint", "report_to", "disable_tqdm", "project", "debug"),
-        *("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_level"),
-        *("log_level_replica", "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-        *(
-            "log_completions",
-            "log_unique_prompts",
-            "log_multimodal",
-            "num_completions_to_print",
-            "skip_memory_metrics",
-        ),
-        *("log_completions_hub_repo", "include_num_input_tokens_seen", "include_for_metrics"),
-        *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "torch_empty_cache_steps"),
-        *("save_total_limit", "save_on_each_node", "enable_jit_checkpoint", "local_rank", "use_cpu"),
-        *("ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "vllm_server_base_url", "vllm_server_host"),
-        *("vllm_server_port", "vllm_server_timeout", "per_device_eval_batch_size", "eval_accumulation_steps"),
-        *("eval_do_concat_batches", "eval_use_gather_object", "prediction_loss_only", "batch_eval_metrics"),
-    ),
-}
-"""When fields of the training configurations matter, as `option` defines. Other fields matter in the training."""
-
-
-def option(default: Any, help: str, when: str = "training", **metadata: Any) -> Any:
-    """Return a field of a script's dataclass.
-
-    Args:
-        default: Default value. `...` makes the field required.
-        help: Text in `--help`.
-        when: Moment at which the field matters. All comparisons of recipes are derived from it:
-
-            - `training`: It changes the trained adapter. A run is not continued with another value.
-            - `repetition`: It differs between trainings that are averaged. A run is not continued with another value.
-            - `monitoring`: It says when a training is evaluated and saved. It may change if a run is resumed.
-            - `score`: It changes the scores of tasks after the training. Results with other values are not averaged.
-            - `measurement`: It says what is measured after the training.
-            - `output`: It says what is saved after the training.
-            - `never`: It changes no result.
-        **metadata: Further metadata, such as `choices`.
-    """
-    metadata |= {"help": help, "when": when}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: default, metadata=metadata)
-    return field(default=MISSING if default is ... else default, metadata=metadata)
-
-
 def names_of(*moments: str) -> set[str]:
     """Return the names of the fields that matter at one of the moments of `option`."""
-    own = {f.name for cls in (SFTArguments, ModelArguments) for f in fields(cls) if f.metadata["when"] in moments}
-    return own.union(*(LIBRARY_FIELDS.get(moment, ()) for moment in moments))
+    own = {field.name: field.metadata for cls in (SFTArguments, ModelArguments) for field in fields(cls)}
+    return {name for name, metadata in {**LIBRARY_FIELDS, **own}.items() if metadata["when"] in moments}
 
 
-def check_depths(depths: Iterable[int] | None, name: str) -> None:
-    """Raise UserError unless all recurrence depths are at least 1."""
-    for depth in depths or ():
-        if depth < 1:
-            raise UserError(f"`{name}` must be at least 1, got {depth}.")
+DEPTH_BOUNDS = {"at_least": 1, "at_most": MOST_LOOPS}
+"""Bounds of a recurrence depth."""
 
 
 @dataclass(kw_only=True)
@@ -87,11 +30,11 @@ class DepthArguments:
     """The depths of measurements."""
 
     eval_num_loops: list[int] | None = option(
-        None, "Recurrence depths at which to measure. Default: `num_loops`.", "measurement"
+        None, "Recurrence depths at which to measure. Default: `num_loops`.", "measurement", **DEPTH_BOUNDS
     )
 
     def __post_init__(self):
-        check_depths(self.eval_num_loops, "eval_num_loops")
+        check_fields(self)
 
 
 @dataclass
@@ -102,7 +45,7 @@ class ModelArguments:
 
     model_name_or_path: str = option(..., "Hub name or folder of a looped model, or `tiny-ouro`.")
     model_revision: str = option("main", "Branch, tag or commit on the Hub.")
-    num_loops: int | None = option(None, "Recurrence depth K. Default: the model's own.")
+    num_loops: int | None = option(None, "Recurrence depth K. Default: the model's own.", **DEPTH_BOUNDS)
     dtype: str = option(
         "bfloat16", "Data type of the frozen base weights.", choices=("bfloat16", "float16", "float32")
     )
@@ -110,10 +53,12 @@ class ModelArguments:
     chat_template: str | None = option(
         None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."
     )
-    num_threads: int | None = option(None, "CPU threads per process. Default: torch's own.", "never")
+    num_threads: int | None = option(
+        None, "CPU threads per process. Default: torch's own.", "never", at_least=1, at_most=1024
+    )
 
     def __post_init__(self):
-        check_depths(None if self.num_loops is None else [self.num_loops], "num_loops")
+        check_fields(self)
         if self.num_threads is not None:
             import torch
 
@@ -135,13 +80,16 @@ class AdapterArguments:
     adapter_name_or_path: str | None = option(
         None, "Adapter to start from, with its own rank and layers. Default: a new adapter."
     )
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.")
-    lora_dropout: float = option(0.0, "Dropout on the adapter's input.")
+    lora_r: int = option(16, "Rank of the adapter.", at_least=1, at_most=65536)
+    lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.", at_least=1)
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", at_least=0, below=1)
     lora_target_modules: list[str] | None = option(
         None, "Adapted layers. Default: all linear projections of the recurrent block."
     )
     use_rslora: bool = option(False, "Whether to scale the update by alpha / sqrt(r).")
+
+    def __post_init__(self):
+        check_fields(self)
 
     @property
     def peft_config(self) -> LoraConfig | None:
@@ -176,8 +124,8 @@ class TaskArguments:
 class BenchmarkArguments(TaskArguments, DepthArguments):
     """How tasks are evaluated."""
 
-    benchmark_limit: int | None = option(None, "Number of problems per task. Default: all.", "score")
-    benchmark_batch_size: int = option(16, "Problems that a process decodes at a time.", "never")
+    benchmark_limit: int | None = option(None, "Number of problems per task. Default: all.", "score", at_least=1)
+    benchmark_batch_size: int = option(16, "Problems that a process decodes at a time.", "never", at_least=1)
     allow_unsafe_code: bool = option(
         False, "Whether to run generated programs without sandbox. Command line only.", "score"
     )
@@ -197,7 +145,7 @@ class ScriptArguments(BenchmarkArguments):
     )
     evaluate_base: bool = option(True, "Whether to evaluate the base model, too.", "measurement")
     eval_num_loops: list[int] | None = option(
-        None, "Recurrence depths at which to evaluate the first task.", "measurement"
+        None, "Recurrence depths at which to evaluate the first task.", "measurement", **DEPTH_BOUNDS
     )
     single_loop_accuracy: bool = option(
         False, "Whether to evaluate the first task with the adapter in one loop only.", "measurement"
@@ -220,7 +168,7 @@ class SFTArguments(ScriptArguments):
     """Steps around the supervised fine-tuning."""
 
     single_loop_batches: int = option(
-        0, "Number of evaluation batches for the loss with the adapter in one loop only.", "measurement"
+        0, "Number of evaluation batches for the loss with the adapter in one loop only.", "measurement", at_least=0
     )
     diagnose_task: str | None = option(
         None,
@@ -228,5 +176,5 @@ class SFTArguments(ScriptArguments):
         "measurement",
     )
     preview: int | None = option(
-        None, "Index of a training example to print, with its trained tokens marked.", "never"
+        None, "Index of a training example to print, with its trained tokens marked.", "never", at_least=0
     )

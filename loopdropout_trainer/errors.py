@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -56,6 +57,12 @@ def closest_match(name: str, choices: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
+@cache
+def _typed_field(hint: Any) -> type:
+    """Return the type of a dictionary with one `value`. It is cached, because the validation compiles code for each type."""
+    return TypedDict("Field", {"value": hint})
+
+
 def check_type(name: str, value: Any, hint: Any) -> None:
     """Raise UserError if the value of a field does not have the type of a type hint.
 
@@ -68,7 +75,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     from huggingface_hub.errors import StrictDataclassFieldValidationError
 
     try:
-        validate_typed_dict(TypedDict("Field", {"value": hint}), {"value": value})
+        validate_typed_dict(_typed_field(hint), {"value": value})
     except StrictDataclassFieldValidationError:
         kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
         kinds = kinds.replace("typing.", "").replace(" | None", "")

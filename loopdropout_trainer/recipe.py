@@ -11,39 +11,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import os.path
-import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from loopdropout_trainer.errors import UserError, check_type, closest_match, hide_secrets
+from loopdropout_trainer.errors import UserError, check_type, closest_match, hide_secrets, short_repr
+from loopdropout_trainer.fields import check_value, single_types
 from loopdropout_trainer.files import recipe_names, recipes_folder, write_file
+from loopdropout_trainer.help import print_help
+from loopdropout_trainer.library_fields import LIBRARY_FIELDS, SAFE_VALUES
+from loopdropout_trainer.read_yaml import read_yaml, read_yaml_file
 
 
 IMPORTED: list[str] = []
 """Absolute paths of the files of `--import`."""
 
-SAFE_VALUES = {
-    "trust_remote_code": False,
-    "custom_generate": None,
-    "use_kernels": False,
-    "kernel_config": None,
-    "allow_all_kernels": False,
-    "use_safetensors": True,
-    "weights_only": True,
-    "allow_unsafe_code": False,
-    "launcher": "",
-}
-"""Fields that can run code of other people, with their safe values. Other values are accepted on the command line only. The
-list is made by hand, because no library marks such fields."""
+MOST_EXTENDED = 20
+"""Largest number of recipes that a recipe builds on."""
 
 REPLACED_TOGETHER = {
     "model_name_or_path": ["model_revision"],
@@ -53,53 +42,10 @@ REPLACED_TOGETHER = {
 """Fields that describe another field. They are not inherited where that other field changes. The list is made by hand, because
 recipes are read before the classes of the fields are known."""
 
-HELP_GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
-"""Titles of the first groups of fields in `--help`. The classes of the fields have their titles as `help_title`."""
+TRAINING_HELP = {name: metadata["help"] for name, metadata in LIBRARY_FIELDS.items()}
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
-
-_SHOWN = """learning_rate num_train_epochs assistant_only_loss per_device_train_batch_size gradient_accumulation_steps seed
-lr_scheduler_type warmup_steps use_cpu logging_steps save_steps report_to push_to_hub hub_model_id beta num_generations
-max_completion_length"""
-TRAINING_HELP = {
-    **dict.fromkeys(_SHOWN.split(), ""),
-    "output_dir": "Folder of the run. Default: trainer_output, as in TRL.",
-    "max_steps": "Number of optimizer steps, instead of `num_train_epochs`. -1: by epochs.",
-    "max_length": "Longest example in tokens, and the length of packed rows. Longer examples are left out, not cut.",
-    "packing": "Whether to put several examples into one row of `max_length` tokens.",
-    "bf16": "Whether to compute in bfloat16. Default: True, unless `fp16` is set.",
-    "gradient_checkpointing": (
-        "Whether to compute the layers again in the backward pass, which takes more time and less memory."
-    ),
-    "eval_strategy": "When to measure the loss of the held-out examples: `no`, `steps` or `epoch`.",
-    "resume_from_checkpoint": (
-        "`true` continues the run from the newest complete checkpoint in `output_dir`, or starts it. A folder names the "
-        "checkpoint to continue from."
-    ),
-}
-"""Fields of TRL and transformers that `--help` shows, with our text where the library's text does not fit the recipes. This
-choice is made by hand, because the libraries have hundreds of fields and do not rank them."""
-
-_EPILOG = """Trainings take all fields of TRL's configuration, too. `--field null` resets an
-inherited field. `--import FILE ...` first runs Python files, which can register
-rules, models and rewards, and allows task files of lm-eval."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Read YAML without duplicate fields."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"`{name}` is set twice.")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(  # `1e-4` is a number, as in YAML 1.2
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -116,12 +62,11 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
     path = recipes_folder() / name if not Path(path).exists() and name in recipe_names() else Path(path).resolve()
     if path in extended_by:
         raise UserError(f"The recipe {path} extends itself.")
-    try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except FileNotFoundError:
-        raise UserError(f"The recipe {path} does not exist.{closest_match(name, recipe_names())}") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"The recipe {path} is not readable: {error}") from error
+    if len(extended_by) > MOST_EXTENDED:
+        raise UserError(f"The recipe {extended_by[0]} must extend at most {MOST_EXTENDED} recipes.")
+    if not path.exists():
+        raise UserError(f"The recipe {path} does not exist.{closest_match(name, recipe_names())}")
+    recipe = read_yaml_file(path, f"The recipe {path}")
     if not isinstance(recipe, dict):
         raise UserError(f"The recipe {path} must be a mapping `field: value`.")
     base = recipe.pop("extends", None)
@@ -205,7 +150,8 @@ def parse(
     first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
     if {"-h", "--help"} & {*argv}:
-        _print_help(dataclass_types, description, first_words)
+        print_help(dataclass_types, description, first_words)
+        sys.exit(0)
     fields = {f.name: f for cls in dataclass_types for f in dataclasses.fields(cls) if f.init}
     hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items() if name in fields}
     changes = _options(argv, hints, first_words)
@@ -226,7 +172,10 @@ def parse(
             hint = closest_match(FORMER_NAMES.get(name, name), fields)
             raise UserError(f"`{name}` is not a field of this script.{hint}")
         if value is not None or type(None) in get_args(hints[name]):
-            settings[name] = _check_value(fields[name], _fit(value, hints[name]), hints[name])
+            settings[name] = _fit(value, hints[name])
+            _check_choice(fields[name], settings[name], hints[name])
+            check_type(f"`{name}`", settings[name], hints[name])
+            check_value(fields[name], settings[name], hints[name])
     for name, field in fields.items():
         if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{name}` must be set.")
@@ -235,29 +184,37 @@ def parse(
 
 def _fit(value: Any, hint: Any) -> Any:
     """Return a value as a field's type takes it: a list, a float of an integer, a text of a number, or a path without `~`."""
-    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    item = next((get_args(kind)[0] for kind in types if get_origin(kind) is list), None)
-    if item is not None and (isinstance(value, list) or value is not None and str not in types):
-        return [_fit(each, item) for each in _words(value)]
-    if str(value)[:2] == "~/":
+    types = single_types(hint)
+    item_type = _item_type(types)
+    is_list = isinstance(value, list) or value is not None and str not in types
+    if item_type is not None and is_list:
+        return [_fit(item, item_type) for item in _words(value)]
+    if isinstance(value, str) and value.startswith("~/"):
         return os.path.expanduser(value)
-    if float in types and type(value) is int:
+    if float in types and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if str in types and isinstance(value, int | float) and type(value) not in types:
         return json.dumps(value)
     return value
 
 
-def _check_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
-    """Return a value if it has the type of its field and is one of its choices."""
-    named = [kind for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
-    choices = [*filter(None, field.metadata.get("choices") or [item.value for kind in named for item in kind])]
+def _item_type(types: Collection[Any]) -> Any:
+    """Return the type of the items if one of the types is a list, else None."""
+    for kind in types:
+        if get_origin(kind) is list:
+            return get_args(kind)[0]
+    return None
+
+
+def _check_choice(field: dataclasses.Field, value: Any, hint: Any) -> None:
+    """Raise UserError unless a value, or each item of a list, is one of the field's choices."""
+    enums = [kind for kind in single_types(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
+    choices = [choice for choice in choices if choice]
     for item in _words(value) if choices else ():
         if item is not None and item not in choices:
             matches = closest_match(item, choices)
-            raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {item!r}.{matches}")
-    check_type(f"`{field.name}`", value, hint)
-    return value
+            raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
 
 
 def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
@@ -295,18 +252,17 @@ def name_folders(argv: Sequence[str] | None, name: str) -> list[str]:
 
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return one instance of each dataclass, made from the settings that are its fields."""
-    from transformers import HfArgumentParser
-
-    parser = HfArgumentParser([])
-    parser.dataclass_types = dataclass_types  # without options, whose arguments would be the metadata of the fields
-    try:
-        instances = parser.parse_dict(dict(settings), allow_extra_keys=True)
-    except ValueError as error:  # of TRL and transformers
-        raise UserError(str(error)) from error
+    instances = []
+    for cls in dataclass_types:
+        names = {field.name for field in dataclasses.fields(cls) if field.init}
+        try:
+            instances.append(cls(**{name: value for name, value in settings.items() if name in names}))
+        except ValueError as error:  # of TRL and transformers
+            raise UserError(str(error)) from error
     for instance in instances:
         names = settings.keys() & instance.__dataclass_fields__.keys() - {"hub_token"}
         instance._settings = {name: value for name, value in settings.items() if name in names}
-    return instances
+    return tuple(instances)
 
 
 def recipe_dict(*instances: Any) -> dict[str, Any]:
@@ -351,48 +307,22 @@ def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) ->
 
 
 def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -> Any:
+    """Return the value of `--name words`, for a field of a type."""
     if words == ["null"]:
         return None
     if not words and hint is bool:
         return True
-    is_list = "list" in str(hint)
+    types = single_types(hint)
+    item_type = _item_type(types)
+    is_list = item_type is not None or list in types
     if not is_list and len(words) > 1:
         raise UserError(f"Words without `--field` must come first, {first_words}, got {' '.join(words[1:])}.")
-    if not is_list and not words:
+    is_text = str in types or str in single_types(item_type)
+    if not words and not is_list or "" in words and not is_text:  # YAML reads an empty text as null
         raise UserError(f"`{name}` must have a value.")
-    is_text = "str" in str(hint).split("dict[")[0]
-    start = "{" if "dict" in str(hint) else None  # of a text that may be a mapping
-    try:
-        values = [yaml.load(word, Loader=_Loader) if word[:1] == start or not is_text else word for word in words]  # noqa: S506
-    except yaml.YAMLError as error:
-        raise UserError(f"`{name}` is not readable: {error}") from error
+    takes_mapping = any(dict in (kind, get_origin(kind)) for kind in types)
+    values = []
+    for word in words:
+        is_yaml = not is_text or takes_mapping and word.startswith("{")
+        values.append(read_yaml(word, f"`{name}`") if is_yaml else word)
     return values[0] if len(values) == 1 else values
-
-
-def _print_help(dataclass_types: Sequence[type], description: str | None, first_words: str) -> None:
-    """Print the fields in groups, and exit."""
-    width = min(shutil.get_terminal_size().columns - 2, 118)
-    groups: dict[str, list[str]] = {title: [] for title in HELP_GROUPS}
-    for cls in dataclass_types:
-        from_trl = getattr(getattr(cls, "trl_class", None), "__dataclass_fields__", ())
-        own_title = getattr(cls, "help_title", cls.__doc__.split(".")[0])
-        for field in dataclasses.fields(cls):
-            name, title, text = field.name, own_title, field.metadata.get("help")
-            if name in from_trl:
-                if name not in TRAINING_HELP:
-                    continue
-                title, text = "Training", TRAINING_HELP[name] or text.replace("%%", "%")
-            choices = field.metadata.get("choices")
-            text += f" One of {', '.join(map(str, filter(None, choices)))}." if choices else ""
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            text += f" (default: {default})" if default not in (None, [], "", dataclasses.MISSING) else ""
-            head = f"  --{name} ".ljust(26)
-            lines = textwrap.wrap(head + text, width, subsequent_indent=" " * 26, break_on_hyphens=False)
-            groups.setdefault(title, []).extend(lines)
-    usage = f"usage: loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]"
-    print(usage, (description or "").strip(), sep="\n\n")
-    for title, lines in groups.items():
-        if lines:
-            print("", f"{title}:", *lines, sep="\n")
-    print("", _EPILOG, sep="\n")
-    sys.exit(0)

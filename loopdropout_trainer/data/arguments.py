@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loopdropout_trainer.arguments import option
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.fields import check_fields, option
 
 
 @dataclass
@@ -27,9 +27,9 @@ class DataArguments:
     train_files: list[str] | None = option(None, "JSONL, JSON, CSV (also .gz) or Parquet files to train on.")
     eval_files: list[str] | None = option(None, "Files to evaluate on, instead of held-out examples.")
     column_mapping: dict[str, str] | None = option(None, "{expected column: column of the dataset}.")
-    num_train_examples: int | None = option(None, "Number of training examples. Default: all.")
+    num_train_examples: int | None = option(None, "Number of training examples. Default: all.", at_least=1)
     num_eval_examples: int | None = option(
-        None, "Number of held-out examples, the same in each run. Default: the preparation's, else 0."
+        None, "Number of held-out examples, the same in each run. Default: the preparation's, else 0.", at_least=0
     )
     split_seed: int = option(0, "Seed of the choice of examples, independent of `seed`.")
     prompt_template: str | None = option(None, "`alpaca`, `question`, or a text with {column} fields.")
@@ -43,6 +43,7 @@ class DataArguments:
         512,
         "`preparation: metamath_gsm` leaves out examples of so many tokens or more, counted in the prompt, `target_prefix`, "
         "a space, and the response. null: none.",
+        at_least=1,
     )
     arithmetic_steps: list[int] | None = option(
         None,
@@ -51,6 +52,7 @@ class DataArguments:
     )
 
     def __post_init__(self):
+        check_fields(self)
         problems = self.preparation if PREPARATIONS[self.preparation].problems else None
         sources = {"dataset_name": self.dataset_name, "train_files": self.train_files, "preparation": problems}
         given = [f"`{name}: {value}`" for name, value in sources.items() if value]
@@ -63,8 +65,8 @@ class DataArguments:
             raise UserError(
                 f"`prompt_template` must be {names} or a text with {{column}} fields, got {self.template!r}."
             )
-        fewest, most = self.arithmetic_steps or (1, 5)
-        if not 1 <= fewest <= most <= 5:  # problems with more steps are the evaluation split `hard`
+        steps = self.arithmetic_steps or [1, 5]
+        if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= 5:  # longer problems are the evaluation split `hard`
             raise UserError(f"`arithmetic_steps` must be two numbers from 1 to 5, got {self.arithmetic_steps}.")
 
     @property

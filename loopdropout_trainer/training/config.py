@@ -11,8 +11,8 @@ import torch
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.fields import check_fields, option
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 
@@ -64,18 +64,21 @@ class GateConfig:
     rule_args: dict[str, Any] | None = option(
         None, "Further fields of the rule, as a mapping (JSON on the command line)."
     )
-    gate_seed: int | None = option(None, "Seed of the gate draws. Default: `seed`.")
+    gate_seed: int | None = option(None, "Seed of the gate draws. Default: `seed`.", at_least=0, below=2**63)
     remove_padding: bool = option(True, "Whether to run training micro-batches packed in one row, without padding.")
     skip_frozen_loops: bool = option(
         True, "Whether to run the loops before an example's first active gate without gradient."
     )
     warmup_from_first_step: bool = option(False, "Whether the warmup starts at 1/w of the learning rate instead of 0.")
-    loraplus_lr_ratio: float | None = option(None, "LoRA+: learning rate of B as a multiple of A's. The paper uses 4.")
+    loraplus_lr_ratio: float | None = option(
+        None, "LoRA+: learning rate of B as a multiple of A's. The paper uses 4.", above=0
+    )
 
     help_title = "Method"
     trl_class: ClassVar[type[TrainingArguments]]
 
     def __post_init__(self):
+        check_fields(self)
         p = getattr(self.make_rule(), "p", None)
         self.p = list(p) if isinstance(p, tuple) else p
         # TRL's default is bfloat16, which transformers accepts on a machine without accelerator only with `use_cpu`.
@@ -169,7 +172,9 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
 
     trl_class = SFTConfig
 
-    learning_rate: float = option(1e-4, "Learning rate. The default is the one of the paper's controlled comparisons.")
+    learning_rate: float = option(
+        1e-4, "Learning rate. The default is the one of the paper's controlled comparisons.", at_least=0
+    )
     loss_average: str = option(
         "tokens",
         "Average that is the loss of a step: over its `tokens` or its `micro_batches`.",

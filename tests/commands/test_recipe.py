@@ -139,9 +139,10 @@ def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path, monke
 def test_help_puts_model_data_and_method_first(capsys):
     with pytest.raises(SystemExit, match="0"):
         parse(SFT_TYPES, ["--help"], "Fine-tune.")
-    text = capsys.readouterr().out
-    assert "Fine-tune." in text and "Rank of the adapter. (default: 16)" in text
-    titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    page = capsys.readouterr().out
+    text = re.sub(r"\s+", " ", page)
+    assert "Fine-tune." in text and "Rank of the adapter. At least 1 and at most 65,536. (default: 16)" in text
+    titles = re.findall(r"^(\w.*):$", page, re.MULTILINE)
     assert titles == ["Model", "Data", "Method", "Adapter", "Training", "Evaluation and output"]
     assert "--learning_rate" in text and "--adam_beta1" not in text and "truncation_mode" not in text
 

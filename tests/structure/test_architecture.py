@@ -14,8 +14,8 @@ import loopdropout_trainer
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-errors renames arithmetic rewards plots memory
-files limits gate_state gates | looped | lora recipe arguments tokenizers
+errors renames arithmetic rewards plots memory bounds
+files limits gate_state gates library_fields read_yaml | looped fields | help lora arguments tokenizers | recipe
 models data results handle | prompts | saving generation diagnostics
 training integrations serving | evaluation progress
 lm_eval cli runs | __main__

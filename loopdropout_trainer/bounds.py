@@ -1,0 +1,50 @@
+"""Bounds of the numbers that a field takes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from numbers import Integral
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Numbers that a field takes: all finite numbers within the bounds, and the numbers in `also`.
+
+    An infinite number is taken if it is `at_most` itself.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+
+    def allow(self, number: float) -> bool:
+        """Return whether a number is within the bounds."""
+        if number in self.also or number == self.at_most:
+            return True
+        if not isinstance(number, Integral) and not math.isfinite(number):
+            return False
+        limits = (
+            (operator.ge, self.at_least),
+            (operator.gt, self.above),
+            (operator.le, self.at_most),
+            (operator.lt, self.below),
+        )
+        return all(limit is None or holds(number, limit) for holds, limit in limits)
+
+    def __str__(self) -> str:
+        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        parts = [
+            f"{words} {_number(limit)}"
+            for words, limit in limits.items()
+            if limit is not None and math.isfinite(limit)
+        ]
+        text = " and ".join(parts) or "a finite number"
+        return f"{text}, or {', '.join(map(_number, self.also))}" if self.also else text
+
+
+def _number(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
