@@ -253,7 +253,7 @@ MISTAKES = [
     ("sft", f"--hub_tokn {TOKEN}", "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
     ("sft", "--optim adam", "`optim` must be one of adamw_torch, "),
     ("sft", "--depths 2", "`depths` is not a field of this script. Did you mean 'eval_num_loops'?"),
-    ("sft", "--eval_num_loops 0 4", "`eval_num_loops` must be at least 1, got 0."),
+    ("sft", "--eval_num_loops 0 4", "`eval_num_loops` must be at least 1 and at most 1,024, got 0."),
     ("dpo", "--preview 0", "`preview` is not a field of this script."),
     ("dpo", "--preparation arithmetic", "The examples must have the columns `chosen` and `rejected`."),
     ("grpo", "--rewards gsm8k", "`rewards` must be one of gsm8k_strict, "),
