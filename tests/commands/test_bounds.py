@@ -8,9 +8,9 @@ import re
 from typing import get_args, get_type_hints
 
 import pytest
-from conftest import load_script
-from raises import user_error
 
+from helpers.errors import user_error
+from helpers.files import load_script
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments
 from loopdropout_trainer.bounds import Bounds
 from loopdropout_trainer.data import DataArguments

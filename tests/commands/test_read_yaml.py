@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from raises import user_error
 
+from helpers.errors import user_error
 from loopdropout_trainer.read_yaml import LARGEST_FILE, read_yaml
 from loopdropout_trainer.recipe import load_recipe
 
