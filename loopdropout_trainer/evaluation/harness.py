@@ -128,10 +128,7 @@ def _collect(
     numbers = evaluation["results"][leaves[0].task_name]
     keys = [key for key in numbers if "," in key and "_stderr," not in key]
     main_metric, main_filter = keys[0].split(",", 1)
-    samples = defaultdict(list)  # by filter
-    for leaf in leaves:
-        for sample in sorted(evaluation["samples"][leaf.task_name], key=lambda sample: sample["doc_id"]):
-            samples[sample["filter"]].append({**sample, "task": leaf.task_name})
+    samples = _group_samples(leaves, evaluation)
     lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
     shared = {"task": name, **lm.columns}
 
@@ -143,22 +140,49 @@ def _collect(
     for key in keys:
         metric, filter_name = key.split(",", 1)
         values = [sample.get(metric) for sample in samples[filter_name]]
-        title = metric if filter_name == "none" else filter_name if metric == main_metric else key
         if all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values):
-            rows.append(percentage("accuracy" if key == keys[0] else title, values))
+            rows.append(percentage("accuracy" if key == keys[0] else _name_metric(key, main_metric), values))
         elif len(leaves) == 1:
-            rows.append({"metric": title, **shared, "n": len(lines), "value": float(numbers[key]), "unit": ""})
+            row = {"metric": _name_metric(key, main_metric), **shared, "n": len(lines)}
+            rows.append({**row, "value": float(numbers[key]), "unit": ""})
     if lines["completion"].notna().all():
         rows.append(percentage("missing", ~lines["answered"]))
-    for column in [name for name in _GROUPS if name in lines] or ["task"]:
-        for group, correct in lines.groupby(column, sort=False)["correct"] if lines[column].nunique() > 1 else ():
-            rows.append(percentage(f"accuracy_by_{column}", correct, group=str(group)))
+    columns = [column for column in _GROUPS if column in lines] or ["task"]
+    for column in columns:
+        groups = lines.groupby(column, sort=False)["correct"]
+        if len(groups) > 1:
+            rows += [percentage(f"accuracy_by_{column}", correct, group=str(group)) for group, correct in groups]
     if output_dir is not None:
-        gates, readout = lm.columns["gates"].replace(" ", "_"), f"_readout_{lm.readout}" if lm.readout else ""
-        path = Path(output_dir, f"samples_{name}_K{lm.num_loops}_{gates}{readout}.jsonl")
-        write_file(path, lines.to_json(orient="records", lines=True, force_ascii=False))
-        rows[0]["samples"] = path.name
+        rows[0]["samples"] = _write_samples(lm, name, lines, output_dir)
     return rows
+
+
+def _group_samples(leaves: Iterable[Task], evaluation: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the samples of each filter, in the order of the problems."""
+    samples = defaultdict(list)
+    for leaf in leaves:
+        for sample in sorted(evaluation["samples"][leaf.task_name], key=lambda sample: sample["doc_id"]):
+            samples[sample["filter"]].append({**sample, "task": leaf.task_name})
+    return samples
+
+
+def _name_metric(key: str, main_metric: str) -> str:
+    """Return the name of a metric that lm-eval calls METRIC,FILTER. Several filters may have the main metric."""
+    metric, filter_name = key.split(",", 1)
+    if filter_name == "none":
+        return metric
+    if metric == main_metric:
+        return filter_name
+    return key
+
+
+def _write_samples(lm: LoopedLM, name: str, lines: pd.DataFrame, output_dir: str | Path) -> str:
+    """Write the samples of a task to a folder, and return the name of their file."""
+    gates = lm.columns["gates"].replace(" ", "_")
+    readout = f"_readout_{lm.readout}" if lm.readout else ""
+    path = Path(output_dir, f"samples_{name}_K{lm.num_loops}_{gates}{readout}.jsonl")
+    write_file(path, lines.to_json(orient="records", lines=True, force_ascii=False))
+    return path.name
 
 
 def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:

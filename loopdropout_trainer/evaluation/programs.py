@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from loopdropout_trainer.evaluation.sandbox import check_program, run_scorer, sandbox_fault
+from loopdropout_trainer.evaluation.sandbox import judge_programs, run_program, run_scorer, sandbox_fault
 
 
 Problem = Mapping[str, Any]
@@ -22,6 +22,9 @@ Problem = Mapping[str, Any]
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 )
+JUDGED_TOGETHER = 64
+"""Number of programs whose outputs are on the disk at a time, of at most 16 MB each."""
+
 _verdicts: dict[tuple[str, str], str] = {}  # HumanEval and HumanEval+ have the same programs
 
 
@@ -50,28 +53,40 @@ def run_programs(responses: Sequence[Sequence[str]], problems: Sequence[Problem]
     `base` are the problem's own tests, `plus` the tests that EvalPlus adds. Programs run in the sandbox. Where there is none,
     lm-eval asks for `confirm_run_unsafe_code` first.
     """
-    sandboxed = sandbox_fault() is None
     dataset = problems[0]["dataset"]
     # EvalPlus replaces tabs, too.
     texts = [completions[0].replace("\t", "    ") for completions in responses]
     keys = [(problem["task_id"], text) for problem, text in zip(problems, texts, strict=True)]
     missing = [key for key in dict.fromkeys(keys) if key not in _verdicts]
+    if missing:
+        _run_missing(dataset, missing)
+    return [_verdicts[key] for key in keys]
+
+
+def _run_missing(dataset: str, missing: Sequence[tuple[str, str]]) -> None:
+    """Find the verdicts on pairs of a problem's id and a completion."""
+    sandboxed = sandbox_fault() is None
+    sources = read_problems(dataset)
     with tempfile.TemporaryDirectory(prefix="programs_") as name:
         folder = Path(name)
-        sources = read_problems(dataset)
         jobs = [(dataset, sources[task_id], text) for task_id, text in missing]
         (folder / "problems.pickle").write_bytes(pickle.dumps(jobs))
-        if missing and run_scorer("prepare", folder, seconds=None, sandboxed=sandboxed) != 0:
+        if run_scorer("prepare", folder, seconds=None, sandboxed=sandboxed) != 0:
             raise RuntimeError(f"EvalPlus could not compute the expected outputs of {dataset}.")
         (folder / "problems.pickle").unlink()  # it has the reference solutions
         pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))  # as many as EvalPlus runs at a time
+        bar = tqdm(total=len(missing), desc="Running programs")
         try:
-            verdicts = pool.map(lambda number: check_program(folder, number, sandboxed), range(len(missing)))
-            for key, verdict in zip(missing, tqdm(verdicts, "Running programs", len(missing)), strict=True):
-                _verdicts[key] = verdict
+            for first in range(0, len(missing), JUDGED_TOGETHER):
+                numbers = range(first, min(first + JUDGED_TOGETHER, len(missing)))
+                for _ in pool.map(lambda number: run_program(folder, number, sandboxed), numbers):
+                    bar.update()
+                verdicts = judge_programs(folder, sandboxed)
+                for number in numbers:
+                    _verdicts[missing[number]] = verdicts.get(number, "base: no program can be read")
         finally:
+            bar.close()
             pool.shutdown(cancel_futures=True)  # after an interrupt, no further program starts
-    return [_verdicts[key] for key in keys]
 
 
 def score_base(problem: Problem, verdicts: Sequence[str]) -> dict[str, bool]:

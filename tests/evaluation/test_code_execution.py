@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import socket
 import subprocess
 import textwrap
@@ -52,7 +53,7 @@ def verdicts_of(dataset, programs_by_task):
 # EvalPlus's own guard stops goes past it, to the C library or to `posix`.
 
 TOOLS = """
-import ctypes, glob, io, os, posix, signal, socket
+import ctypes, gc, glob, io, os, pickle, posix, signal, socket, sys
 def could(*calls):
     done = False
     for call in calls:
@@ -143,6 +144,73 @@ ATTACKS = {
         results += [library.mount(b"tmpfs", b"/box", b"tmpfs", 0, None), library.chroot(b".")]
         return could(lambda: posix.setuid(0)) or 0 in results
         """,
+    "reads the keys of the session": """
+        keyctl = {"x86_64": 250, "aarch64": 219}[posix.uname().machine]
+        return ctypes.CDLL(None).syscall(keyctl, 0, -3, 0) >= 0
+        """,
+    "opens sockets of every kind": """
+        families = [family for family in range(64) if family != socket.AF_UNIX]
+        open_socket = lambda family, kind: socket.socket(family, kind).close()
+        return could(*(lambda it=(family, kind): open_socket(*it) for family in families for kind in (1, 2, 3, 5)))
+        """,
+    "fills memory that no limit counts": """
+        memory = ctypes.CDLL(None).memfd_create(b"more", 0)
+        return memory >= 0 or ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0
+        """,
+}
+
+# Programs that pass without knowing the expected output, 0.73194, if EvalPlus compares in their process
+
+CHEATS = {
+    "is equal to everything": """
+        class Equal:
+            __eq__ = lambda self, other: True
+        return Equal()
+        """,
+    "is a float that is equal to everything": """
+        class Equal(float):
+            __eq__ = lambda self, other: True
+        return Equal(0)
+        """,
+    "takes the value from its caller": """
+        frame = sys._getframe()
+        while frame is not None:
+            if "expected" in frame.f_locals:
+                return frame.f_locals["expected"][0]
+            frame = frame.f_back
+        """,
+    "takes the value from the garbage collector": """
+        for value in gc.get_objects():
+            if isinstance(value, dict) and "expected" in value:
+                return value["expected"][0]
+            if isinstance(value, tuple) and len(value) > 5 and value[0] == "humaneval":
+                return value[4][0]
+        """,
+    "changes the comparison": """
+        numpy = sys.modules["numpy"]
+        numpy.allclose = lambda *values, **options: True
+        return 0.0
+        """,
+    "changes the verdict": """
+        frame = sys._getframe()
+        while frame is not None:
+            if "stat" in frame.f_locals:
+                frame.f_locals["stat"].value = 0
+                frame.f_locals["details"][0] = True
+                frame.f_locals["progress"].value = 1
+                posix._exit(0)
+            frame = frame.f_back
+        """,
+    "reads the value from files": """
+        for path in glob.glob("SANDBOX/*/*") + glob.glob("SANDBOX/*/*/*"):
+            content = pickle.loads(io.FileIO(path).read())
+            if "base" in content:
+                return content["base"]["expected"][0]
+        """,
+    "prints that it passed": """
+        for file in range(256):
+            could(lambda: posix.write(file, b"0 pass\\n"), lambda: posix.write(file, b'["base", ["object", null]]\\n'))
+        """,
 }
 
 
@@ -172,21 +240,34 @@ def surroundings(tmp_path, monkeypatch):
     sentinel.wait()
 
 
-@needs_sandbox
-def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, evalplus_data):
-    problem = {"prompt": "def attack():\n", "canonical_solution": "    REFERENCE = True\n    return REFERENCE\n"}
+def run_attacks(attacks, expected, surroundings, tmp_path, monkeypatch, evalplus_data):
+    """The verdicts on the bodies of functions that must return `expected`, by their names."""
+    solution = f"    REFERENCE = {expected}\n    return REFERENCE\n"
+    problem = {"prompt": "def attack():\n", "canonical_solution": solution}
     problem |= {"entry_point": "attack", "contract": "", "atol": 0, "base_input": [[]], "plus_input": [[]]}
     evalplus_data("humaneval", write_lines(Path(surroundings["DATA"]), [{**problem, "task_id": "HumanEval/0"}]))
-    attacks = []
-    for code in ATTACKS.values():
+    codes = []
+    for code in attacks.values():
         for name, value in surroundings.items():
             code = code.replace(name, value)
         body = textwrap.indent(textwrap.dedent(code).strip("\n"), "    ").rstrip()
         # EvalPlus drops functions that return nothing.
-        attacks.append(("HumanEval/0", f"{TOOLS}{body}\n    return False".strip("\n")))
+        codes.append(("HumanEval/0", f"{TOOLS}{body}\n    return False".strip("\n")))
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(programs.os, "cpu_count", lambda: 8)  # some wait for their time limit
-    why = dict(zip(ATTACKS, verdicts_of("humaneval", attacks), strict=True))
+    return dict(zip(attacks, verdicts_of("humaneval", codes), strict=True))
+
+
+@needs_sandbox
+def test_programs_cannot_cheat(surroundings, tmp_path, monkeypatch, evalplus_data):
+    cheats = {"is right": "return 0.731939999999", **CHEATS}
+    why = run_attacks(cheats, 0.73194, surroundings, tmp_path, monkeypatch, evalplus_data)
+    assert [name for name, verdict in why.items() if verdict == "pass"] == ["is right"], why
+
+
+@needs_sandbox
+def test_sandbox_contains_hostile_programs(surroundings, tmp_path, monkeypatch, evalplus_data):
+    why = run_attacks(ATTACKS, True, surroundings, tmp_path, monkeypatch, evalplus_data)
     assert [name for name, verdict in why.items() if verdict == "pass"] == ["says that it could"], why
     for name in ("memory bomb", "disk fill", "raises its limits", "takes privileges"):
         assert why[name] == "base: fail"
@@ -225,6 +306,15 @@ def test_missing_namespaces_are_named():
     code += "assert ctypes.CDLL(None).prctl(drop, admin, 0, 0, 0) == 0; check_allowed('mbpp', False)"
     program = Program("-c", code)
     assert program.wait() and "bubblewrap cannot contain them (" in program.stderr
+
+
+@needs_sandbox
+def test_bubblewrap_may_be_anywhere_in_path(tmp_path, monkeypatch):
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec {shutil.which("bwrap")} "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert sandbox.sandbox_fault.__wrapped__() is None
+    assert (tmp_path / "used").exists()
 
 
 VARIANTS = {
@@ -287,5 +377,5 @@ def test_completions_without_a_program_fail_once(evalplus_data, monkeypatch):
     pairs = [(read_rows("humaneval")[0]["task_id"], text) for text in texts]
     verdicts = verdicts_of("humaneval", pairs)
     assert all(verdict.startswith("base: ") for verdict in verdicts)
-    monkeypatch.setattr(programs, "check_program", lambda *_: pytest.fail("a program ran"))
+    monkeypatch.setattr(programs, "run_program", lambda *_: pytest.fail("a program ran"))
     assert verdicts_of("humaneval", pairs) == verdicts
