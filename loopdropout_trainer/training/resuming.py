@@ -59,6 +59,9 @@ class ResumptionCallback(TrainerCallback, ExportableState):
             )
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        # In several processes, the loader that skips trained batches does not pass the epoch on to every sampler.
+        if hasattr(train_dataloader, "set_epoch"):
+            train_dataloader.set_epoch(int(state.epoch))
         self.passes += 1
         if self.passes == 2 and not has_length(train_dataloader):
             logger.warning(

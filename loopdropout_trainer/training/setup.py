@@ -16,6 +16,7 @@ from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -47,6 +48,7 @@ from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.training.resuming import ResumptionCallback
+from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
 from loopdropout_trainer.training.stopping import StopCallback, check_finite
 
 
@@ -172,6 +174,7 @@ class AdapterTrainingMixin:
     def after_init(self) -> None:
         """Put gates on the adapter."""
         check_processes(self.accelerator, self.args)
+        check_sampling(self.args)
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # new name, old name
             if (getattr(self.args, name, None) or {}).get("use_reentrant"):
                 # TRL asks for it under ZeRO-3. A layer that runs K times would report its gradients K times.
@@ -256,6 +259,12 @@ class AdapterTrainingMixin:
             logs |= {name: sum(values) / len(values) for name, values in self.step_metrics.items()}
             self.step_metrics.clear()
         super().log(logs, start_time)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
+        return seed_lengths(super()._get_train_sampler(*args, **kwargs), self.args.seed)
+
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
+        return seed_lengths(super()._get_eval_sampler(*args, **kwargs), self.args.seed)
 
     # LoRA+, the authors' warmup, and the files of an adapter.
 
