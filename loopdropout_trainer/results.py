@@ -178,8 +178,18 @@ def find_difference(
     return compare_recipes(saved, new, ignored, fields) if saved else None
 
 
+def saved_step(trainer: Trainer) -> int:
+    """Return the optimizer step of a trainer's weights, which is the best one after `load_best_model_at_end`."""
+    state = trainer.state
+    has_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
+    return state.best_global_step if has_best else state.global_step
+
+
 def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
     """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
+
+    `eval_loss` belongs to the weights that the trainer has now: it is measured at their step, or before if no evaluation was
+    at the last step.
 
     Args:
         trainer: Trainer after its training.
@@ -191,6 +201,7 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     history, num_steps = trainer.state.log_history, trainer.state.global_step
     last = {name: value for log in history for name, value in log.items()}
     losses = [log["loss"] for log in history if "loss" in log]
+    eval_losses = [log["eval_loss"] for log in history if "eval_loss" in log and log["step"] <= saved_step(trainer)]
     steps = [0, *(log["step"] for log in history if "loss" in log)]
     rewards = [log["reward"] for log in history if "reward" in log]
     tenth = max(1, len(rewards) // 10)
@@ -199,7 +210,7 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     num_tokens = last.get("num_tokens", math.nan)
     values = {
         "train_loss": np.dot(losses, np.diff(steps)) / num_steps,
-        "eval_loss": last.get("eval_loss", math.nan),
+        "eval_loss": eval_losses[-1] if eval_losses else math.nan,
         "examples": len(trainer.train_dataset),
         "trainable_parameters": trainer.model.get_nb_trainable_parameters()[0],
         "num_tokens": num_tokens,

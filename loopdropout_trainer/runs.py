@@ -29,6 +29,7 @@ from loopdropout_trainer.results import (
     find_difference,
     is_finished,
     read_run,
+    saved_step,
     training_results,
     write_results,
     write_run,
@@ -436,9 +437,9 @@ def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> No
         "method": run.title,
         "num_loops": trainer.num_loops,
         "seed": trainer.args.seed,
-        "step": trainer.state.global_step,
+        "step": saved_step(trainer),
     }
     of_base = {"method": "base model", "seed": None, "step": None}
     rows = [{**facts, **row, **(of_base if row["gates"] == "none" else {})} for row in rows]
     if trainer.is_world_process_zero():
-        write_results(trainer.args.output_dir, rows, trainer.state.global_step)
+        write_results(trainer.args.output_dir, rows, facts["step"])

@@ -336,6 +336,14 @@ class AdapterTrainingMixin:
             delete_older_checkpoints(folder, limit, self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()  # a process that ends earlier would make the launcher end the first one
 
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint. transformers does not find an adapter there that is not named "default"."""
+        adapter = find_active_adapter(self.model)
+        if adapter == "default" or self.is_deepspeed_enabled or self.is_fsdp_enabled:  # which have files of their own
+            super()._load_best_model()
+        else:
+            self.model.load_adapter(str(Path(self.state.best_model_checkpoint, adapter)), adapter)
+
     def _load_callback_state(self) -> None:
         """Restore the user's callbacks, if `restore_callback_states_from_checkpoint` is set.
 

@@ -18,6 +18,8 @@ from helpers.files import load_script
 from helpers.results import expected_results
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
+from loopdropout_trainer.runs import load_state
+from loopdropout_trainer.saving.cards import find_adapter
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
@@ -116,6 +118,19 @@ def test_finished_run_is_made_longer(copy):
     assert f"continues   {copy / 'checkpoint-6'}" in text and "memory      about" in text
     assert {row["step"] for row in read_results(copy) if row["folder"] == str(copy)} == {None, 8}
     assert is_finished(copy) and "max_steps: 8" in (copy / "recipe.yaml").read_text()
+
+
+def test_results_belong_to_the_best_checkpoint(tmp_path):
+    """With a learning rate that spoils the adapter, the first evaluation is the best one."""
+    best = "--eval_strategy steps --eval_steps 2 --load_best_model_at_end true --single_loop_batches 2"
+    run(WORDS, FEW_MEASUREMENTS, "--compare_with null --learning_rate 0.3", best, "--output_dir", tmp_path)
+    evaluated = [log for log in load_state(tmp_path).log_history if "eval_loss" in log]
+    rows = [row for row in read_results(tmp_path) if row["gates"] == "unit"]
+    losses = {row["metric"]: row["value"] for row in rows if row["task"] == "training"}
+    assert {row["step"] for row in rows} == {2} and evaluated[-1]["step"] == 6
+    assert losses["eval_loss"] == evaluated[0]["eval_loss"] < evaluated[-1]["eval_loss"]
+    assert adapter(tmp_path) == adapter(tmp_path / "checkpoint-2")
+    assert find_adapter(str(tmp_path), "x")[1]["step"] == 2
 
 
 def test_training_starts_from_an_adapter(quickstart, tmp_path):

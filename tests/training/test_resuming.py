@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from helpers.errors import user_error
@@ -158,6 +160,19 @@ def test_finished_training_is_not_continued(make_trainer):
         assert resumed.state.global_step == 6
         assert_same_weights(resumed, trainer)
     assert not trainer.state.best_model_checkpoint.endswith("-6")
+
+
+@pytest.mark.parametrize("adapter", ["default", "second"])
+def test_best_checkpoint_of_any_adapter_is_loaded(make_trainer, adapter):
+    model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name=adapter)
+    fields = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    trainer = make_trainer(model, lr_scheduler_type="constant", **fields)  # whose first evaluation counts as the best
+    trainer.train()
+    folder = Path(trainer.args.output_dir, "checkpoint-2")
+    best = load_file((folder if adapter == "default" else folder / adapter) / "adapter_model.safetensors")
+    now = get_peft_model_state_dict(trainer.model, adapter_name=adapter)
+    assert trainer.state.best_global_step == 2
+    torch.testing.assert_close(now, best, rtol=0, atol=0)
 
 
 def test_non_finite_gradient_stops_before_the_step(make_trainer):
