@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
+from loopdropout_trainer.terminal import protect_terminal
+
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
 
@@ -117,6 +119,7 @@ def run_script(main: Callable[[], None]) -> None:
         main: function that parses the command line and does the work.
     """
     script = Path(sys.argv[0]).name
+    protect_terminal()
     # Python finds the files next to a script first, and recipes/evaluate.py hides a library that tasks of lm-eval import.
     sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
     # For users of the libraries' next releases.

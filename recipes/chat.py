@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from rich.box import HORIZONTALS
+from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
@@ -37,6 +38,7 @@ from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import build, name_words, parse
 from loopdropout_trainer.results import read_recipe
 from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
+from loopdropout_trainer.terminal import raw_terminal, show_controls
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 
@@ -91,7 +93,12 @@ def main(argv: list[str] | None = None) -> None:
                     columns["adapter" if is_adapter else folder.name] = parse_gates(gates, num_loops)
                     answers = dict.fromkeys(columns, "")
                     title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
-                    with Live(get_renderable=partial(make_table, title, answers)):
+                    with Live(
+                        get_renderable=partial(make_table, title, answers),
+                        console=Console(file=raw_terminal()),
+                        redirect_stdout=False,
+                        redirect_stderr=False,
+                    ):
                         for name, numbers in columns.items():
                             with use_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
                                 generate_greedy(
@@ -114,9 +121,9 @@ def read_prompt_template(folder: Path) -> str | None:
 
 def make_table(title: str, answers: dict[str, str]) -> Table:
     """Return a table with a column for each answer."""
-    columns = [Column(name, ratio=1) for name in answers]
+    columns = [Column(Text(show_controls(name)), ratio=1) for name in answers]
     table = Table(*columns, title=title, title_justify="left", box=HORIZONTALS, expand=True)
-    table.add_row(*(Text(answer.strip()) for answer in answers.values()))
+    table.add_row(*(Text(show_controls(answer.strip())) for answer in answers.values()))
     return table
 
 

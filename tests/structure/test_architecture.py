@@ -14,7 +14,7 @@ import loopdropout_trainer
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-errors renames arithmetic rewards plots memory bounds
+terminal | errors renames arithmetic rewards plots memory bounds
 files limits gate_state gates library_fields read_yaml | looped fields | help lora arguments tokenizers | recipe
 models data results handle | prompts | saving generation diagnostics
 training integrations serving | evaluation progress

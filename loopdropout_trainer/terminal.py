@@ -1,0 +1,83 @@
+"""Show the control characters in texts of strangers, so that a terminal never obeys them.
+
+Names, fields of recipes and data sets, and answers of models can hold escape sequences, which clear a terminal, set its title
+or make a message look like another one. Every command prints by way of a `PrintableStream`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+
+_CONTROLS = re.compile(
+    r"\x1b\[[0-9;:]*m"  # a color, which is left out
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"  # all control characters except tab and newline
+    r"|[\u202a-\u202e\u2066-\u2069]"  # other directions of writing, which change the visible order of a text
+    r"|[\ud800-\udfff]"  # halves of characters, which cannot be printed
+)
+
+_MOVES_OF_BARS = re.compile(r"(?:\n|\x1b\[A)+\Z|\r")
+"""Moves of the cursor by tqdm: a text of nothing else, or the start of a bar."""
+
+
+def show_controls(text: str) -> str:
+    r"""Return a text whose control characters are written as in Python, such as `\x1b`, and whose colors are left out."""
+    return _CONTROLS.sub(_write_out, text)
+
+
+def _write_out(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode() if len(match[0]) == 1 else ""
+
+
+class PrintableStream:
+    """A text stream that shows control characters.
+
+    Args:
+        terminal: Stream that it writes to.
+        has_bars: Whether tqdm's progress bars may move the cursor.
+    """
+
+    def __init__(self, terminal: TextIO, has_bars: bool) -> None:
+        self.terminal = terminal
+        self._moves = _MOVES_OF_BARS if has_bars else re.compile("")
+
+    def write(self, text: str) -> int:
+        """Write a text without its control characters."""
+        moves = self._moves.match(text)
+        start = moves.end() if moves else 0
+        self.terminal.write(text[:start] + show_controls(text[start:]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
+def protect_terminal() -> None:
+    """Show control characters in everything that this process prints from now on. Do it once, at the start of a command."""
+    for name, has_bars in (("stdout", False), ("stderr", True)):
+        terminal = getattr(sys, name)
+        if terminal is None or isinstance(terminal, PrintableStream):
+            continue
+        stream = PrintableStream(terminal, has_bars)
+        setattr(sys, name, stream)
+        for logger in [
+            logging.root,
+            *logging.root.manager.loggerDict.values(),
+        ]:  # libraries keep the stream of their import
+            for handler in getattr(logger, "handlers", ()):
+                if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
+                    handler.setStream(stream)
+
+
+def raw_terminal() -> TextIO:
+    """Return the standard output for a program that moves the cursor itself. Apply `show_controls` to texts that it shows."""
+    return getattr(sys.stdout, "terminal", sys.stdout)
