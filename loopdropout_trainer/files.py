@@ -97,15 +97,34 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return fields
 
 
+def check_links(folder: str | Path) -> None:
+    """Raise UserError if a file or folder in a folder is a link that leaves it, because writing would change its target.
+
+    Such a link may come from somebody else, for example in an archive. The folder itself may be a link.
+    """
+    root = os.path.realpath(folder)
+    for parent, folders, files in os.walk(root):
+        if "wandb" in folders:
+            folders.remove("wandb")  # W&B itself links its logs, and this package writes nothing there
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                raise UserError(
+                    f"{path} must not be a link to {os.path.realpath(path)}, outside of the folder that is written. "
+                    "Delete the link, or replace it by a copy."
+                )
+
+
 @contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
     """Keep other processes out of a folder inside the block. A process can lock a folder several times.
 
     Raises:
-        UserError: If another process has locked the folder.
+        UserError: If another process has locked the folder, or a link leaves it.
     """
     path = Path(folder).resolve()
     path.mkdir(parents=True, exist_ok=True)
+    check_links(path)
     lock = FileLock(path / ".lock", timeout=1, thread_local=False, is_singleton=True)
     try:
         acquired = _acquire(lock)

@@ -68,7 +68,7 @@ from _tables import (
 )
 
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.files import recipe_names
+from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.recipe import load_recipe
 
@@ -226,6 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     results, output_dir = load_results(*arguments.folders), arguments.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
+    check_links(output_dir)
 
     # Tables and figures of YAML files
     names = arguments.tables

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from loopdropout_trainer.errors import UserError, check_type
-from loopdropout_trainer.files import read_json_object
+from loopdropout_trainer.files import check_links, read_json_object
 
 
 # The base model and the depth that the authors' program supports.
@@ -124,5 +124,6 @@ def write_authors_format(
         "model_revision": MODEL_REVISION,
         "num_loops": NUM_LOOPS,
     }
+    check_links(folder)
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

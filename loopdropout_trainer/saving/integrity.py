@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from loopdropout_trainer.errors import UserError, find_write_error
-from loopdropout_trainer.files import sync_files, write_file
+from loopdropout_trainer.files import check_links, sync_files, write_file
 
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,12 @@ def adapter_patterns(adapters: Iterable[str] = ()) -> list[str]:
 
 
 def begin(folder: str | Path) -> None:
-    """Mark a folder as incomplete, before its first file is written or replaced."""
+    """Mark a folder as incomplete, before its first file is written or replaced.
+
+    Raises:
+        UserError: If a link in the folder leaves it.
+    """
+    check_links(folder)
     write_file(Path(folder, CHECKSUMS_FILE), "{}\n")
 
 

@@ -58,7 +58,8 @@ def test_full_disk_is_one_line(monkeypatch, capsys, tmp_path, name):
         run_script(lambda: WRITERS[name](file))
     (line,) = capsys.readouterr().err.splitlines()
     assert "No space left on device" in line or "as on a full disk" in line
-    with user_error(f"folder {tmp_path} cannot be written: "), saving(tmp_path, ["*.json"]):
+    folder = tmp_path / "folder"
+    with user_error(f"folder {folder} cannot be written: "), saving(folder, ["*.json"]):
         WRITERS[name](file)
 
 
