@@ -37,6 +37,7 @@ from loopdropout_trainer.results import (
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, newest_checkpoint
 from loopdropout_trainer.saving.integrity import adapter_patterns, find_damage
 from loopdropout_trainer.saving.integrity import record as record_files
+from loopdropout_trainer.training.distributed import shards_weights
 
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ class Run(NamedTuple):
         if (self.script_args.merge or self.script_args.eval_num_loops) and not self.args.make_rule().mergeable:
             raise UserError(
                 f"`merge` and `eval_num_loops` must not be set for {self.args.rule!r}, whose update differs between loops."
+            )
+        if self.script_args.merge and shards_weights(self.args):
+            raise UserError(
+                "`merge` must be false under ZeRO-3 and FSDP, because no process has all weights. Merge the saved adapter by "
+                "`loopdropout merge` afterwards."
             )
         folder = self.args.output_dir
         ignored = RESUMABLE if self.args.resume_from_checkpoint else UNCOMPARED | MEASURED

@@ -32,6 +32,12 @@ def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any
     return batch
 
 
+def has_targets(inputs: dict[str, Any]) -> bool:
+    """Return whether a batch trains a token. Batches without `labels` do."""
+    labels = inputs.get("labels")
+    return labels is None or bool((labels[:, 1:] != IGNORED).any())
+
+
 def reads_padding(inputs: dict[str, Any]) -> bool:
     """Return whether a loss over the `labels` of a batch, if it has some, reads outputs of padding."""
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")

@@ -72,13 +72,19 @@ class GatedStepCallback(TrainerCallback):
 class GateLoggingCallback(GatedStepCallback):
     """Log the mean gate (`gate_mean`) and the share of examples with an active gate in loop t (`active_loop_t`).
 
-    A resumed training continues TRL's count of tokens (`num_tokens`).
+    Both are means over the examples that all processes really train on. TRL's count of tokens (`num_tokens`) continues in a
+    resumed training and in a further call of `train`.
     """
 
+    totals: torch.Tensor | float = (
+        0.0  # number of examples of the running step, and sums over them of the logged values
+    )
+
     def on_train_begin(self, args, state, control, **kwargs):
+        self.totals = 0.0
         counts = [log["num_tokens"] for log in state.log_history if "num_tokens" in log]
         self.trainer.step_metrics.clear()  # of an interrupted training
-        self.trainer._total_train_tokens = max(counts, default=0)
+        self.trainer._total_train_tokens = max(counts, default=self.trainer.tokens_before)
 
     def on_micro_batch_end(self) -> None:
         trainer = self.trainer
@@ -86,10 +92,22 @@ class GateLoggingCallback(GatedStepCallback):
             return
         gates = trainer.last_gates.sampled.detach()  # [K, N] or [K, N, M]
         active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
-        means = torch.stack([gates.mean(), *active]).to(trainer.accelerator.device)
-        names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(means)))]
-        for name, mean in zip(names, trainer.accelerator.reduce(means, "mean").tolist(), strict=True):
-            trainer.step_metrics[name].append(mean)
+        means = torch.stack([torch.ones(()), gates.mean().cpu(), *active.cpu()])  # [2 + K]
+        self.totals += trainer.num_trained * means.double()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        totals, trainer = self.totals, self.trainer
+        self.totals = 0.0
+        if not torch.is_tensor(totals):
+            return
+        if trainer.accelerator.num_processes > 1:
+            totals = trainer.accelerator.reduce(totals.to(trainer.accelerator.device), "sum")
+        num_examples, *sums = totals.tolist()
+        names = ["gate_mean", *(f"active_loop_{loop}" for loop in range(1, len(sums)))]
+        for name, total in zip(names, sums, strict=True):
+            if num_examples:
+                trainer.step_metrics[name].append(total / num_examples)
 
 
 class SensitivityCallback(GatedStepCallback, ExportableState):

@@ -97,9 +97,15 @@ class GateConfig:
         return make_rule(self.rule, **fields if self.p is None else {"p": self.p, **fields})
 
     @property
+    def rows_per_process(self) -> int:
+        """Number of rows of a full micro-batch in one process. With `split_batches`, all processes share a micro-batch."""
+        is_shared = self.accelerator_config.split_batches
+        return self.per_device_train_batch_size // (self.world_size if is_shared else 1)
+
+    @property
     def examples_per_step(self) -> int:
         """Number of examples of an optimizer step in all processes."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+        return self.rows_per_process * self.gradient_accumulation_steps * self.world_size
 
     def make_depth_sampler(self) -> FixedDepth:
         """Return the sampler of the depths of training steps. Only supervised fine-tuning has others than the model's own."""

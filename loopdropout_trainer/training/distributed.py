@@ -36,6 +36,11 @@ def check_processes(accelerator: Accelerator, args: TrainingArguments) -> None:
         raise UserError(f"FSDP must have several processes with an accelerator each, got {kind.value}.")
     if kind == DistributedType.FSDP and "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type):
         raise UserError("`fsdp_state_dict_type` must be FULL_STATE_DICT, got SHARDED_STATE_DICT.")
+    if args.accelerator_config.split_batches and args.per_device_train_batch_size % accelerator.num_processes:
+        raise UserError(
+            f"`per_device_train_batch_size` must be a multiple of the {accelerator.num_processes} processes with "
+            f"`split_batches`, got {args.per_device_train_batch_size}."
+        )
     if args.parallelism_config is not None and args.parallelism_config.non_data_parallel_size > 1:
         raise UserError("`parallelism_config` must not set `tp_size`, `cp_size` or `sp_size` above 1.")
 
@@ -101,10 +106,22 @@ class EveryExampleOnceMixin:
     def _get_num_items_in_batch(self, batch_samples, device):
         if self._is_evaluating:
             return None  # the loss of an evaluation step is the mean over this process's tokens
-        ends_with_filler = getattr(self._train_batches, "ends_with_filler", False)
-        if ends_with_filler and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
-            batch_samples[-1]["labels"] = torch.full_like(batch_samples[-1]["labels"], IGNORED)
+        is_uneven = isinstance(self._train_batches, _EveryExampleOnce)
+        if is_uneven and batch_samples and self.accelerator.gradient_state.end_of_dataloader:
+            self._leave_out_filler(batch_samples[-1])
         return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _leave_out_filler(self, batch: dict[str, Any]) -> None:
+        """Train and count no token of the last batch of an epoch in a process that has no example left."""
+        num_tokens = 0
+        if self._train_batches.ends_with_filler:
+            batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+            mask = batch.get("attention_mask")
+            num_tokens = batch["position_ids"].shape[1] if mask is None else int(mask.sum())
+        device = self.accelerator.device
+        self._total_train_tokens -= int(self.accelerator.reduce(torch.tensor(num_tokens, device=device), "sum"))
+        # TRL leaves repeated rows out of its metrics by this number, but no row is repeated.
+        self.accelerator.gradient_state.active_dataloader.remainder = 0
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         """Evaluate a batch without the examples that accelerate repeats, and count its tokens."""

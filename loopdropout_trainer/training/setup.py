@@ -88,7 +88,9 @@ class AdapterTrainingMixin:
         rule: Rule that draws the gates.
         gate_state: Gates in force in the model. They are one outside of training passes.
         last_gates: Gates that were drawn last.
+        num_trained: Number of examples that they were drawn for, or 0 if no token of them is trained on.
         unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
+        tokens_before: Number of tokens of earlier calls of `train`.
         step_metrics: Values of micro-batches since the last log of the training, whose means are logged.
         physical_layers: [M] index of the layer of each adapted module.
         batch_options: Optimizations that training may use.
@@ -106,6 +108,8 @@ class AdapterTrainingMixin:
     step_metrics: dict[str, list[float]]
     physical_layers: list[int]
     last_gates: GatedBatch | None = None
+    num_trained = 0
+    tokens_before = 0
     batch_options = BatchOptions()
     samples_start_states = True
     runs_several_draws = False

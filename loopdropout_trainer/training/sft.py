@@ -16,7 +16,12 @@ from trl import SFTTrainer
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.training.batches import collate_with_example_ids, reads_padding, score_targets_only
+from loopdropout_trainer.training.batches import (
+    collate_with_example_ids,
+    has_targets,
+    reads_padding,
+    score_targets_only,
+)
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.resuming import find_resumable
@@ -67,6 +72,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.
         """
         self.last_gates = self.sample_gates(inputs)
+        self.num_trained = len(self.example_ids(inputs)[0]) if has_targets(inputs) else 0
         self.gate_state.set(self.last_gates)
         inputs.pop("example_ids", None)
 
@@ -78,7 +84,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         """
         ids, token_examples = self.example_ids(inputs)
         processes, process = self.accelerator.num_processes, self.accelerator.process_index
-        first_row = (self.unit_gates.micro_batch * processes + process) * self.args.per_device_train_batch_size
+        first_row = (self.unit_gates.micro_batch * processes + process) * self.args.rows_per_process
         draw = Draw(
             seed=self.gate_seed,
             step=self.state.global_step,
@@ -121,6 +127,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         checkpoint = find_resumable(self, resume_from_checkpoint)
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
+        self.tokens_before = self._total_train_tokens
         folder = self.args.output_dir
         try:
             with explain_write_errors(folder), lock_folder(folder) if self.args.should_save else nullcontext():

@@ -229,6 +229,13 @@ def test_crafted_checkpoint_runs_no_code(copy, name):
         run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true")
 
 
+def test_merge_without_all_weights_raises_before_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with user_error("`merge` must be false under ZeRO-3 and FSDP"):
+        run(WORDS, "--output_dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_non_finite_loss_is_recorded(tmp_path):
     words = "quickstart.yaml --learning_rate 1e30 --max_grad_norm 1e30 --benchmarks null --eval_num_loops null"
     with user_error("not finite"):

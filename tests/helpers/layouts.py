@@ -173,6 +173,8 @@ def train(folder: Path, name: str, **fields) -> dict:
         "share_of_weights": held / sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "train_loss": trainer.state.log_history[-1]["train_loss"],
+        "gate_mean": [entry["gate_mean"] for entry in trainer.state.log_history if "gate_mean" in entry],
+        "num_tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry],
         "eval_loss": trainer.evaluate()["eval_loss"],
     }
 

@@ -65,3 +65,11 @@ def test_samples_are_not_training_time(make_sft):
     trainer.train()
     (seconds,) = (row["value"] for row in training_results(trainer) if row["metric"] == "train_seconds")
     assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)
+
+
+def test_second_training_continues_the_count_of_tokens(make_sft):
+    trainer = make_sft(max_steps=2)
+    trainer.train()
+    first = logged(trainer, "num_tokens")
+    trainer.train()
+    assert logged(trainer, "num_tokens") == [first[-1] + count for count in first]

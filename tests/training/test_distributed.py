@@ -33,6 +33,8 @@ def check(runs, reference, layout, rel=1e-4, tolerance=TOLERANCE):
             assert (record["distributed_type"], record["world_size"]) == (layout.distributed_type, layout.processes)
             for loss in ("losses", "train_loss", "eval_loss"):
                 assert record[loss] == pytest.approx(expected[loss], rel=rel), (name, loss)
+            for count in ("gate_mean", "num_tokens"):
+                assert record[count] == pytest.approx(expected[count], rel=1e-6), (name, count)
         assert run.distance(reference[name]) < tolerance, name
         assert {tensor.dtype for tensor in run.adapter.values()} == {torch.float32}
 
@@ -77,6 +79,12 @@ def test_uneven_last_batch_equals_one_process(tmp_path, processes, batch, accumu
     layout = Layout("ddp", processes, batch, accumulation)
     runs = launched(layout, tmp_path / "run", list(UNEVEN))
     check(runs, alone(tmp_path, UNEVEN, **rows), layout, rel=1e-5, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_split_batches_equal_one_process(reference, tmp_path, name):
+    layout, names = Layout(name, 2, 8, 1, LAYOUTS[name].distributed_type), ["plain", "packing"]
+    check(launched(layout, tmp_path / "run", names, accelerator_config={"split_batches": True}), reference, layout)
 
 
 @pytest.mark.parametrize("fields", [{}, {"padding_free": True, "max_length": None}], ids=str)
