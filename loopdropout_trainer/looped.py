@@ -44,6 +44,7 @@ class LoopedModelMixin:
     gate_state: GateState
     can_pack = False
     trains_at_one_depth = False
+    reads_prompts = False
     optional_linears: tuple[str, ...] = ()
     trained_with: Mapping[str, Any] = MappingProxyType({})
 
@@ -99,6 +100,14 @@ class LoopedModelMixin:
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a collated batch with further inputs that the model needs. By default there are none."""
         return batch
+
+    def mark_prompts(self, prompt: Tensor) -> dict[str, Any]:
+        """Return further inputs for a batch whose prompts are known. By default there are none.
+
+        Args:
+            prompt: Whether each token belongs to the prompt, [B, S].
+        """
+        return {}
 
     def attach(self) -> None:
         """Put a description and its hooks on its model. A class of this interface has none."""

@@ -108,6 +108,7 @@ class LoopedLM(HFLM):
         self.gates = parse_gates(gates, self.num_loops)
         self.readout = readout
         self.answers: AnswerCache | None = None
+        self._context_lengths: dict[tuple[int, ...], int] = {}
         self.has_adapter = isinstance(pretrained, PeftModel) and bool(pretrained.get_model_status().enabled)
         if self.gates and not self.has_adapter:
             raise UserError("`gates` must not be set for a model without an adapter.")
@@ -190,6 +191,49 @@ class LoopedLM(HFLM):
             lambda missing: super(LoopedLM, self).loglikelihood_rolling(missing, disable_tqdm),
         )
 
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
+        """Compute log-likelihoods. A model that reads prompts gets the lengths of the contexts by `_model_call`.
+
+        The lengths are found by the tokens of a row without its padding of zeros. Rows with the same tokens and other contexts
+        run one after the other.
+        """
+        if not self.looped.reads_prompts:
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        rounds: list[tuple[dict[tuple[int, ...], int], list[int]]] = []
+        for index, (_, context, continuation) in enumerate(requests):
+            tokens = (context + continuation)[-(self.max_length + 1) : -1]
+            row, length = _without_zeros(tokens), len(tokens) - len(continuation) + 1
+            for lengths, indices in rounds:
+                if lengths.setdefault(row, length) == length:
+                    indices.append(index)
+                    break
+            else:
+                rounds.append(({row: length}, [index]))
+        answers = {}
+        try:
+            for lengths, indices in rounds:
+                self._context_lengths = lengths
+                part = [requests[index] for index in indices]
+                found = super()._loglikelihood_tokens(part, disable_tqdm, override_bs)
+                answers.update(zip(indices, found, strict=True))
+        finally:
+            self._context_lengths = {}
+        return [answers[index] for index in range(len(requests))]
+
+    def _model_call(self, inps, attn_mask=None, labels=None):
+        if not self._context_lengths:
+            return super()._model_call(inps, attn_mask, labels)
+        width = inps.shape[1]  # also the length of the rows of ones with which lm-eval looks for a batch size
+        lengths = [self._context_lengths.get(_without_zeros(row), width) for row in inps.tolist()]
+        columns = torch.arange(width, device=inps.device)
+        marks = self.looped.mark_prompts(columns < torch.tensor(lengths, device=inps.device)[:, None])
+        add_marks = lambda module, args, kwargs: (args, {**kwargs, **marks})
+        hook = self.model.register_forward_pre_hook(add_marks, with_kwargs=True)
+        try:
+            return super()._model_call(inps)
+        finally:
+            hook.remove()
+
     def generate_until(self, requests, disable_tqdm=False):
         return self._complete("generate_until", requests, lambda missing: self._generate(missing, disable_tqdm))
 
@@ -237,3 +281,9 @@ class LoopedLM(HFLM):
 
     def barrier(self):
         PartialState().wait_for_everyone()
+
+
+def _without_zeros(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return tokens without the zeros at their end, with which lm-eval pads."""
+    length = max((index + 1 for index, token in enumerate(tokens) if token), default=0)
+    return tuple(tokens[:length])

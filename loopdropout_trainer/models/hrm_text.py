@@ -1,17 +1,19 @@
 """HRM-Text of transformers: its slow stack runs `H_cycles` times, and its fast stack `L_cycles` times before each.
 
 One loop is one slow cycle. With `config.prefix_lm`, the tokens of a prompt attend to each other in both directions, and the
-tokens of an answer to all tokens before them. transformers marks the prompt by `token_type_ids` of 1. Here batches with labels
-get them, and `generate` marks all of its input.
+tokens of an answer to all tokens before them. transformers marks the prompt by `token_type_ids` of 1. `mark_prompts` sets
+them: in training for all tokens before an answer, in `generate` for all of its input, and in log-likelihoods for the context.
+So the marks agree only if an example begins with a prompt and has one answer. Other examples raise an error.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import HrmTextForCausalLM, PreTrainedConfig
 
 from loopdropout_trainer.errors import UserError
@@ -66,20 +68,55 @@ class HrmTextLoops(LoopDescription):
                 "`packing` and `padding_free` must be False for HRM-Text, because the prompts of several examples in a row "
                 "would attend to each other."
             )
+        trained = trained != 0
         answered = trained.cumsum(dim=1) > 0  # [B, S], from the first trained token on
-        prompt = ~answered & answered.any(dim=1, keepdim=True)
-        if "attention_mask" in batch:
-            prompt = prompt & (batch["attention_mask"] != 0)
-        return {**batch, "token_type_ids": prompt.long()}
+        is_token = batch["attention_mask"] != 0 if "attention_mask" in batch else torch.ones_like(answered)
+        prompt = ~answered & answered.any(dim=1, keepdim=True) & is_token
+        self._check_examples(trained, answered, prompt)
+        return {**batch, **self.mark_prompts(prompt)}
+
+    def _check_examples(self, trained: Tensor, answered: Tensor, prompt: Tensor) -> None:
+        """Raise UserError if generation would mark other tokens than the training, [B, S] each."""
+        begins = trained[:, 1:] & ~trained[:, :-1]  # the first token of an answer after other tokens
+        if (answered[:, -1] & ~prompt.any(dim=1)).any():
+            fault = "begin with a prompt without a loss, but one has a loss on its first token"
+        elif (begins.sum(dim=1) > 1).any():
+            fault = "have one answer, but one has several"
+        else:
+            return
+        raise UserError(
+            f"The examples of HRM-Text must {fault}. Its prompts attend in both directions, so train on `prompt` and "
+            "`completion`, or on conversations of two turns with `assistant_only_loss: true`, or load the model with "
+            "`prefix_lm: false` in `model_init_kwargs`."
+        )
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.config.prefix_lm
+
+    def mark_prompts(self, prompt: Tensor) -> dict[str, Tensor]:
+        return {"token_type_ids": prompt.long()} if self.reads_prompts else {}
 
 
-def _generate(model: HrmTextForCausalLM, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+def _generate(model: HrmTextForCausalLM, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """Generate from a prompt. It takes the arguments of transformers. `token_type_ids` default to 1 on the input."""
     ids = kwargs.get("input_ids") if inputs is None else inputs
-    if model.config.prefix_lm and ids is not None and kwargs.get("token_type_ids") is None:
+    if model.config.prefix_lm:
+        _refuse_drafts(model, inspect.signature(type(model).generate).bind(model, inputs, *args, **kwargs))
+    if ids is not None and kwargs.get("token_type_ids") is None:
         mask = kwargs.get("attention_mask")
-        kwargs["token_type_ids"] = torch.ones_like(ids) if mask is None else (mask != 0).long()
+        prompt = torch.ones_like(ids) if mask is None else mask != 0
+        kwargs |= model.loop_description.mark_prompts(prompt)
     return type(model).generate(model, inputs, *args, **kwargs)
+
+
+def _refuse_drafts(model: HrmTextForCausalLM, call: inspect.BoundArguments) -> None:
+    """Raise UserError if other tokens than the model's own are proposed, which transformers would mark as prompt."""
+    named = {**call.arguments, **call.arguments.get("kwargs", {})}
+    settings = named.get("generation_config") or model.generation_config
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        if named.get(name, getattr(settings, name, None)) is not None:
+            raise UserError(f"`{name}` must not be set for HRM-Text, because proposed tokens would count as prompt.")
 
 
 def _update_model_kwargs(

@@ -4,13 +4,14 @@ import json
 import math
 
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from helpers.errors import user_error
 from helpers.files import read_lines, write_lines, write_task
 from helpers.processes import python
-from helpers.tiny import adapted, tiny_ouro, varied
+from helpers.tiny import adapted, sharp_hrm, tiny_ouro, varied
 from loopdropout_trainer import use_gates
 from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.generation import generate_greedy
@@ -61,6 +62,35 @@ def test_answers_match_hf(make_tiny, tokenizer, options, gates):
     assert scores == [pytest.approx(pair, rel=1e-5, abs=2e-4) for pair in expected[0]]
     assert rolling == pytest.approx(expected[1], rel=1e-5, abs=2e-4)
     assert texts == expected[2]
+
+
+def test_log_likelihoods_mark_the_context(tokenizer):
+    """HRM-Text reads the context as prompt, as in training. The same tokens get other scores with another context."""
+    model = adapted(sharp_hrm()).eval().double()
+    pairs = [*PAIRS, ("Q: 1+1?", "\nA: 2"), ("Q: 1+1?", "\nA: 3"), ("Q:", " 1+1?\nA: 2")]
+    encoded = []
+    for context, end in pairs:
+        context = context or tokenizer.decode(HFLM(model, tokenizer=tokenizer).prefix_token_id)
+        whole, start = tokenizer(context + end)["input_ids"], tokenizer(context)["input_ids"]
+        encoded.append((("", ""), start, whole[len(start) :]))
+    expected = []
+    for _, start, end in encoded:
+        ids = torch.tensor([start + end])
+        batch = {"input_ids": ids, "labels": torch.tensor([[-100] * len(start) + end])}
+        with torch.no_grad():
+            loss = model(**find_looped_model(model).complete_batch(batch)).loss
+        expected.append(-loss.item() * len(end))
+    for options in (
+        {"batch_size": 1},
+        {"batch_size": 16},
+        {"batch_size": "auto", "max_batch_size": 4, "max_length": 64},
+    ):
+        lm = LoopedLM(model, tokenizer, **options)
+        scores = [score for score, _ in lm._loglikelihood_tokens(encoded, disable_tqdm=True)]
+        assert scores == pytest.approx(expected, rel=1e-6, abs=1e-5)
+    with torch.no_grad():
+        causal = HFLM(model, tokenizer=tokenizer, batch_size=4)._loglikelihood_tokens(encoded, disable_tqdm=True)
+    assert [score for score, _ in causal] != pytest.approx(expected, rel=1e-3)
 
 
 def test_other_options_go_to_transformers(tokenizer):

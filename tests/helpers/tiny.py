@@ -107,3 +107,13 @@ def with_adapter(model=None, seed=1, scale=0.05, **config):
 def trained_parameters(model):
     """The parameters that need a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def sharp_hrm(**config):
+    """A model whose attention is far from uniform."""
+    model = tiny_hrm(**config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name:
+                parameter.mul_(20)
+    return model

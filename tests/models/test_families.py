@@ -5,9 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from transformers import AutoModel, AutoModelForCausalLM, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    HrmTextForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from helpers.errors import user_error
 from helpers.files import load_script
@@ -20,12 +28,13 @@ from helpers.golden import (
     golden_model,
     save_published,
 )
-from helpers.tiny import TINY, tiny_hrm
+from helpers.tiny import TINY, sharp_hrm, tiny_hrm
 from helpers.trainers import example_nll
 from loopdropout_trainer import load_model, use_gates
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
 from loopdropout_trainer.models.prelude_coda import philox, truncated_normals
+from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
 
 
 IDS = torch.tensor([[1, 1, 5, 6, 9], [2, 3, 4, 5, 8]])
@@ -253,16 +262,6 @@ def test_nanbeige_depth_follows_loss_weights(tmp_path):
 # HRM-Text.
 
 
-def sharp_hrm(**config):
-    """A model whose attention is far from uniform."""
-    model = tiny_hrm(**config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "self_attn" in name:
-                parameter.mul_(20)
-    return model
-
-
 def test_hrm_batches_mark_the_prompt(make_sft):
     model = sharp_hrm()
     reference = HrmTextForCausalLM(model.config).eval()
@@ -286,6 +285,56 @@ def test_hrm_rows_of_several_examples_raise(train):
     assert find_looped_model(tiny_hrm(prefix_lm=False)).complete_batch(batch) is batch
     with user_error("`packing` and `padding_free` must be False"):
         train(tiny_hrm(), padding_free=True, max_length=None)
+
+
+EXAMPLES = {  # labels of a row, whose first token is padding
+    "one answer": ([-100, -100, -100, 7, 8, -100], [0, 1, 1, 0, 0, 0]),
+    "no answer": ([-100] * 6, [0] * 6),
+    "no prompt": ([-100, 5, 6, 7, 8, 9], "begin with a prompt without a loss"),
+    "two answers": ([-100, -100, 6, -100, 8, 9], "have one answer, but one has several"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_hrm_trains_on_one_answer_after_a_prompt(name):
+    labels, expected = EXAMPLES[name]
+    batch = {"input_ids": torch.arange(4, 10)[None], "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}
+    batch["labels"] = torch.tensor([labels])
+    if isinstance(expected, str):
+        with user_error(f"The examples of HRM-Text must {expected}"):
+            find_looped_model(tiny_hrm()).complete_batch(batch)
+    else:
+        assert find_looped_model(tiny_hrm()).complete_batch(batch)["token_type_ids"].tolist() == [expected]
+    assert find_looped_model(tiny_hrm(prefix_lm=False)).complete_batch(batch).keys() == {
+        "input_ids",
+        "attention_mask",
+        "labels",
+    }
+
+
+def test_hrm_conversations_mark_what_generation_marks(train, tokenizer, monkeypatch):
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    one, two = (Dataset.from_list([{"messages": conversation}] * 4) for conversation in (turns, turns * 2))
+    options = {"max_steps": 1, "eval_strategy": "no"}
+    train(tiny_hrm(), rows=one, assistant_only_loss=True, **options)
+    with user_error("must begin with a prompt without a loss"):
+        train(tiny_hrm(), rows=one, **options)
+    with user_error("must have one answer, but one has several"):
+        train(tiny_hrm(), rows=two, assistant_only_loss=True, **options)
+    train(tiny_hrm(prefix_lm=False), rows=two, **options)
+
+
+def test_hrm_generates_without_proposed_tokens():
+    model = tiny_hrm().eval()
+    attach_looped_model(model)
+    settings = GenerationConfig(prompt_lookup_num_tokens=2)
+    for options in ({"prompt_lookup_num_tokens": 2}, {"generation_config": settings}, {"assistant_model": tiny_hrm()}):
+        with user_error("must not be set for HRM-Text, because proposed tokens would count as prompt"):
+            model.generate(IDS[1:], max_new_tokens=2, **options)
+    causal = tiny_hrm(prefix_lm=False).eval()
+    attach_looped_model(causal)
+    causal.generate(IDS[1:], max_new_tokens=2, prompt_lookup_num_tokens=2)
 
 
 def test_hrm_generates_with_the_input_as_prompt():
