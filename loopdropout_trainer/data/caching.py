@@ -6,16 +6,19 @@ function in a file is not part of that key, so an edited preparation would get i
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
+import importlib
+import pkgutil
 import re
 import sys
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from importlib.machinery import PathFinder
 from importlib.metadata import version
-from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -98,10 +101,58 @@ def code_of(function: Callable[..., Any]) -> str | None:
     file = own_file(_module_of(function))
     if file is None:
         return None
-    finder = ModuleFinder([path for path in sys.path if not _is_of_libraries(path)], excludes=[PACKAGE.name])
-    finder.run_script(str(file))  # finds its imports, without executing it
-    imported = {module.__file__ for module in finder.modules.values() if module.__file__}
-    return digest_files(sorted({str(file), *imported}))
+    return digest_files(sorted(own_files(file)))
+
+
+def own_files(file: Path) -> set[Path]:
+    """Return a Python file and the user's files that it imports, directly or not. They are found without running them.
+
+    Installed libraries and this package are left out, and so are names that a program computes.
+    """
+    importlib.invalidate_caches()  # a file may be new
+    found, unread = {file}, [file]
+    while unread:
+        path = unread.pop()
+        if path.suffix == ".py":  # not a compiled extension
+            new = set(_imported_files(path)) - found
+            found |= new
+            unread += new
+    return found
+
+
+def _imported_files(file: Path) -> Iterator[Path]:
+    search_path = [folder for folder in sys.path if not _is_of_libraries(folder)]
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _module_files(alias.name.split("."), search_path)
+        elif isinstance(node, ast.ImportFrom):
+            folders = [str(file.parents[node.level - 1])] if node.level else search_path
+            names = node.module.split(".") if node.module else []
+            for alias in node.names:  # each one may be a module, too
+                yield from _module_files([*names, alias.name], folders)
+
+
+def _module_files(names: Sequence[str], folders: Sequence[str]) -> Iterator[Path]:
+    """Yield the files of the module `names` and of the packages that hold it. Folders without `__init__.py` are packages, too.
+
+    Args:
+        names: Parts of the name, of which the last one may be a name in a module or `*`.
+        folders: Folders with the first part.
+    """
+    if names[0] == PACKAGE.name:
+        return
+    for name in names:
+        if name == "*":
+            for module in pkgutil.iter_modules(folders):
+                yield from _module_files([module.name], folders)
+            return
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None:
+            return
+        if spec.origin is not None:
+            yield Path(spec.origin)
+        folders = list(spec.submodule_search_locations or ())
 
 
 def global_values(function: Callable[..., Any]) -> dict[str, Any]:

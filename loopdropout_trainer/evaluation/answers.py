@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from loopdropout_trainer.data.caching import own_files
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import PACKAGE
 from loopdropout_trainer.recipe import IMPORTED
@@ -129,8 +130,14 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _digest_code(model: nn.Module) -> dict[str, str]:
-    """Return the versions of the libraries, and a hash of the package, of the model's classes and of imported files."""
+    """Return the versions of the libraries, and a hash of the package, of the model's classes and of imported files.
+
+    The files that an imported file imports count, too.
+    """
     files = {*PACKAGE.rglob("*.py"), *map(Path, IMPORTED)}
+    for path in IMPORTED:
+        if path.endswith(".py"):
+            files |= own_files(Path(path))
     for cls in {type(module) for module in model.modules()}:
         try:
             files.add(Path(inspect.getfile(cls)))

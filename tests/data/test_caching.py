@@ -32,7 +32,15 @@ FILES = {
         "PREPARATIONS['mine'] = Preparation(partial(make, sign=' ='), ('q', 'a'), keep=keep)\n"
     ),
     "own_helper.py": "def clean(text):\n    return ' ' + text\n",
-    "own_late_helper.py": "",
+    "own_late_helper.py": "from own_folder import part\nimport own_folder.inner.part, own_package\n",
+    # Folders without __init__.py are packages, too.
+    "own_folder/part.py": "",
+    "own_folder/inner/part.py": "from . import neighbor\nfrom ..upper import TEXT\n",
+    "own_folder/inner/neighbor.py": "",
+    "own_folder/upper.py": "TEXT = 'a'\n",
+    "own_package/__init__.py": "from .inner import *\n",
+    "own_package/inner/__init__.py": "__all__ = ['part']\n",
+    "own_package/inner/part.py": "",
     "ending.txt": " Answer:",
     "unrelated.py": "",
 }
@@ -42,6 +50,7 @@ FILES = {
 def place(tmp_path, monkeypatch):
     """A folder with a preparation, the helpers that it imports, and data."""
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     write_lines(tmp_path / "q.jsonl", [{"q": f"{i} + 1", "a": str(i + 1)} for i in range(10)])
     monkeypatch.syspath_prepend(tmp_path)
@@ -56,8 +65,8 @@ def arguments(place, monkeypatch):
 
     def make(**options):
         monkeypatch.setattr(recipe, "IMPORTED", [])
-        for name in ("own_helper", "own_late_helper"):
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.startswith("own_")]:
+            sys.modules.pop(name)
         shutil.rmtree(place / "__pycache__", ignore_errors=True)
         recipe.import_files([str(place / "mine.py")])
         return DataArguments(**{"preparation": "mine", "train_files": [str(place / "q.jsonl")], **options})
@@ -81,7 +90,13 @@ EDITS = {
     "keep": ("mine.py", "!= '9'", "!= '8'"),
     "bound argument": ("mine.py", "sign=' ='", "sign=' is'"),
     "imported file": ("own_helper.py", "' '", "'  '"),
-    "file imported in the function": ("own_late_helper.py", "", "TEXT = 1"),
+    "file imported in the function": ("own_late_helper.py", "", "TEXT = 1\n"),
+    "file in a folder": ("own_folder/part.py", "", "TEXT = 1"),
+    "file in a folder of a folder": ("own_folder/inner/part.py", "", "TEXT = 1\n"),
+    "neighbor in a folder": ("own_folder/inner/neighbor.py", "", "TEXT = 1"),
+    "file of the folder above": ("own_folder/upper.py", "'a'", "'b'"),
+    "package": ("own_package/__init__.py", "", "TEXT = 1\n"),
+    "file imported by a star": ("own_package/inner/part.py", "", "TEXT = 1"),
     "text read at the import": ("ending.txt", "Answer", "Solution"),
     "rows": ("q.jsonl", "1 + 1", "2 + 1"),
 }

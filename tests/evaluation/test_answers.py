@@ -154,16 +154,20 @@ def test_key_changes_with_the_code(tmp_path, monkeypatch):
     lm = LoopedLM(*new_model())
     keys = {answer_key(lm)}
     file = tmp_path / "models.py"
-    file.write_text("A = 1\n")
+    (tmp_path / "own_part.py").write_text("")
+    file.write_text("import own_part\n")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(answers, "IMPORTED", [str(file)])
     keys.add(answer_key(lm))
-    file.write_text("A = 2\n")
+    file.write_text("import own_part\nA = 2\n")
+    keys.add(answer_key(lm))
+    (tmp_path / "own_part.py").write_text("B = 2\n")
     keys.add(answer_key(lm))
     monkeypatch.setattr(answers, "version", lambda name: "0")
     keys.add(answer_key(lm))
     monkeypatch.setattr(answers, "PACKAGE", PACKAGE / "models")
     keys.add(answer_key(lm))
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 def request(text, kind="generate_until", **options):
