@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gates.rule import check_number, make_from_fields
 from loopdropout_trainer.gates.streams import Streams
 
@@ -36,9 +36,13 @@ class UniformDepth(FixedDepth):
     low: int = 1
     high: int | None = None
 
+    def __post_init__(self) -> None:
+        check_number("low", self.low, 1, 1024, int)
+        check_number("high", 1 if self.high is None else self.high, 1, 1024, int)
+
     def limits(self, num_loops: int) -> tuple[int, int]:
-        high = self.high or num_loops
-        if not 1 <= self.low <= high:
+        high = num_loops if self.high is None else self.high
+        if self.low > high:
             raise UserError(f"`low` must be from 1 to `high`, {high}, got {self.low}.")
         return self.low, high
 
@@ -104,6 +108,12 @@ DEPTH_SAMPLERS = {
 
 def make_depth_sampler(name: str, fields: Mapping[str, Any] | None = None) -> FixedDepth:
     """Return the depth sampler `name` with its fields."""
+    if not isinstance(name, str):
+        raise UserError(
+            f"`depth_sampling` must be one of {', '.join(sorted(DEPTH_SAMPLERS))}, got {short_repr(name)}."
+        )
+    if not isinstance(fields or {}, Mapping):
+        raise UserError(f"`depth_sampling_args` must be a mapping, got {short_repr(fields)}.")
     return make_from_fields(DEPTH_SAMPLERS, "depth_sampling", name, fields or {})
 
 

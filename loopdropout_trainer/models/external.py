@@ -63,6 +63,7 @@ class LoopDescription(LoopedModelMixin, ABC):
     def attach(self) -> None:
         """Put the description and its hooks on the model, unless they are there."""
         if "loop_description" not in vars(self.model):
+            check_num_loops(self.num_loops, getattr(type(self), "depth_field", "num_loops"))
             self.model.loop_description = self
             self.add_hooks()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -190,6 +191,9 @@ def explain_loading(name: str) -> Iterator[None]:
     try:
         with explain_imports(name):
             yield
+    except StrictDataclassError as error:  # of a field of a configuration, with the reason in a second line
+        reason = first_line(error.__cause__ or error)
+        raise UserError(f"The model {name} cannot be loaded: {reason}") from error
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise

@@ -29,7 +29,7 @@ from loopdropout_trainer.results import RECIPE_FILE
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, read_authors_config, write_authors_format
 from loopdropout_trainer.saving.cards import CARD_FILE, base_name, is_hub_name, without_folders, write_model_card
 from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config, read_adapter_metadata, read_weights
-from loopdropout_trainer.saving.standalone import write_code
+from loopdropout_trainer.saving.standalone import check_code, write_code
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 
@@ -146,6 +146,8 @@ def merge_and_save(
     base = model.get_base_model()
     if (output_dir / CONFIG_FILE).exists() or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
+    if standalone:
+        check_code(base)
     if processing_class is not None:
         add_end_tokens(base, end_token_ids(processing_class))
     weights = merged_state_dict(model, scale)

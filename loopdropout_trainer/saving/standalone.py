@@ -9,9 +9,20 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 import loopdropout_trainer
+from loopdropout_trainer.errors import UserError
 
 
 _IMPORT = re.compile(r"from (loopdropout_trainer\.[\w.]+) import")
+
+
+def check_code(model: PreTrainedModel) -> None:
+    """Raise UserError for a model of a class that is part neither of this package nor of transformers."""
+    module = type(model).__module__
+    if not module.startswith(("loopdropout_trainer.", "transformers.")):
+        raise UserError(
+            f"`standalone` must be false for {type(model).__name__} of {module}, because only the code of this package's "
+            "classes can be written next to a model."
+        )
 
 
 def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
@@ -22,7 +33,7 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
         folder: Folder of the saved model.
 
     Returns:
-        The `auto_map` of the model's `config.json`. It is empty for a class that is not part of this package.
+        The `auto_map` of the model's `config.json`. It is empty for a class of transformers, which needs none.
     """
     modules = [type(model).__module__]
     if not modules[0].startswith("loopdropout_trainer."):

@@ -185,6 +185,19 @@ class AdapterTrainingMixin:
                 getattr(self.args, name)["use_reentrant"] = False
         float32_adapter(self.model, self._given_weights)
         self.prepare_gates()
+        if self.optimizer is not None:
+            self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Raise UserError if a given optimizer would not train the adapter as the arguments say."""
+        if self.args.loraplus_lr_ratio is not None:
+            raise UserError("Set either `loraplus_lr_ratio` or `optimizers` with an optimizer of your own, not both.")
+        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in given for parameter in self.model.parameters() if parameter.requires_grad):
+            raise UserError(
+                "`optimizers` must have an optimizer of trained weights, but it has none of the adapter. Give a model with "
+                "its adapter (`get_peft_model`), and make the optimizer from its parameters."
+            )
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""

@@ -38,6 +38,18 @@ def test_depths_follow_distribution(name, fields, reference):
 def test_depth_sampler_validates_fields():
     with user_error("`low` must be from 1 to `high`, 4, got 5"):
         make_depth_sampler("uniform", {"low": 5}).limits(4)
+    for low in (2.5, 0, -1, "deep", True):
+        with user_error("`low` must be an integer from 1 to 1024, got "):
+            make_depth_sampler("uniform", {"low": low})
+    for high in (2.5, 0, "deep"):
+        with user_error("`high` must be an integer from 1 to 1024, got "):
+            make_depth_sampler("uniform", {"high": high})
+    for name in (2.5, 0, ["uniform"]):
+        with user_error("`depth_sampling` must be one of fixed, .*, got "):
+            make_depth_sampler(name)
+    for fields in ("low", [1, 2], 2.5):
+        with user_error("`depth_sampling_args` must be a mapping, got "):
+            make_depth_sampler("uniform", fields)
     with user_error("'lowest'"):
         make_depth_sampler("uniform", {"lowest": 1})
     with user_error("`depth_sampling` must be one of"):

@@ -1,5 +1,6 @@
 """Foreign looped classes, by the example of docs/extending.md: HRM-Text of transformers."""
 
+import json
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, HrmTextConfig, HrmTex
 
 from helpers.errors import user_error
 from helpers.files import ROOT
-from helpers.tiny import DECODER, tiny, tiny_hrm, trained_parameters, with_adapter
+from helpers.tiny import DECODER, DORY, tiny, tiny_hrm, trained_parameters, with_adapter
 from loopdropout_trainer import LoopDescription, check_loops, load_model, register_looped, use_gates
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import DESCRIPTIONS, NotLoopedError, attach_looped_model, find_looped_model
@@ -93,6 +94,17 @@ def test_foreign_depth_and_readouts(tmp_path):
     model.save_pretrained(tmp_path)
     assert find_looped_model(AutoModelForCausalLM.from_pretrained(tmp_path)).num_loops == 5
     assert find_looped_model(load_model(tmp_path, num_loops=2)).num_loops == 2
+
+
+@pytest.mark.parametrize("make", [tiny_hrm, DORY])
+@pytest.mark.parametrize("depth", [0, -1, 2.5, "deep"])
+def test_configuration_without_loops_raises(tmp_path, make_sft, make, depth):
+    make().save_pretrained(tmp_path)
+    file, name = tmp_path / "config.json", DESCRIPTIONS[type(make())].depth_field
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: depth}))
+    for load in (load_model, make_sft):
+        with user_error(f"{name}.*{depth}"):
+            load(str(tmp_path))
 
 
 def test_trainer_loads_an_own_class_by_name(make_sft, monkeypatch, tmp_path):

@@ -21,6 +21,7 @@ from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
 from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter, load_model, use_gates
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.models import OuroForCausalLM
 from loopdropout_trainer.recipe import name_folders
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.cards import write_model_card
@@ -338,6 +339,13 @@ def test_merged_models_load_without_this_package(tmp_path):
         assert torch.equal(logits, load(folder / "again")(IDS).logits)
         assert "With the code in this repository" in card_of(folder)
     assert "auto_map" not in config_of(merge_and_save(adapted(tiny_hrm()), tmp_path / "hrm", standalone=True))
+
+
+def test_code_of_an_own_class_is_not_written(tmp_path):
+    own_class = type("OwnOuro", (OuroForCausalLM,), {})
+    with user_error("`standalone` must be false for OwnOuro of .*test_hub"):
+        merge_and_save(adapted(own_class(tiny_ouro().config)), tmp_path / "own", standalone=True)
+    assert not (tmp_path / "own").exists()
 
 
 def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):

@@ -239,3 +239,21 @@ def test_changed_p_and_adapter_take_effect(make_sft):
     assert len(variants) == 2 and all(variant.rule is trainer.rule for variant in variants)
     with use_gates(trainer.model, [0, 2, 0, 2]):
         assert repr(trainer.gate_state) == "GateState(gates=[[0.0], [2.0], [0.0], [2.0]], loop=0)"
+
+
+def test_optimizer_without_trained_weights_raises(config, dataset, tokenizer):
+    def train_with(model, parameters, **fields):
+        optimizers = torch.optim.AdamW(parameters, lr=1e-2), None
+        data = {"train_dataset": dataset, "processing_class": tokenizer, "optimizers": optimizers}
+        trainer = LoopDropoutSFTTrainer(model, config(**fields), **data)
+        trainer.train()
+
+    model = tiny_ouro()
+    with user_error("`optimizers` must have an optimizer of trained weights"):
+        train_with(model, model.parameters())
+    model = with_adapter()
+    with user_error("Set either `loraplus_lr_ratio` or `optimizers`"):
+        train_with(model, model.parameters(), loraplus_lr_ratio=4)
+    before = {name: p.detach().clone() for name, p in trained_parameters(model).items()}
+    train_with(model, model.parameters())
+    assert all((p != before[name]).any() for name, p in trained_parameters(model).items())
