@@ -8,6 +8,7 @@ layers and gate rules never import one another.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from loopdropout_trainer.errors import UserError, short_repr
 
@@ -68,6 +70,7 @@ class GatedBatch:
         draw: Key of the step's random draws, for models with a random start state: `seed`, `step` and `example_ids`, which
             are (row, segment) of the examples. None outside of a training step.
         options: Optimizations that the model may use.
+        rule: Rule that drew the gates, or None.
         sampled: The gates as they were given, also if all are one.
         active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
             effect or a gradient although its gate is zero.
@@ -79,6 +82,7 @@ class GatedBatch:
     seeds: Tensor | None = None
     draw: Any = None
     options: BatchOptions = BatchOptions()
+    rule: Any = None
     sampled: Tensor | None = field(init=False, default=None)
     active: list[list[bool]] | None = field(init=False, default=None)
     unused_modules: list[bool] = field(init=False, default_factory=list)
@@ -162,6 +166,11 @@ class GatedBatch:
         return RunningLoop(self, index, token_examples, gate, **attributes)
 
 
+REMOVED_EARLY = (
+    "The gates of a pass must not be removed before its backward pass, because gradient checkpointing still needs them. Call "
+    "`remove()` after `backward()`."
+)
+
 UNIT_GATES = GatedBatch()
 """Ordinary LoRA: the gates outside of training steps and of `use_gates`."""
 
@@ -181,12 +190,19 @@ class GateState:
             that recomputation in the backward pass sets the right loop again, although loops run backwards there.
         dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
         is_read: Whether gated layers read the gates. False once they are removed.
+        rule: Rule that trains the gated layers, or None.
+        num_due: Number of passes in the running block of `use_gates` that a checkpoint around the whole model will run again.
+            None outside of such blocks.
+        has_lost: Whether a block ended before such a pass ran again.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
     """
 
     must_draw = False
     is_read = True
+    rule: Any = None
+    num_due: int | None = None
+    has_lost = False
     ignores_padding = False
     dropout: Any = None
 
@@ -216,14 +232,44 @@ class GateState:
         """Return to unit gates, which is ordinary LoRA."""
         self.set(UNIT_GATES)
 
+    def begin_pass(self) -> None:
+        """Note that a pass begins under the gates in force.
+
+        A checkpoint around the whole model runs it again in the backward pass, under the gates that are in force then.
+
+        Raises:
+            UserError: If it runs again and the block of its gates has ended.
+        """
+        if self.num_due is None and not self.has_lost or not is_checkpointed():
+            return
+        is_backward = torch._C._current_graph_task_id() >= 0
+        if not is_backward:
+            if self.num_due is not None and self.gates is not None:
+                self.num_due += 1
+        elif self.num_due:
+            self.num_due -= 1
+        elif self.has_lost:
+            self.has_lost = False
+            raise UserError(
+                "`backward()` must be called inside of `use_gates` if the whole model is checkpointed, because the model runs "
+                "again there under its gates. Or checkpoint the layers by `model.gradient_checkpointing_enable()`."
+            )
+
     def set_loop(self, loop: RunningLoop) -> None:
         """Set the running loop, and the tokens that run in it."""
         if not self.is_read and loop.gate is not None:
+            raise UserError(REMOVED_EARLY)
+        rule = loop.batch.rule
+        if rule is not None and rule is not self.rule and not self._has_plain_layers(rule):
             raise UserError(
-                "The gates of a pass must not be removed before its backward pass, because gradient checkpointing still needs "
-                "them. Call `remove()` after `backward()`."
+                f"The model's layers were prepared for another rule before the backward pass of {rule.name!r}. Call "
+                "`backward()` before another trainer computes a loss."
             )
         self.running = loop
+
+    def _has_plain_layers(self, rule: Any) -> bool:
+        """Return whether the layers multiply their updates by gates only, now and for a rule, so that they do not need it."""
+        return all(other is None or other.lora_kind == "gated" for other in (rule, self.rule))
 
     def check_drawn(self, layer: nn.Module) -> None:
         """Raise RuntimeError if a layer trains in `train()` before gates are drawn."""
@@ -286,6 +332,15 @@ class GateState:
         if self.running.skips_updates:
             return True
         return bool(unused) and unused[module]
+
+
+@torch.compiler.disable
+def is_checkpointed() -> bool:
+    """Return whether `torch.utils.checkpoint` calls this function, now or again in the backward pass."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

@@ -13,10 +13,9 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
+from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples, is_checkpointed
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.lora import (
@@ -120,7 +119,8 @@ class LoopDropoutHandle:
     def remove(self) -> None:
         """Restore the model: PEFT's LoRA layers without gates. A second call has no effect.
 
-        Call it after the backward pass, because gradient checkpointing computes the layers again with the gates.
+        Call it after the backward pass, because gradient checkpointing computes the layers again with the gates, and raises an
+        error without them. HRM-Text and Dory keep hooks for that error if their layers are checkpointed.
 
         For a Dory that a trainer used before, the head stays a `ScaledHead` (same weights and output).
         """
@@ -134,6 +134,7 @@ class LoopDropoutHandle:
             layer.cast_input_dtype_enabled = casts_inputs
         self.gate_state.dropout = None
         self.gate_state.is_read = bool(gated_layers(self.model))
+        self.gate_state.rule = None  # a trainer that had its own sets it again
         if not self._was_described:
             self.looped.detach()
 
@@ -156,7 +157,7 @@ class LoopDropoutHandle:
             return  # set gates are those of `use_gates`
         # Layers that are checkpointed run again with the gates that this pass has stored in them. A checkpoint around the
         # whole model would run this hook again instead, in the backward pass, and draw gates that the loss does not belong to.
-        if _is_checkpointed():
+        if is_checkpointed():
             raise UserError(
                 "The whole model must not be checkpointed, because its recomputation would draw other gates. Checkpoint the "
                 "layers by `model.gradient_checkpointing_enable()`."
@@ -183,14 +184,6 @@ class LoopDropoutHandle:
 def _variants(layers: Iterable[LoraLayer]) -> list[tuple[LoraLayer, dict, bool]]:
     """Return the attributes of LoRA layers that gates replace."""
     return [(layer, layer.lora_variant, layer.cast_input_dtype_enabled) for layer in layers]
-
-
-def _is_checkpointed() -> bool:
-    """Return whether `torch.utils.checkpoint` calls this function, now or again in the backward pass."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _process_index() -> int:

@@ -251,6 +251,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
         raise UserError("`loop_dropout` draws gates on this model already. Call `remove()` of its handle first.")
     looped.prepare_fused_loss()
     state.is_read = True
+    state.rule = rule
     rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
     if trained is not None and kinds[trained].one_depth and len(kinds) > 1:
@@ -344,7 +345,8 @@ def remove_gates(model: PeftModel) -> None:
         variants = layer.lora_variant.items()
         layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
         layer.cast_input_dtype_enabled = True
-    find_looped_model(model).gate_state.is_read = False
+    state = find_looped_model(model).gate_state
+    state.is_read, state.rule = False, None
 
 
 def is_gated_by(model: PeftModel, rule: Any) -> bool:
@@ -375,9 +377,9 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
     give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward pass may run after
-    the block, also if the layers are checkpointed, but not if the whole model is, because it would run again without the
-    gates. The layers stay gated, at unit gates, unless the block runs under `torch.no_grad`. Use a model in one thread at a
-    time.
+    the block, also if the layers are checkpointed. If the whole model is, it raises an error, because it would run again
+    without the gates. The layers stay gated, at unit gates, unless the block runs under `torch.no_grad`. Use a model in one
+    thread at a time.
 
     Args:
         model: PEFT model over a looped model.
@@ -396,10 +398,15 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
         gate_new_layers(model)
     else:
         add_gates(model)
+    state = looped.gate_state
+    num_due_outside = state.num_due
+    state.num_due = 0 if has_gradient else None
     try:
-        with applied_gates(looped.gate_state, gates, token_examples):
-            yield looped.gate_state
+        with applied_gates(state, gates, token_examples):
+            yield state
     finally:
+        state.has_lost |= bool(state.num_due)
+        state.num_due = num_due_outside
         # With a gradient, a backward pass may run after the block. Gradient checkpointing then runs the layers again under the
         # gates that the pass has stored, and layers without gates would ignore them: a wrong gradient without an error.
         if not was_gated and not has_gradient:

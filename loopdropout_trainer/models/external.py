@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gate_state import UNIT_GATES, GateState, applied_gates
+from loopdropout_trainer.gate_state import REMOVED_EARLY, UNIT_GATES, GateState, applied_gates
 from loopdropout_trainer.looped import (
     DESCRIPTIONS,
     LoopedModelMixin,
@@ -74,7 +74,7 @@ class LoopDescription(LoopedModelMixin, ABC):
         recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
         for module in self.base_model.modules():
             if module in recurrent:
-                self.add_hook(module, self._set_loop)
+                self.add_hook(module, self._set_loop, prepend=True)
             elif isinstance(module, tuple(map(type, recurrent))):
                 self.add_hook(module, _drop_gates)
 
@@ -85,6 +85,7 @@ class LoopDescription(LoopedModelMixin, ABC):
     def _pass_gates(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Pass the gates in force from the backbone on to its layers."""
         check_num_layers(self.config, self.num_layers)
+        self.gate_state.begin_pass()
         batch = self.gate_state.batch
         if batch.is_set:
             kwargs = {**kwargs, PASS_GATES: batch}
@@ -114,6 +115,12 @@ class LoopDescription(LoopedModelMixin, ABC):
         """Remove the description and its hooks from the model."""
         for hook in self.hooks:
             hook.remove()
+        for layer in self.recurrent_layers():
+            module = layer.get_submodule(self.loop_module)
+            may_run_again = getattr(layer, "gradient_checkpointing", False)  # in a later backward pass
+            if may_run_again and not hasattr(module, "refuses_gates"):
+                module.register_forward_pre_hook(_refuse_gates, with_kwargs=True)
+                module.refuses_gates = True
         del self.model.loop_description, self.model.init_continuous_batching
 
     # A subclass defines the first two methods, and the third one if the depth takes several fields.
@@ -162,6 +169,11 @@ class LoopDescription(LoopedModelMixin, ABC):
 
 def _drop_gates(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     return args, {name: value for name, value in kwargs.items() if name != PASS_GATES}
+
+
+def _refuse_gates(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    if PASS_GATES in kwargs:
+        raise UserError(REMOVED_EARLY)
 
 
 def register_looped(model_class: type[PreTrainedModel], description: type[LoopDescription]) -> None:

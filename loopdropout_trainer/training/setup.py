@@ -27,6 +27,7 @@ from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
+    adapted_layers,
     add_gates,
     check_trainable,
     default_peft_config,
@@ -152,6 +153,11 @@ class AdapterTrainingMixin:
                     "adapter."
                 )
             self._given_weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        elif isinstance(model, nn.Module) and adapted_layers(model):
+            raise UserError(
+                "`model` must not have an adapter already, which a second one would replace. Give the PEFT model "
+                "(`trainer.model` of the first trainer), or load the base model again."
+            )
         else:
             arguments["peft_config"] = default_peft_config(skeleton, arguments["peft_config"])
         if arguments["processing_class"] is None:
@@ -211,6 +217,7 @@ class AdapterTrainingMixin:
         if not is_gated_by(self.model, self.rule):  # another adapter, trainer or handle may have replaced the gates
             add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
         self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
+        self.gate_state.rule = self.rule
         self.physical_layers = physical_layers(self.model)  # [M]
         self.batch_options = self.find_batch_options()
         for callback in self.step_callbacks:

@@ -71,6 +71,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
         Args:
             inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.
         """
+        if self.gate_state.rule is not self.rule:  # another trainer of this model has put its gates on it
+            self.prepare_gates()
         self.last_gates = self.sample_gates(inputs)
         self.num_trained = len(self.example_ids(inputs)[0]) if has_targets(inputs) else 0
         self.gate_state.set(self.last_gates)
@@ -100,7 +102,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         if self.rule.wants_sensitivity:
             gates = gates.detach().requires_grad_()
         start_states = draw if self.samples_start_states else None
-        return GatedBatch(gates, token_examples, self.rule.seeds(draw), start_states, self.batch_options)
+        return GatedBatch(gates, token_examples, self.rule.seeds(draw), start_states, self.batch_options, self.rule)
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
         """Return the ids of the examples of a micro-batch and the index of each token's example, as `find_examples` does."""

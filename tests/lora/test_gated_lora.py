@@ -13,13 +13,14 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from peft.tuners.lora import layer as lora_layer
+from torch.utils.checkpoint import checkpoint
 
 from helpers.errors import user_error
 from helpers.tiny import randomise, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recorder
 from loopdropout_trainer import default_peft_config, use_gates
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import adapted_layers, add_gates, check_peft_config, gated_layers, remove_gates
 
 
@@ -82,6 +83,29 @@ def test_backward_after_the_block_recomputes_its_gates(use_reentrant, make_tiny)
         found.append(torch.cat([p.grad.flatten() for p in trained_parameters(model).values()]))
         assert torch.equal(logits(model.eval()), logits(model, torch.ones(model.config.num_loops)))
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm])
+def test_checkpointed_model_has_its_gates_in_the_block(make, use_reentrant):
+    def loss_of(embeds):
+        return model(inputs_embeds=embeds, use_cache=False).logits.square().mean()
+
+    model = with_adapter(make(), scale=0.1).train()
+    num_loops = attach_looped_model(model).num_loops
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    found = []
+    for run in (loss_of, functools.partial(checkpoint, loss_of, use_reentrant=use_reentrant)):
+        model.zero_grad()
+        with use_gates(model, torch.eye(num_loops)[1] * 2):
+            run(embeds).backward()
+        found.append(torch.cat([p.grad.flatten() for p in trained_parameters(model).values()]))
+    assert torch.equal(*found)
+    with use_gates(model, torch.eye(num_loops)[1] * 2):
+        loss = checkpoint(loss_of, embeds, use_reentrant=use_reentrant)
+    with user_error("`backward..` must be called inside of `use_gates`"):
+        loss.backward()
+    checkpoint(loss_of, embeds, use_reentrant=use_reentrant).backward()  # at unit gates
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,9 @@ def test_later_active_adapter_has_gates(is_added_before):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_without_its_gates_raises(use_reentrant):
-    peft_model = with_adapter(scale=0.1).train()
+@pytest.mark.parametrize("make", [tiny_ouro, tiny_hrm, DORY])
+def test_recomputation_without_its_gates_raises(make, use_reentrant):
+    peft_model = with_adapter(make(), scale=0.1).train()
     dropout = loop_dropout(peft_model, seed=1)
     embeds = peft_model.get_input_embeddings()(IDS).detach().requires_grad_()
     with user_error("whole model must not be checkpointed"):
@@ -189,6 +190,11 @@ def test_recomputation_without_its_gates_raises(use_reentrant):
     dropout.remove()
     with user_error("must not be removed before its backward pass"):
         loss.backward()
+    again = loop_dropout(peft_model, seed=1)  # on layers that know that gates were removed
+    again_loss = peft_model(IDS, labels=IDS, use_cache=False).loss
+    torch.testing.assert_close(again_loss, loss, rtol=0, atol=0)
+    again_loss.backward()
+    again.remove()
 
 
 @pytest.mark.parametrize("name", ["schedule", "adaptive", "lora_dropout"])

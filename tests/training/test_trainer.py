@@ -257,3 +257,25 @@ def test_optimizer_without_trained_weights_raises(config, dataset, tokenizer):
     before = {name: p.detach().clone() for name, p in trained_parameters(model).items()}
     train_with(model, model.parameters())
     assert all((p != before[name]).any() for name, p in trained_parameters(model).items())
+
+
+def test_two_trainers_of_one_model_have_their_own_gates(make_sft):
+    def loss_of(trainer):
+        return trainer.compute_loss(trainer.model.train(), {**batch})
+
+    def gradient_of(loss):
+        return torch.autograd.grad(loss, [*trained_parameters(noisy.model).values()])
+
+    noisy = make_sft(with_adapter(), rule="weight_noise")
+    noisy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = noisy.data_collator([noisy.train_dataset[i] for i in range(4)])
+    alone = gradient_of(loss_of(noisy))
+    other = make_sft(noisy.model)
+    torch.testing.assert_close(gradient_of(loss_of(noisy)), alone, rtol=0, atol=0)
+    loss = loss_of(noisy)
+    gated = loss_of(other)
+    with user_error("prepared for another rule before the backward pass of 'weight_noise'"):
+        gradient_of(loss)
+    assert any((new != old).any() for new, old in zip(gradient_of(gated), alone, strict=True))
+    with user_error("`model` must not have an adapter already"):
+        make_sft(noisy.model.get_base_model())
