@@ -134,6 +134,11 @@ def run_script(main: Callable[[], None]) -> None:
     except UserError as error:
         _print_from_first_process(f"{script}: {error}")
         sys.exit(2)
+    except ImportError as error:
+        if error.name is not None:  # the `import` of a module, and not the advice of a library to install a package
+            raise
+        _print_from_first_process(f"{script}: A package is missing. {error}")
+        sys.exit(2)
     except Exception as error:
         reason = find_write_error(error)
         if reason is None:

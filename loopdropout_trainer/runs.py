@@ -37,7 +37,7 @@ from loopdropout_trainer.results import (
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, newest_checkpoint
 from loopdropout_trainer.saving.integrity import adapter_patterns, find_damage
 from loopdropout_trainer.saving.integrity import record as record_files
-from loopdropout_trainer.training.distributed import shards_weights
+from loopdropout_trainer.training.distributed import check_devices, shards_weights
 
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Job:
         if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
         check_trackers(self.args.report_to)
+        check_devices(self.args)
         recipe = recipe_dict(*arguments)
         rules = [rule for rule in self.script_args.compare_with or () if rule != self.args.rule]
         self.runs = [Run(self.script_args, self.args, recipe), *(self._compared_run(rule, recipe) for rule in rules)]

@@ -45,6 +45,15 @@ def check_processes(accelerator: Accelerator, args: TrainingArguments) -> None:
         raise UserError("`parallelism_config` must not set `tp_size`, `cp_size` or `sp_size` above 1.")
 
 
+def check_devices(args: TrainingArguments) -> None:
+    """Raise UserError if one process would train on several GPUs, by copies of the model that have no gates of their own."""
+    if args.n_gpu > 1:
+        raise UserError(
+            f"A process must train on one GPU, but {args.n_gpu} are visible. Start the script with `accelerate launch`, which "
+            "runs a process for each GPU, or set the environment variable CUDA_VISIBLE_DEVICES=0 to train on one."
+        )
+
+
 def _asks_for_fsdp() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 

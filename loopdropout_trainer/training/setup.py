@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import is_liger_kernel_available
 
-from loopdropout_trainer.errors import UserError, check_name
+from loopdropout_trainer.errors import UserError, check_name, first_line
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
@@ -47,7 +48,7 @@ from loopdropout_trainer.saving.loading import is_adapter, save_adapter_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
-from loopdropout_trainer.training.distributed import check_processes, float32_adapter, may_skip_loops
+from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
 from loopdropout_trainer.training.stopping import StopCallback, check_finite
@@ -121,6 +122,7 @@ class AdapterTrainingMixin:
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
+        check_devices(args)
         model = skeleton = arguments["model"] = model_path(arguments["model"])
         revision = (args.model_init_kwargs or {}).get("revision")
         if isinstance(model, str):
@@ -185,6 +187,7 @@ class AdapterTrainingMixin:
         """Put gates on the adapter."""
         check_processes(self.accelerator, self.args)
         check_sampling(self.args)
+        self._check_packages()
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # new name, old name
             if (getattr(self.args, name, None) or {}).get("use_reentrant"):
                 # TRL asks for it under ZeRO-3. A layer that runs K times would report its gradients K times.
@@ -204,6 +207,16 @@ class AdapterTrainingMixin:
                 "`optimizers` must have an optimizer of trained weights, but it has none of the adapter. Give a model with "
                 "its adapter (`get_peft_model`), and make the optimizer from its parameters."
             )
+
+    def _check_packages(self) -> None:
+        """Raise UserError if the optimizer or the fused kernels need a package that is not installed."""
+        try:
+            if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+                self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        except ImportError as error:
+            raise UserError(f"`optim` {self.args.optim.value} needs a missing package. {first_line(error)}") from error
+        if self.args.use_liger_kernel and not is_liger_kernel_available():
+            raise UserError("`use_liger_kernel` needs a missing package. Install it with `pip install liger-kernel`.")
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""

@@ -20,6 +20,7 @@ ENDINGS = [
     (UserError("`p` must be in [0, 1),\ngot 2."), 2, "`p` must be in [0, 1), got 2."),
     (UserError(f"The token {TOKEN} is not valid."), 2, "The token *** is not valid."),
     (PermissionError(13, "Permission denied", "run/cache"), 2, "[Errno 13] Permission denied: 'run/cache'"),
+    (ImportError("`x` is not installed.\nInstall it."), 2, "A package is missing. `x` is not installed. Install it."),
     (KeyboardInterrupt(), 130, "interrupted."),
     (Terminated("Stopped after step 3."), 143, "Stopped after step 3."),
 ]
@@ -29,7 +30,9 @@ def raise_(error):
     raise error
 
 
-@pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=["value", "token", "folder", "Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("error", "code", "message"), ENDINGS, ids=["value", "token", "folder", "package", "Ctrl-C", "SIGTERM"]
+)
 def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
     monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
     with pytest.raises(SystemExit) as stop:
@@ -74,8 +77,9 @@ def test_run_script_lets_the_first_process_speak(monkeypatch):
             run_script(lambda: raise_(KeyboardInterrupt()))
     # The launcher ends the other processes after the first one. After a signal, it waits for all of them for 30 seconds.
     assert waits == [30, 2]
-    with pytest.raises(OSError, match="x"):  # an error that is not the user's
-        run_script(lambda: raise_(OSError("x")))
+    for error in (OSError("x"), ModuleNotFoundError("x", name="x")):  # errors that are not the user's
+        with pytest.raises(type(error), match="x"):
+            run_script(lambda error=error: raise_(error))
 
 
 def test_parts_of_messages(monkeypatch):

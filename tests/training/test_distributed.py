@@ -8,6 +8,7 @@ from packaging.version import Version
 from transformers import DataCollatorForSeq2Seq
 
 from helpers.errors import user_error
+from helpers.files import load_script
 from helpers.layouts import LAYOUTS, RULES, RUNS, UNEVEN, Layout, alone, launched, start
 from helpers.processes import wait_for
 from helpers.tiny import randomise, tiny_ouro, trained_parameters
@@ -168,3 +169,14 @@ def test_unsupported_processes_raise(monkeypatch, environment, parallelism, mess
         monkeypatch.setenv(variable, value)
     with user_error(message):
         check_processes(accelerator, args)
+
+
+def test_several_gpus_need_a_launcher(make_sft, config, tmp_path, monkeypatch):
+    """transformers would copy the model to each GPU inside one process. No machine of the tests has several."""
+    message = "A process must train on one GPU, but 2 are visible. Start the script with `accelerate launch`"
+    monkeypatch.setattr(LoopDropoutConfig, "n_gpu", 2)
+    with user_error(message):
+        make_sft()
+    with user_error(message):
+        load_script("recipes/sft.py").main(["quickstart.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    assert not list(tmp_path.iterdir())

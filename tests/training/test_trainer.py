@@ -3,6 +3,7 @@
 import inspect
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from unittest.mock import Mock
 
 import pytest
@@ -279,3 +280,21 @@ def test_two_trainers_of_one_model_have_their_own_gates(make_sft):
     assert any((new != old).any() for new, old in zip(gradient_of(gated), alone, strict=True))
     with user_error("`model` must not have an adapter already"):
         make_sft(noisy.model.get_base_model())
+
+
+MISSING = {
+    "galore_torch": (
+        {"optim": "galore_adamw", "optim_target_modules": ["q_proj"]},
+        "`optim` galore_adamw needs a missing package. You need to install `galore_torch`",
+    ),
+    "liger_kernel": ({"use_liger_kernel": True}, "`use_liger_kernel` needs a missing package. Install it with `pip"),
+}
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_missing_packages_are_named_before_training(make_sft, package):
+    if find_spec(package) is not None:
+        pytest.skip("It is installed.")
+    fields, message = MISSING[package]
+    with user_error(message):
+        make_sft(**fields)
