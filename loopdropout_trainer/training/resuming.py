@@ -127,6 +127,11 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
                 f"`resume_from_checkpoint` must be a checkpoint of the first pass over a stream, but {checkpoint} is in pass "
                 f"{facts['passes']}. Load the dataset without `streaming`, or start a new training."
             )
+        if trainer.is_deepspeed_enabled and trainer.is_world_process_zero():
+            logger.warning(
+                f"DeepSpeed unpickles the files of {checkpoint}, which can run code in them, so continue only from a "
+                "checkpoint that you trust."
+            )
     elif name and trainer.state.global_step:
         raise UserError(
             f"`resume_from_checkpoint` must be False, because {trainer.args.output_dir} has no checkpoint and the model is "

@@ -60,6 +60,8 @@ def test_two_processes_equal_one_process(reference, tmp_path, name):
             names.remove("resuming")  # the CPU was named `cpu:0`, and torch does not load optimizer states onto it
     runs = launched(LAYOUTS[name], tmp_path / "run", names, fresh=name.startswith("ddp"))
     check(runs, reference, LAYOUTS[name])
+    unpickles = "DeepSpeed unpickles the files of " in (tmp_path / "run" / "log.txt").read_text()
+    assert unpickles == name.startswith("zero"), "said before a resume"
     share = 0.5 if name == "zero3" else 1.0  # ZeRO-3 shards the frozen weights, too
     assert runs["saving"].records[1]["share_of_weights"] == pytest.approx(share, abs=0.02)
 
