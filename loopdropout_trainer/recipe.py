@@ -22,7 +22,7 @@ import yaml
 
 from loopdropout_trainer.errors import UserError, check_type, closest_match, hide_secrets, short_repr
 from loopdropout_trainer.fields import check_value, single_types
-from loopdropout_trainer.files import recipe_names, recipes_folder, write_file
+from loopdropout_trainer.files import check_links, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.help import print_help
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS, SAFE_VALUES
 from loopdropout_trainer.read_yaml import read_yaml, read_yaml_file
@@ -143,8 +143,8 @@ def parse(
         One instance of each dataclass. `recipe_dict` returns the settings that they were made from.
 
     Raises:
-        UserError: for an unknown field, a value of the wrong type, a value that a dataclass rejects, or a recipe that sets
-            a field that can run code.
+        UserError: for an unknown field, a value of the wrong type, a value that a dataclass rejects, a recipe that sets
+            a field that can run code, or an `output_dir` with a link that leaves it.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
@@ -179,7 +179,11 @@ def parse(
     for name, field in fields.items():
         if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{name}` must be set.")
-    return build(dataclass_types, settings)
+    instances = build(dataclass_types, settings)
+    for instance in instances:
+        if folder := getattr(instance, "output_dir", None):
+            check_links(folder)  # here, because every command writes into such a folder
+    return instances
 
 
 def _fit(value: Any, hint: Any) -> Any:

@@ -50,7 +50,7 @@ class ServeArguments:
     num_loops: int | None = option(None, "Recurrence depth. Default: the depth of the training.")
     gates: str | None = option(None, "Gates of the adapter such as 1-0-0-0, or `loop 1`. Default: unit gates.")
     host: str = option("127.0.0.1", "Address to listen on. 0.0.0.0 lets other computers connect, without a password.")
-    port: int = option(8000, "Port to listen on.")
+    port: int = option(8000, "Port to listen on.", at_least=1, at_most=65535)
     engine: str | None = option(
         None,
         "Server. Default: vLLM if it is installed and the model has no adapter, else transformers.",

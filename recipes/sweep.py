@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.files import check_links, lock_file, write_file
+from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import (
@@ -347,7 +347,6 @@ def _rounded(rate: float) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     (sweep,) = parse((Sweep,), argv, __doc__)
-    check_links(sweep.output_dir)
     if sweep.dry_run:
         print(f"{sweep.num_trainings()} trainings")
     elif sweep.print_commands:

@@ -167,6 +167,12 @@ def test_chats_have_the_format_of_the_training(adapter, begins):
     assert SERVE.find_chat_template(folder, tokenizer) == tokenizer.chat_template
 
 
+@pytest.mark.parametrize("port", ["0", "-1", "99999", "1e30"])
+def test_ports_that_do_not_exist_raise(port):
+    with user_error("`port` must be "):
+        SERVE.main(["tiny-ouro", "--port", port])
+
+
 @pytest.mark.skipif(find_spec("fastapi") is None, reason="the extra `serve` is not installed")
 def test_server_answers_as_generate(adapter):
     folder, model, tokenizer = adapter

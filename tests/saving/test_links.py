@@ -40,6 +40,16 @@ def export(folder):
     load_script("recipes/export.py").main(["--adapter", adapter, "--output_dir", str(folder)])
 
 
+def measure(folder):
+    words = ["none", "--model_name_or_path", "tiny-ouro", "--benchmarks", "arithmetic_test"]
+    load_script("recipes/evaluate.py").main([*words, "--output_dir", str(folder)])
+
+
+def diagnose(folder):
+    words = ["--model_name_or_path", "tiny-ouro", "--preparation", "arithmetic", "--output_dir", str(folder)]
+    load_script("recipes/diagnose.py").main(words)
+
+
 def report(folder):
     (folder.parent / "run").mkdir()
     write_lines(folder.parent / "run" / "results.jsonl", [{**RESULT, "num_loops": 4, "gates": "unit", "n": 1}])
@@ -56,6 +66,9 @@ WRITERS = [
     (sweep, "loop_dropout/lr_0.0002/seed_42/log.txt"),
     (export, "adapter_model.safetensors"),
     (report, "costs.md"),
+    (measure, "samples"),
+    (measure, "cache"),
+    (diagnose, "results.jsonl"),
 ]
 
 
@@ -64,7 +77,7 @@ def test_writing_does_not_follow_links(write, name, tmp_path):
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     (folder / name).parent.mkdir(parents=True)
     outside.mkdir()
-    if name != "samples":
+    if name not in ("samples", "cache"):
         outside /= "victim"
         if name != "to_a_missing_file":
             outside.write_text("mine")
