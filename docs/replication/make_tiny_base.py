@@ -216,10 +216,16 @@ def random_depth_loss(model: LoopedModelMixin, ids: torch.Tensor, done: float, r
     return (2 * final + earlier) / 3
 
 
-def pretrain(
-    model: LoopedModelMixin, tokenizer: PreTrainedTokenizerFast, loss_of: Callable, num_steps: int, seed: int = 0
-) -> None:
-    """Train all weights, the matrices of the layers with Muon."""
+def pretrain(model: LoopedModelMixin, batches: Iterator, loss_of: Callable, num_steps: int, seed: int = 0) -> None:
+    """Train all weights, the matrices of the layers with Muon.
+
+    Args:
+        model: Untrained model.
+        batches: Batches without end, in the form that `loss_of` takes.
+        loss_of: Function from the model, a batch, the finished part of the training in [0, 1) and a generator to a loss.
+        num_steps: Number of optimizer steps.
+        seed: Seed of the generator.
+    """
     outside = ("embed_tokens", "wte", "lm_head", "early_exit_gate")
     weights = [(w.dim() == 2 and not any(part in name for part in outside), w) for name, w in model.named_parameters()]
     optimizers = [
@@ -230,7 +236,7 @@ def pretrain(
     ]
     factor = lambda step: min((step + 1) / 50, (1 + math.cos(math.pi * (step / num_steps))) / 2)
     schedulers = [LambdaLR(optimizer, factor) for optimizer in optimizers]
-    rng, batches, losses = Random(seed), make_batches(tokenizer, seed), []
+    rng, losses = Random(seed), []
     for step in track(range(num_steps), "Pretraining"):
         loss = loss_of(model, next(batches), step / num_steps, rng)
         loss.backward()
@@ -266,7 +272,7 @@ def main() -> None:
     num_loops = model.config.num_loops
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {num_loops} loops")
     loss_of = random_depth_loss if args.family == "huginn" else partial(weighted_loss, kind=args.readouts)
-    pretrain(model, tokenizer, loss_of, args.steps, args.seed)
+    pretrain(model, make_batches(tokenizer, args.seed), loss_of, args.steps, args.seed)
 
     model.config.num_loops = num_loops
     if args.family == "huginn":
