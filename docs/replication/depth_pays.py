@@ -2,7 +2,7 @@
 
     python docs/replication/depth_pays.py pretrain SEED   # a base model, 6 minutes of one CPU core
     python docs/replication/depth_pays.py run SEED        # its missing runs, 10 minutes of one CPU core
-    python docs/replication/depth_pays.py analyze         # print the accuracies in depth_pays.jsonl
+    python docs/replication/depth_pays.py analyze         # the table in plan.md, from depth_pays.jsonl
 
 A program is a start value and lines such as `3 +2 *4 +5`, modulo 7, and the completion is its result alone. A line needs the
 result of the line before it. A model that executes one line in each loop thus follows as many lines as it runs loops.
@@ -50,6 +50,7 @@ METHODS = {
         "depth_sampling_args": {"low": 1, "high": 8},
     },
 }
+METHOD_NAMES = {"none": "none", "lora": "LoRA", "p_0.5": "Loop Dropout", "lora_random_depth": "LoRA, random depth"}
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 SELECTION_SEED = 50
 SEEDS = (51, 52)
@@ -239,7 +240,9 @@ def read_lines() -> list[dict]:
 
 
 def find_lines(base: str, task: str, method: str) -> list[dict]:
-    return [line for line in read_lines() if (line["base"], line.get("task"), line.get("method")) == (base, task, method)]
+    return [
+        line for line in read_lines() if (line["base"], line.get("task"), line.get("method")) == (base, task, method)
+    ]
 
 
 def append(line: dict) -> None:
@@ -253,21 +256,28 @@ def mean_over(accuracies: dict[str, list[float]], depth: int, lines: range) -> f
     return sum(accuracies[str(depth)][number - 1] for number in lines) / len(lines)
 
 
-def analyze() -> None:
-    """Print the accuracies of the base models and of the compared runs."""
-    import pandas as pd
+def make_table(lines: list[dict]) -> str:
+    """Return the accuracies of the base models and the means over the compared seeds as a table in Markdown."""
+    header = "| base model | task | method | learning rate | 1-4 lines, K = 4 | 1-4, K = 8 | 5-8, K = 4 | 5-8, K = 8 | known, 5-8, K = 8 |"
+    table = [header, "|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    groups = {}
+    for line in lines:
+        if line.get("seed") != SELECTION_SEED:
+            groups.setdefault((line["base"], line.get("task", "known"), line.get("method", "none")), []).append(line)
+    for (base, task, method), group in sorted(groups.items()):
+        cells = [base, f"`{task}`", METHOD_NAMES[method], f"{group[0].get('learning_rate', '-')}"]
+        for numbers in (TRAINED_LINES, DEEP_LINES):
+            for depth in (4, 8):
+                cells.append(mean_and_seeds([mean_over(line["accuracy"], depth, numbers) for line in group]))
+        known = [mean_over(line.get("known", line["accuracy"]), 8, DEEP_LINES) for line in group]
+        table.append(f"| {' | '.join([*cells, mean_and_seeds(known)])} |")
+    return "\n".join(table)
 
-    rows = []
-    for line in read_lines():
-        if "accuracy" in line:
-            row = {name: line.get(name, "-") for name in ("base", "task", "method", "learning_rate", "seed")}
-            row["1-4 lines, K=4"] = mean_over(line["accuracy"], 4, TRAINED_LINES)
-            row["1-4 lines, K=8"] = mean_over(line["accuracy"], 8, TRAINED_LINES)
-            row["5-8 lines, K=4"] = mean_over(line["accuracy"], 4, DEEP_LINES)
-            row["5-8 lines, K=8"] = mean_over(line["accuracy"], 8, DEEP_LINES)
-            row["known, 5-8 lines, K=8"] = mean_over(line.get("known", line["accuracy"]), 8, DEEP_LINES)
-            rows.append(row)
-    print(pd.DataFrame(rows).round(1).to_string(index=False))
+
+def mean_and_seeds(values: list[float]) -> str:
+    """Return the mean in percent, with the seeds in parentheses if there are several."""
+    mean = f"{sum(values) / len(values):.1f}"
+    return f"{mean} ({', '.join(f'{value:.1f}' for value in values)})" if len(values) > 1 else mean
 
 
 def main() -> None:
@@ -277,7 +287,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # sums in one order
     if args.command == "analyze":
-        analyze()
+        print(make_table(read_lines()))
     elif args.command == "pretrain":
         make_base(args.seed)
     else:
