@@ -258,8 +258,15 @@ def mean_over(accuracies: dict[str, list[float]], depth: int, lines: range) -> f
 
 def make_table(lines: list[dict]) -> str:
     """Return the accuracies of the base models and the means over the compared seeds as a table in Markdown."""
-    header = "| base model | task | method | learning rate | 1-4 lines, K = 4 | 1-4, K = 8 | 5-8, K = 4 | 5-8, K = 8 | known, 5-8, K = 8 |"
-    table = [header, "|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    columns = ["base model", "task", "method", "learning rate"]
+    columns += [
+        "1-4 lines, K = 4",
+        "1-4 lines, K = 8",
+        "5-8 lines, K = 4",
+        "5-8 lines, K = 8",
+        "known, 5-8 lines, K = 8",
+    ]
+    table = [f"| {' | '.join(columns)} |", "|---|---|---|---:|---:|---:|---:|---:|---:|"]
     groups = {}
     for line in lines:
         if line.get("seed") != SELECTION_SEED:
