@@ -2,6 +2,7 @@
 
 import json
 import sys
+from random import Random
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from loopdropout_trainer.results import write_results
 
 
 sys.path.insert(0, str(ROOT / "docs/replication"))
+import depth_pays  # noqa: E402
 import figures  # noqa: E402
 import make  # noqa: E402
 import runs  # noqa: E402
@@ -264,3 +266,28 @@ def test_tests_of_serving_depth_match_scipy():
     adjusted = sorted((min(1, 2 * smaller), max(min(1, 2 * smaller), min(1, larger))))
     assert sorted((tests["deeper"][3], tests["shallower"][3])) == pytest.approx(adjusted)
     assert len(serving_depth.mean_accuracies(lines[:-1])) == 14  # a base model without all seeds has no row
+
+
+@pytest.mark.parametrize("task", ["known", *depth_pays.TASKS])
+def test_programs_of_the_depth_pilot_have_their_results(task):
+    rng, lines = Random(0), set()
+    for _ in range(200):
+        ids, results = depth_pays.make_program(rng, 12, task)
+        words, results = [[depth_pays.WORDS[number] for number in row] for row in (ids, results)]
+        ends = depth_pays.LETTERS if task == "letters" or words[0] in depth_pays.LETTERS else depth_pays.DIGITS
+        value = "abcdefg".find(words[0]) if words[0].isalpha() else int(words[0])
+        for word, result in zip(words[1:], results[1:], strict=True):
+            value = eval(f"({value} {word}) % 7") if word != "not" else 6 - value
+            assert result == ends[value]
+        lines.update(words[1:])
+    assert ("not" in lines) == (task == "negation") and len(lines - {"not"}) == 11
+
+
+def test_plan_has_the_numbers_of_the_depth_pilot():
+    plan = (ROOT / "docs/replication/plan.md").read_text(encoding="utf-8")
+    assert depth_pays.make_table(depth_pays.read_lines()) in plan
+    bases = [line for line in depth_pays.read_lines() if "seed" not in line]
+    for line in bases:  # 8 loops help before any fine-tuning
+        at_four, at_eight = (depth_pays.mean_over(line["accuracy"], depth, depth_pays.DEEP_LINES) for depth in (4, 8))
+        assert at_eight > at_four + 50
+    assert len(bases) == 2
