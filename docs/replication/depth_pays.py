@@ -52,6 +52,7 @@ METHODS = {
 }
 METHOD_NAMES = {"none": "none", "lora": "LoRA", "p_0.5": "Loop Dropout", "lora_random_depth": "LoRA, random depth"}
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+STEPS, MORE_STEPS = 300, 1200
 SELECTION_SEED = 50
 SEEDS = (51, 52)
 DEPTHS = (2, 4, 6, 8)
@@ -173,7 +174,7 @@ def training_examples(task: str, seed: int, number: int = 512):
     return Dataset.from_list(rows)
 
 
-def train(base: str, task: str, method: str, learning_rate: float, seed: int) -> dict:
+def train(base: str, task: str, method: str, learning_rate: float, seed: int, steps: int) -> dict:
     """Fine-tune at 4 loops, or at random depth, and return the line of the run."""
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, load_model
 
@@ -184,7 +185,7 @@ def train(base: str, task: str, method: str, learning_rate: float, seed: int) ->
         **METHODS[method],
         seed=seed,
         learning_rate=learning_rate,
-        max_steps=300,
+        max_steps=steps,
         per_device_train_batch_size=16,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
@@ -202,7 +203,7 @@ def train(base: str, task: str, method: str, learning_rate: float, seed: int) ->
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=data, processing_class=make_tokenizer())
     trainer.train()
     shutil.rmtree(work, ignore_errors=True)
-    line = {"base": base, "task": task, "method": method, "learning_rate": learning_rate, "seed": seed}
+    line = {"base": base, "task": task, "method": method, "steps": steps, "learning_rate": learning_rate, "seed": seed}
     if seed == SELECTION_SEED:  # the accuracy with 8 loops chooses nothing
         development = measure(trainer.model, task, "development", (4,))
         line["development"] = round(mean_over(development, 4, TRAINED_LINES), 2)
@@ -214,22 +215,30 @@ def train(base: str, task: str, method: str, learning_rate: float, seed: int) ->
 
 
 def run(seed: int) -> None:
-    """Train the missing runs of a base model: the learning rates first, then the compared seeds."""
+    """Train the missing runs of a base model: the learning rates, the compared seeds, and those with more steps."""
     base = f"programs_{seed}"
     for task in TASKS:
         for method in METHODS:
             for rate in LEARNING_RATES:
                 train_if_missing(base, task, method, rate, SELECTION_SEED)
-            selection = [line for line in find_lines(base, task, method) if line["seed"] == SELECTION_SEED]
-            best = max(selection, key=lambda line: (line["development"], -line["learning_rate"]))
             for compared_seed in SEEDS:
-                train_if_missing(base, task, method, best["learning_rate"], compared_seed)
+                train_if_missing(base, task, method, choose_rate(base, task, method), compared_seed)
+    for task in TASKS:
+        for method in METHODS:
+            for compared_seed in SEEDS:
+                train_if_missing(base, task, method, choose_rate(base, task, method), compared_seed, MORE_STEPS)
 
 
-def train_if_missing(base: str, task: str, method: str, learning_rate: float, seed: int) -> None:
-    finished = [(line["learning_rate"], line["seed"]) for line in find_lines(base, task, method)]
-    if (learning_rate, seed) not in finished:
-        append(train(base, task, method, learning_rate, seed))
+def choose_rate(base: str, task: str, method: str) -> float:
+    """Return the learning rate that solves the most held-out programs, of several the lowest."""
+    selection = [line for line in find_lines(base, task, method) if line["seed"] == SELECTION_SEED]
+    return max(selection, key=lambda line: (line["development"], -line["learning_rate"]))["learning_rate"]
+
+
+def train_if_missing(base: str, task: str, method: str, rate: float, seed: int, steps: int = STEPS) -> None:
+    lines = find_lines(base, task, method)
+    if (rate, seed, steps) not in [(line["learning_rate"], line["seed"], line["steps"]) for line in lines]:
+        append(train(base, task, method, rate, seed, steps))
 
 
 # Results
@@ -258,21 +267,16 @@ def mean_over(accuracies: dict[str, list[float]], depth: int, lines: range) -> f
 
 def make_table(lines: list[dict]) -> str:
     """Return the accuracies of the base models and the means over the compared seeds as a table in Markdown."""
-    columns = ["base model", "task", "method", "learning rate"]
-    columns += [
-        "1-4 lines, K = 4",
-        "1-4 lines, K = 8",
-        "5-8 lines, K = 4",
-        "5-8 lines, K = 8",
-        "known, 5-8 lines, K = 8",
-    ]
-    table = [f"| {' | '.join(columns)} |", "|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    columns = ["base model", "task", "steps", "method", "rate"]
+    columns += [f"{numbers}, K = {depth}" for numbers in ("1-4", "5-8") for depth in (4, 8)]
+    table = [f"| {' | '.join([*columns, 'known, 5-8, K = 8'])} |", "|---|---|---:|---|---:|---:|---:|---:|---:|---:|"]
     groups = {}
     for line in lines:
         if line.get("seed") != SELECTION_SEED:
-            groups.setdefault((line["base"], line.get("task", "known"), line.get("method", "none")), []).append(line)
-    for (base, task, method), group in sorted(groups.items()):
-        cells = [base, f"`{task}`", METHOD_NAMES[method], f"{group[0].get('learning_rate', '-')}"]
+            key = (line["base"], line.get("task", "known"), line.get("steps", 0), line.get("method", "none"))
+            groups.setdefault(key, []).append(line)
+    for (base, task, steps, method), group in sorted(groups.items()):
+        cells = [base, f"`{task}`", f"{steps:,}", METHOD_NAMES[method], f"{group[0].get('learning_rate', '-')}"]
         for numbers in (TRAINED_LINES, DEEP_LINES):
             for depth in (4, 8):
                 cells.append(mean_and_seeds([mean_over(line["accuracy"], depth, numbers) for line in group]))
