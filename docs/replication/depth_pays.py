@@ -50,9 +50,11 @@ METHODS = {
         "depth_sampling_args": {"low": 1, "high": 8},
     },
 }
-METHOD_NAMES = {"none": "none", "lora": "LoRA", "p_0.5": "Loop Dropout", "lora_random_depth": "LoRA, random depth"}
+METHOD_NAMES = {"-": "-", "lora": "LoRA", "p_0.5": "Loop Dropout", "lora_random_depth": "LoRA, random depth"}
 LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-STEPS, MORE_STEPS = 300, 1200
+PILOT = {"steps": 300, "programs": 512}
+MORE_STEPS = {"steps": 1200, "programs": 512}
+MORE_PROGRAMS = {"steps": 300, "programs": 4800}
 SELECTION_SEED = 50
 SEEDS = (51, 52)
 DEPTHS = (2, 4, 6, 8)
@@ -162,7 +164,7 @@ def measure(
     return accuracies
 
 
-def training_examples(task: str, seed: int, number: int = 512):
+def training_examples(task: str, seed: int, number: int):
     """Return programs of 1 to 4 lines with their result, which alone has a loss."""
     from datasets import Dataset
 
@@ -174,7 +176,7 @@ def training_examples(task: str, seed: int, number: int = 512):
     return Dataset.from_list(rows)
 
 
-def train(base: str, task: str, method: str, learning_rate: float, seed: int, steps: int) -> dict:
+def train(base: str, task: str, method: str, learning_rate: float, seed: int, size: dict) -> dict:
     """Fine-tune at 4 loops, or at random depth, and return the line of the run."""
     from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, load_model
 
@@ -185,7 +187,7 @@ def train(base: str, task: str, method: str, learning_rate: float, seed: int, st
         **METHODS[method],
         seed=seed,
         learning_rate=learning_rate,
-        max_steps=steps,
+        max_steps=size["steps"],
         per_device_train_batch_size=16,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
@@ -199,11 +201,11 @@ def train(base: str, task: str, method: str, learning_rate: float, seed: int, st
         disable_tqdm=True,
     )
     model = load_model(FOLDER / "bases" / base, dtype="float32")
-    data = training_examples(task, seed)
+    data = training_examples(task, seed, size["programs"])
     trainer = LoopDropoutSFTTrainer(model, args, train_dataset=data, processing_class=make_tokenizer())
     trainer.train()
     shutil.rmtree(work, ignore_errors=True)
-    line = {"base": base, "task": task, "method": method, "steps": steps, "learning_rate": learning_rate, "seed": seed}
+    line = {"base": base, "task": task, "method": method, **size, "learning_rate": learning_rate, "seed": seed}
     if seed == SELECTION_SEED:  # the accuracy with 8 loops chooses nothing
         development = measure(trainer.model, task, "development", (4,))
         line["development"] = round(mean_over(development, 4, TRAINED_LINES), 2)
@@ -215,7 +217,7 @@ def train(base: str, task: str, method: str, learning_rate: float, seed: int, st
 
 
 def run(seed: int) -> None:
-    """Train the missing runs of a base model: the learning rates, the compared seeds, and those with more steps."""
+    """Train the missing runs of a base model: the learning rates, the compared seeds, and the additions."""
     base = f"programs_{seed}"
     for task in TASKS:
         for method in METHODS:
@@ -223,10 +225,11 @@ def run(seed: int) -> None:
                 train_if_missing(base, task, method, rate, SELECTION_SEED)
             for compared_seed in SEEDS:
                 train_if_missing(base, task, method, choose_rate(base, task, method), compared_seed)
+    for compared_seed in SEEDS:
+        train_if_missing(base, "letters", "lora", choose_rate(base, "letters", "lora"), compared_seed, MORE_STEPS)
     for task in TASKS:
         for method in METHODS:
-            for compared_seed in SEEDS:
-                train_if_missing(base, task, method, choose_rate(base, task, method), compared_seed, MORE_STEPS)
+            train_if_missing(base, task, method, choose_rate(base, task, method), SEEDS[0], MORE_PROGRAMS)
 
 
 def choose_rate(base: str, task: str, method: str) -> float:
@@ -235,10 +238,14 @@ def choose_rate(base: str, task: str, method: str) -> float:
     return max(selection, key=lambda line: (line["development"], -line["learning_rate"]))["learning_rate"]
 
 
-def train_if_missing(base: str, task: str, method: str, rate: float, seed: int, steps: int = STEPS) -> None:
-    lines = find_lines(base, task, method)
-    if (rate, seed, steps) not in [(line["learning_rate"], line["seed"], line["steps"]) for line in lines]:
-        append(train(base, task, method, rate, seed, steps))
+def train_if_missing(base: str, task: str, method: str, rate: float, seed: int, size: dict = PILOT) -> None:
+    run = (rate, seed, size["steps"], size["programs"])
+    finished = [
+        (line["learning_rate"], line["seed"], line["steps"], line["programs"])
+        for line in find_lines(base, task, method)
+    ]
+    if run not in finished:
+        append(train(base, task, method, rate, seed, size))
 
 
 # Results
@@ -267,16 +274,21 @@ def mean_over(accuracies: dict[str, list[float]], depth: int, lines: range) -> f
 
 def make_table(lines: list[dict]) -> str:
     """Return the accuracies of the base models and the means over the compared seeds as a table in Markdown."""
-    columns = ["base model", "task", "steps", "method", "rate"]
+    columns = ["task", "steps", "programs", "base model", "method", "rate"]
     columns += [f"{numbers}, K = {depth}" for numbers in ("1-4", "5-8") for depth in (4, 8)]
-    table = [f"| {' | '.join([*columns, 'known, 5-8, K = 8'])} |", "|---|---|---:|---|---:|---:|---:|---:|---:|---:|"]
+    table = [
+        f"| {' | '.join([*columns, 'known, 5-8, K = 8'])} |",
+        "|---|---:|---:|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
     groups = {}
     for line in lines:
         if line.get("seed") != SELECTION_SEED:
-            key = (line["base"], line.get("task", "known"), line.get("steps", 0), line.get("method", "none"))
+            size = (line.get("steps", 0), line.get("programs", 0))
+            key = (line.get("task", "known"), *size, line["base"], line.get("method", "-"))
             groups.setdefault(key, []).append(line)
-    for (base, task, steps, method), group in sorted(groups.items()):
-        cells = [base, f"`{task}`", f"{steps:,}", METHOD_NAMES[method], f"{group[0].get('learning_rate', '-')}"]
+    for (task, steps, programs, base, method), group in sorted(groups.items()):
+        cells = [f"`{task}`", f"{steps:,}", f"{programs:,}", base, METHOD_NAMES[method]]
+        cells.append(str(group[0].get("learning_rate", "-")))
         for numbers in (TRAINED_LINES, DEEP_LINES):
             for depth in (4, 8):
                 cells.append(mean_and_seeds([mean_over(line["accuracy"], depth, numbers) for line in group]))
