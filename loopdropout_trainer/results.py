@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sized
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +185,16 @@ def saved_step(trainer: Trainer) -> int:
     return state.best_global_step if has_best else state.global_step
 
 
+def result_columns(trainer: Trainer, method: str) -> dict[str, Any]:
+    """Return the columns that all results of a trainer's model share."""
+    return {
+        "method": method,
+        "num_loops": trainer.num_loops,
+        "seed": trainer.args.seed,
+        "step": saved_step(trainer),
+    }
+
+
 def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
     """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
 
@@ -209,9 +219,9 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / (num_steps - first_step or math.nan)
     num_tokens = last.get("num_tokens", math.nan)
     values = {
-        "train_loss": np.dot(losses, np.diff(steps)) / num_steps,
+        "train_loss": np.dot(losses, np.diff(steps)) / num_steps if losses else math.nan,
         "eval_loss": eval_losses[-1] if eval_losses else math.nan,
-        "examples": len(trainer.train_dataset),
+        "examples": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Sized) else math.nan,
         "trainable_parameters": trainer.model.get_nb_trainable_parameters()[0],
         "num_tokens": num_tokens,
         "train_seconds": seconds,

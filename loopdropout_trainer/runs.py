@@ -29,8 +29,7 @@ from loopdropout_trainer.results import (
     find_difference,
     is_finished,
     read_run,
-    saved_step,
-    training_results,
+    result_columns,
     write_results,
     write_run,
 )
@@ -288,17 +287,15 @@ class Job:
         if is_trained:
             load_trained(trainer, folder)
             return
-        checkpoint = trainer.args.resume_from_checkpoint
-        state = load_state(checkpoint) if checkpoint else None
+        trainer.method = run.title
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # of the run before
         try:
-            trainer.train(checkpoint)
+            trainer.train(trainer.args.resume_from_checkpoint)
         except NonFiniteGradientError:
             if trainer.is_world_process_zero():
                 write_run(folder, status="non-finite")
             raise
-        record(trainer, run, training_results(trainer, state.global_step if state else 0), task="training")
 
     def save(self, trainer: Trainer, run: Run) -> None:
         """Save a new adapter with its training settings, its card and the state of its training.
@@ -440,12 +437,7 @@ def load_trained(trainer: Trainer, folder: str | Path) -> None:
 
 def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
     """Write results of a trainer's model, with the columns that they share."""
-    facts |= {
-        "method": run.title,
-        "num_loops": trainer.num_loops,
-        "seed": trainer.args.seed,
-        "step": saved_step(trainer),
-    }
+    facts |= result_columns(trainer, run.title)
     of_base = {"method": "base model", "seed": None, "step": None}
     rows = [{**facts, **row, **(of_base if row["gates"] == "none" else {})} for row in rows]
     if trainer.is_world_process_zero():

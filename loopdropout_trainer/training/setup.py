@@ -41,6 +41,7 @@ from loopdropout_trainer.lora import (
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import renamed_attribute
+from loopdropout_trainer.results import result_columns, training_results, write_results
 from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
@@ -90,6 +91,7 @@ class AdapterTrainingMixin:
         rule: Rule that draws the gates.
         gate_state: Gates in force in the model. They are one outside of training passes.
         last_gates: Gates that were drawn last.
+        method: Name of the method in results. Default: the title of the rule.
         num_trained: Number of examples that they were drawn for, or 0 if no token of them is trained on.
         unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
         tokens_before: Number of tokens of earlier calls of `train`.
@@ -110,6 +112,7 @@ class AdapterTrainingMixin:
     step_metrics: dict[str, list[float]]
     physical_layers: list[int]
     last_gates: GatedBatch | None = None
+    method: str | None = None
     num_trained = 0
     tokens_before = 0
     batch_options = BatchOptions()
@@ -296,6 +299,19 @@ class AdapterTrainingMixin:
             logs |= {name: sum(values) / len(values) for name, values in self.step_metrics.items()}
             self.step_metrics.clear()
         super().log(logs, start_time)
+
+    def record_training(self, first_step: int) -> None:
+        """Write the results of a training and its state with the logged losses, for reports, cards and plots.
+
+        Args:
+            first_step: Step that the training was continued from, or 0.
+        """
+        self.save_state()
+        rows = training_results(self, first_step)
+        if self.is_world_process_zero():
+            columns = result_columns(self, self.method or self.rule.title)
+            rows = [{"task": "training", **columns, **row} for row in rows]
+            write_results(self.args.output_dir, rows, columns["step"])
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
         return seed_lengths(super()._get_train_sampler(*args, **kwargs), self.args.seed)

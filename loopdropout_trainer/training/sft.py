@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerState
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
 from trl import SFTTrainer
@@ -16,6 +18,7 @@ from trl import SFTTrainer
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.saving.checkpoints import STATE_FILE
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
     has_targets,
@@ -129,12 +132,15 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         checkpoint = find_resumable(self, resume_from_checkpoint)
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
+        state = TrainerState.load_from_json(str(Path(checkpoint, STATE_FILE))) if checkpoint else None
+        first_step = state.global_step if state else 0
         self.tokens_before = self._total_train_tokens
         folder = self.args.output_dir
         try:
             with explain_write_errors(folder), lock_folder(folder) if self.args.should_save else nullcontext():
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
-            self.stop_callback.raise_if_stopped(self.args, self.state)
+                self.stop_callback.raise_if_stopped(self.args, self.state)
+                self.record_training(first_step)
             return output
         finally:
             self.stop_callback.restore_handlers()

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from helpers.trainers import Recorder, assert_same_weights, logged
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.progress import SampleCompletionsCallback
-from loopdropout_trainer.results import training_results
+from loopdropout_trainer.results import read_results, training_results
+from loopdropout_trainer.saving.cards import find_adapter
 
 
 EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}
@@ -73,3 +74,24 @@ def test_second_training_continues_the_count_of_tokens(make_sft):
     first = logged(trainer, "num_tokens")
     trainer.train()
     assert logged(trainer, "num_tokens") == [first[-1] + count for count in first]
+
+
+def test_training_in_python_leaves_its_results(make_sft, dataset):
+    """A report reads `results.jsonl`, and a plot of the loss reads `trainer_state.json`."""
+    for rows in (dataset, dataset.to_iterable_dataset()):
+        trainer = make_sft(
+            rows=rows, max_steps=3, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=3
+        )
+        trainer.train()
+        trainer.save_model()
+        folder = trainer.args.output_dir
+        losses = logged(trainer, "loss")
+        history = TrainerState.load_from_json(f"{folder}/trainer_state.json").log_history
+        assert [log["loss"] for log in history if "loss" in log] == losses and len(losses) == 3
+        results = {row["metric"]: row for row in read_results(folder)}
+        assert {(r["task"], r["method"], r["seed"], r["step"], r["num_loops"]) for r in results.values()} == {
+            ("training", "Loop Dropout", 42, 3, 4)
+        }
+        assert results["train_loss"]["value"] == pytest.approx(sum(losses) / 3)
+        assert results["eval_loss"]["value"] == logged(trainer, "eval_loss")[-1]
+        assert find_adapter(folder, "x")[1]["method"] == "Loop Dropout"
