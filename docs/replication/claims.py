@@ -1,4 +1,8 @@
-"""The comparisons of docs/replication.md: claims of the paper and of this project, with the differences that test them."""
+"""The comparisons of docs/replication.md: claims of the paper and of this project, with the differences that test them.
+
+The claims on one question are one family of tests, and a p-value is adjusted by Holm's method within its family. The appendix
+also has the p-values that are adjusted for all claims together.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ class Claim:
     """A claim that holds if its differences are positive.
 
     Args:
-        question: Section of the page.
+        question: Question of the page. Its claims are one family of tests.
         words: The claim as a complete sentence.
         gains: Function from a study to the differences [seeds, problems], in points or nats.
         paper: Effect in the paper.
@@ -126,11 +130,11 @@ def main_claims() -> Iterator[Claim]:
     """Yield the four claims of the first table for each base model, with the paper's numbers where they apply."""
     for study, (trained, deeper) in DEPTHS.items():
         paper = iter(("-",) * 4 if study == "huginn" else ("+20.5", "+15.4", "+1.90", "+4.75"))
-        yield Claim("main", "LoRA's update has a late bias, rho_K - rho_1 > 0", late_bias, next(paper), study)
-        yield Claim("main", "Loop Dropout has a smaller max - min of rho_t than LoRA", flatness, next(paper), study)
+        yield Claim("late bias", "LoRA's update has a late bias, rho_K - rho_1 > 0", late_bias, next(paper), study)
+        yield Claim("flatness", "Loop Dropout has a smaller max - min of rho_t than LoRA", flatness, next(paper), study)
         better = "Loop Dropout is more accurate than LoRA at"
-        yield Claim("main", f"{better} K = {trained}", against("lora"), next(paper), study)
-        yield Claim("main", f"{better} K = {deeper}", against("lora", depth=deeper), next(paper), study)
+        yield Claim("accuracy", f"{better} K = {trained}", against("lora"), next(paper), study)
+        yield Claim("accuracy", f"{better} K = {deeper}", against("lora", depth=deeper), next(paper), study)
 
 
 def annealing_claims() -> Iterator[Claim]:
@@ -190,14 +194,20 @@ CLAIMS = [
 ]  # fmt: skip
 
 
+def adjust(gains: Iterable[Estimate]) -> np.ndarray:
+    """Return the p-values of one family of tests, adjusted by Holm's method."""
+    return multipletests([gain.p for gain in gains], method="holm")[1]
+
+
 def decide(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, str]]:
     """Test the claims.
 
     Returns:
-        A table with one row for each comparison: the `claim`, its `gain`, `n` seeds, the p-value `adjusted` by Holm's method
-        for the number of rows, the same two without the seed that chose the learning rates (`gain_without`,
-        `adjusted_without`), and the `verdict` by the larger p-value. And the claims without a row, because their
-        differences equal the differences of another claim, with that claim.
+        A table with one row for each comparison: the `claim`, its `question`, its `gain`, `n` seeds and `gain_without`, the gain
+        without the seed that chose the learning rates. `family_p` and `family_p_without` are their p-values, adjusted within
+        the claims on the question, and `family_verdict` is the verdict by the larger one. `adjusted`, `adjusted_without` and
+        `verdict` are the same for all claims together. And the claims without a row, because their differences equal the
+        differences of another claim, with that claim.
     """
     rows, gains, same = [], {}, {}
     for claim in CLAIMS:
@@ -208,12 +218,14 @@ def decide(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, str]]:
         else:
             gains[claim.title] = values
             without = claim.gains(studies[claim.study].without_selection()) if claim.chooses_rates else values
-            rows.append(
-                {"claim": claim, "gain": estimate(values), "n": len(values), "gain_without": estimate(without)}
-            )
+            row = {"claim": claim, "question": claim.question, "gain": estimate(values), "n": len(values)}
+            rows.append({**row, "gain_without": estimate(without)})
     table = pd.DataFrame(rows)
+    families = table.groupby("question")
     for suffix in ("", "_without"):
-        table[f"adjusted{suffix}"] = multipletests([gain.p for gain in table[f"gain{suffix}"]], method="holm")[1]
-    strict = table[["adjusted", "adjusted_without"]].max(axis=1)
-    table["verdict"] = [verdict(gain.mean, p) for gain, p in zip(table["gain"], strict, strict=True)]
+        table[f"adjusted{suffix}"] = adjust(table[f"gain{suffix}"])
+        table[f"family_p{suffix}"] = families[f"gain{suffix}"].transform(adjust)
+    for name, p_value in {"verdict": "adjusted", "family_verdict": "family_p"}.items():
+        strict = table[[p_value, f"{p_value}_without"]].max(axis=1)
+        table[name] = [verdict(gain.mean, p) for gain, p in zip(table["gain"], strict, strict=True)]
     return table, same

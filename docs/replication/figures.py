@@ -37,6 +37,33 @@ def effect_figure(study: Study) -> None:
     save_figure(plot & p9.theme(figure_size=(11, 4), legend_direction="horizontal"), HERE / "effect")
 
 
+def forest_figure(gains: pd.DataFrame) -> None:
+    """Draw the gain of Loop Dropout on every base model, at K and 2K loops.
+
+    Args:
+        gains: From `evidence.forest_table`.
+    """
+    table = gains.assign(kind=gains["base"].str.startswith("mean").map({True: "mean", False: "base model"}))
+    for name in ("group", "place"):
+        table[name] = pd.Categorical(table[name], table[name].unique())
+    table["base"] = pd.Categorical(table["base"], [*dict.fromkeys(table["base"])][::-1])
+    plot = (
+        p9.ggplot(table, p9.aes("mean", "base", color="kind", shape="kind"))
+        + p9.geom_vline(xintercept=0, color="#777777")
+        + p9.geom_errorbarh(p9.aes(xmin="low", xmax="high"), height=0)
+        + p9.geom_point(size=2)
+        + p9.facet_grid("group", "place", scales="free_y", space="free_y")
+        + p9.scale_color_manual({"base model": COLORS["Loop Dropout"], "mean": "#000000"})
+        + p9.scale_shape_manual({"base model": "o", "mean": "D"})
+        + p9.scale_x_continuous(breaks=range(-20, 31, 10))
+        + p9.coord_cartesian(xlim=(-20, 32))
+    )
+    title = "Loop Dropout minus LoRA on all base models, 95% intervals"
+    plot = decorate(plot, title, "difference in accuracy, in points (right of 0: Loop Dropout is more accurate)", "")
+    layout = p9.theme(figure_size=(9, 9), legend_position="none", panel_grid_major_y=p9.element_blank())
+    save_figure(plot + layout, HERE / "forest")
+
+
 def map_figure(cells: pd.DataFrame) -> None:
     """Draw by how many points Loop Dropout is more accurate than LoRA, by examples, epochs, difficulty and depth."""
     table = cells.copy()
@@ -58,7 +85,8 @@ def map_figure(cells: pd.DataFrame) -> None:
         + p9.guides(fill=p9.guide_colorbar(display="rectangles", nbin=21))  # a gradient makes an SVG of 2 MB
     )
     title = (
-        "Accuracy of Loop Dropout minus LoRA in points. In parentheses: accuracy of LoRA in %. Gray: not significant"
+        "Accuracy of Loop Dropout minus LoRA in points. In parentheses: accuracy of LoRA in %. "
+        "Gray: the uncorrected interval includes 0"
     )
     plot = decorate(plot, title, "training examples", "epochs") + p9.labs(fill="gain\nin points")
     layout = p9.theme(

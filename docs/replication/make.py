@@ -4,7 +4,8 @@
     python docs/replication/make.py write                                               # runs.csv.gz -> pages and figures
 
 `collect` keeps one row for each number that a run measured (runs.py), so that one small file holds all numbers of the pages.
-`write` tests the claims (claims.py, intervals.py), draws the figures (figures.py), writes comparisons.md, comparisons.csv,
+`write` tests the claims (claims.py, intervals.py), adds the numbers of all base models (evidence.py), draws the figures
+(figures.py), writes comparisons.md, comparisons.csv,
 methods.csv and transfer.md (transfer_page.py), and fills the text between marks in replication.md, choosing_a_method.md and
 README.md.
 """
@@ -15,11 +16,12 @@ import re
 import sys
 from pathlib import Path
 
+import evidence
 import numpy as np
 import pandas as pd
 import transfer
 import transfer_page
-from claims import BASES, DEPTHS, decide, format_p, late_bias, markdown, verdict, with_interval
+from claims import BASES, DEPTHS, decide, format_p, markdown, verdict, with_interval
 from intervals import estimate, estimate_mean
 from runs import METHODS, RUNS, Study, collect, differences, mean_sd, verdicts
 
@@ -29,7 +31,8 @@ PAGES = [HERE.parent / "replication.md", HERE.parent / "choosing_a_method.md", H
 APPENDIX = HERE / "comparisons.md"
 CSV = HERE / "comparisons.csv"
 
-QUESTIONS = ("bias", "depth", "ablations", "baselines", "random depth")
+QUESTIONS = ("bias", "depth", "ablations", "baselines", "settings", "random depth")
+MAIN_QUESTIONS = ("late bias", "flatness", "accuracy")
 # Ouro-1.4B on GSM8K at learning rate 1e-4, tables `tab:depth_matrix` and Appendix "Single-Loop Activation".
 PAPER = {
     "LoRA": ["-", "79.9 ± 1.0", "75.0 ± 1.0", "70.8 ± 1.9", "11.9", "19.1", "26.5", "32.4"],
@@ -39,9 +42,13 @@ APPENDIX_TEXT = """\
 # All comparisons of the replication
 
 This appendix of [the replication](../replication.md) is written by `make.py`. Effects are differences in points or nats,
-with 95% intervals that are not adjusted. The p-values are adjusted together by Holm's method, once with all seeds and once
-without the seed that chose the learning rates. The verdicts use the larger p-value.
-[comparisons.csv](comparisons.csv) has the same table with unadjusted p-values.
+with 95% intervals that are not adjusted. Here the {number} comparisons are one family of tests. Their p-values are adjusted
+together by Holm's method, once with all seeds and once without the seed that chose the learning rates, and the verdicts use the
+larger p-value. One correction over unrelated questions hides losses and gains, so the page adjusts within each question instead.
+[comparisons.csv](comparisons.csv) has both, with unadjusted p-values.
+
+Of the {number} comparisons in this one family, {counts}. Four of the significant ones are the late bias, which was required when
+the base models were chosen.
 
 ## Comparisons
 
@@ -89,18 +96,22 @@ Accuracy in percent.
 
 
 def main_table(claims: pd.DataFrame) -> str:
-    """Return the four main claims of each base model."""
+    """Return the main claims of each base model. An accuracy or flatness is bold if it is significant in its family."""
     rows = []
     for study, base in BASES.items():
-        part = [row for row in claims.itertuples() if (row.claim.question, row.claim.study) == ("main", study)]
-        if part:
-            cells = [
-                f"{with_interval(row.gain)}<br>p {_relation(row.adjusted)} ({format_p(row.adjusted_without)}), {row.verdict}"
-                for row in part
-            ]
+        part = claims[[c.study == study and c.question in MAIN_QUESTIONS for c in claims["claim"]]]
+        if len(part):
+            cells = [_main_cell(row) for row in part.itertuples()]
             cells += ["same answers as at K"] * (4 - len(cells))
-            rows.append([base, str(part[0].n), *cells])
+            rows.append([base, str(part["n"].iloc[0]), *cells])
     return markdown(["base model", "n", "late bias", "flatness", "accuracy at K", "accuracy at 2K"], rows)
+
+
+def _main_cell(row) -> str:
+    if row.question == "late bias":  # required when the base models were chosen
+        return with_interval(row.gain)
+    stars = "" if row.family_verdict == "not significant" else "**"
+    return f"{stars}{with_interval(row.gain)}{stars}<br>p {_relation(row.family_p)} ({format_p(row.family_p_without)})"
 
 
 def _relation(p: float) -> str:
@@ -109,15 +120,21 @@ def _relation(p: float) -> str:
 
 
 def claims_table(claims: pd.DataFrame, question: str | None = None) -> str:
-    """Return the claims on a question, or all claims."""
+    """Return the claims on a question, as one family of tests, or all claims as one family."""
+    names = ["adjusted", "adjusted_without", "verdict"]
+    if question:
+        claims = claims[claims["question"] == question]
+        names = ["family_p", "family_p_without", "family_verdict"]
     rows = []
     for row in claims.itertuples():
-        if question in (None, row.claim.question):
-            effect = with_interval(row.gain, row.claim.digits)
-            p_values = (format_p(row.adjusted), format_p(row.adjusted_without))
-            rows.append([row.claim.title, row.claim.paper, effect, str(row.n), *p_values, row.verdict])
-    heads = ["claim", "paper", "effect, 95% interval", "n", "adjusted p", "without the selection seed", "verdict"]
-    return markdown(heads, rows)
+        p_value, p_without, word = (getattr(row, name) for name in names)
+        effect = with_interval(row.gain, row.claim.digits)
+        rows.append(
+            [row.claim.title, row.claim.paper, effect, str(row.n), format_p(p_value), format_p(p_without), word]
+        )
+    family = f"among {len(claims)} tests"
+    heads = ["claim", "paper", "effect, 95% interval", "n", f"p {family}", "without the selection seed"]
+    return markdown([*heads, f"verdict {family}"], rows)
 
 
 def claims_csv(claims: pd.DataFrame) -> pd.DataFrame:
@@ -137,7 +154,9 @@ def claims_csv(claims: pd.DataFrame) -> pd.DataFrame:
             "p_without_selection_seed": row.gain_without.p,
         }
         adjusted = {"adjusted_p": row.adjusted, "adjusted_p_without_selection_seed": row.adjusted_without}
-        rows.append({**start, **effect, **without, **adjusted, "verdict": row.verdict})
+        family = {"family_p": row.family_p, "family_p_without_selection_seed": row.family_p_without}
+        verdicts = {"verdict": row.verdict, "family_verdict": row.family_verdict}
+        rows.append({**start, **effect, **without, **adjusted, **family, **verdicts})
     return pd.DataFrame(rows)
 
 
@@ -148,7 +167,7 @@ def annealed_table(claims: pd.DataFrame) -> str:
         part = [row for row in claims.itertuples() if (row.claim.question, row.claim.study) == ("annealing", study)]
         cells = {}
         for row in part:
-            stars = "**" if row.verdict.startswith("significant") else ""
+            stars = "**" if row.family_verdict.startswith("significant") else ""
             cells[row.claim.words.split(" than ")[1]] = f"{stars}{with_interval(row.gain)}{stars}"
         if cells:
             names = [f"{other} at K = {depth}" for other in ("LoRA", "p = 0.5 throughout") for depth in DEPTHS[study]]
@@ -327,53 +346,39 @@ def unadjusted(gains: np.ndarray) -> str:
 
 def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame) -> dict[str, str]:
     """Return the numbers in sentences, by the names of their marks."""
-    small, two, before, language = (studies[n] for n in ("small", "two_layers", "two_layers_before", "small_lm"))
+    small, two, before = (studies[name] for name in ("small", "two_layers", "two_layers_before"))
     gains = {row.claim.title: f"{row.gain.mean:+.1f}" for row in claims.itertuples()}
-    better = "Loop Dropout is more accurate than LoRA at"
-    counts = claims["verdict"].value_counts()
-    required = [row.verdict for row in claims.itertuples() if row.claim.gains is late_bias]
     words = ("ahead", "level", "behind")
     _, inside, grids = rates_table(studies)
-    is_solved = cells["difficulty"] == "1 to 3"  # the problems of the pretraining
-    can_solve, harder = cells[is_solved], cells[~is_solved]
     accuracies = {f"two_{method}_8": f"{two.mean(method, depth=8)}%" for method in ("coto", "module_wise")}
+    huginn = studies["huginn"]
     return {
         **accuracies,
         "comparisons": str(len(claims)),
-        "significant": str(counts["significant"]),
-        "required": str(required.count("significant")),
-        "not_required": str(counts["significant"] - required.count("significant")),
-        "opposite": str(counts["significant in the opposite direction"]),
-        "not_significant": str(counts["not significant"]),
-        "gain_4": gains[f"{better} K = 4"],
-        "gain_8": gains[f"{better} K = 8"],
         "gain_at_high_rate": gains["Loop Dropout is more accurate than LoRA when both train at learning rate 0.008"],
-        "language_gain": gains[f"{better} K = 4 (SmolLM2-135M, looped)"],
-        "language_gain_8": gains[f"{better} K = 8 (SmolLM2-135M, looped)"],
-        "two_gain": gains[f"{better} K = 4 (two layers)"],
-        "two_gain_8": gains[f"{better} K = 8 (two layers)"],
-        "huginn_gain": gains[f"{better} K = 8 (tiny Huginn)"],
-        "huginn": f"{studies['huginn'].mean('loop_dropout')}% against {studies['huginn'].mean('lora')}%",
-        "language_model": f"{language.mean('loop_dropout')}% against {language.mean('lora')}%",
+        "huginn": f"LoRA {huginn.mean('lora')}%, Loop Dropout {huginn.mean('loop_dropout')}%",
         **{
             f"map_{k}": ", ".join(f"{(cells.loc[cells['depth'] == k, 'word'] == w).sum()} {w}" for w in words)
             for k in (4, 8)
         },
-        **{f"map_many_{k}": ahead_of(cells[(cells["depth"] == k) & (cells["examples"] >= 2048)]) for k in (4, 8)},
-        **{
-            f"map_few_{k}": ahead_of(can_solve[(can_solve["depth"] == k) & (can_solve["examples"] <= 128)])
-            for k in (4, 8)
-        },
-        "map_harder_4": ahead_of(harder[(harder["depth"] == 4) & (harder["examples"] <= 128)]),
-        **{f"map_some_{k}": ahead_of(cells[(cells["depth"] == k) & (cells["examples"] == 512)]) for k in (4, 8)},
         "map_cells": str(len(cells) // 2),
         "rates_inside": f"{inside} of {grids}",
         "before_8": unadjusted(before.gains("loop_dropout", "lora", depth=8)),
         **{f"fresh_{k}": unadjusted(studies["fresh_seeds"].gains("loop_dropout", "lora", depth=k)) for k in (4, 8)},
-        "deep_at_4": f"{small.mean('depth_8', depth=4)}% against {small.mean('depth_8_lora', depth=4)}%",
+        "deep_at_4": f"LoRA {small.mean('depth_8_lora', depth=4)}%, Loop Dropout {small.mean('depth_8', depth=4)}%",
         "deep_gain_4": unadjusted(small.gains("depth_8", "depth_8_lora", depth=4)),
         "random_depth_over": unadjusted(small.gains("random_depth_lora", "loop_dropout", depth=8)),
     }
+
+
+def count_verdicts(claims: pd.DataFrame) -> str:
+    """Return the number of claims by their verdict in the one family of all claims."""
+    counts = claims["verdict"].value_counts()
+    opposite = counts["significant in the opposite direction"]
+    return (
+        f"{counts['significant']} are significant, {opposite} is significant in the opposite direction and "
+        f"{counts['not significant']} are not significant"
+    )
 
 
 def parts(rows: pd.DataFrame) -> tuple[dict[str, Study], pd.DataFrame]:
@@ -395,8 +400,13 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         "annealing": annealed_table(claims),
         **{name: claims_table(claims, name) for name in QUESTIONS},
         "transfer": transfer_page.make_summary(lines),
+        "serving": evidence.serving_table(),
+        "depths": evidence.depths_table(),
+        "best epochs": evidence.best_epochs_table(cells),
     }
     appendix = APPENDIX_TEXT.format(
+        number=len(claims),
+        counts=count_verdicts(claims),
         comparisons=claims_table(claims),
         same="\n".join(f"- {title}: {other}" for title, other in same.items()),
         fresh=fresh_table(studies["fresh_seeds"]),
@@ -406,7 +416,8 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         annealed=annealed_map(map_rows),
         steps=steps_table(studies["small_lm"]),
     )
-    return tables, numbers(studies, claims, cells) | transfer_page.mean_gains(lines), appendix
+    found = numbers(studies, claims, cells) | evidence.make_numbers(studies, claims, cells)
+    return tables, found | transfer_page.mean_gains(lines), appendix
 
 
 def fill(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:
@@ -423,13 +434,15 @@ def fill(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:
 
 def write(rows: pd.DataFrame) -> None:
     """Write all files."""
-    from figures import effect_figure, map_figure
+    from figures import effect_figure, forest_figure, map_figure
 
     studies, map_rows = parts(rows)
     effect_figure(studies["small"])
     map_figure(map_table(map_rows))
     methods_table(studies).to_csv(HERE / "methods.csv", index=False)
-    claims_csv(decide(studies)[0]).to_csv(CSV, index=False)
+    claims = decide(studies)[0]
+    claims_csv(claims).to_csv(CSV, index=False)
+    forest_figure(evidence.forest_table(claims))
     tables, numbers, appendix = make_texts(studies, map_rows)
     APPENDIX.write_text(appendix, encoding="utf-8")
     transfer_page.write(transfer.DESIGN.read_lines())
