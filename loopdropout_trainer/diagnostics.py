@@ -34,6 +34,7 @@ from loopdropout_trainer.looped import (
     use_depth,
 )
 from loopdropout_trainer.lora import kind_of, use_gates
+from loopdropout_trainer.renames import renamed_function
 
 
 if TYPE_CHECKING:
@@ -214,8 +215,10 @@ def _target_logits(
     return looped.get_output_embeddings()(readout[:, :-1][is_target]).float()
 
 
-def recommend_method(rho: Sequence[float]) -> str:
-    """Return the advice of docs/choosing_a_method.md for the profile of a LoRA adapter.
+def describe_profile(rho: Sequence[float]) -> str:
+    """Describe in one sentence in which loops an adapter reduces the loss.
+
+    The sentence is not advice, because the profile did not predict the gain of Loop Dropout (docs/diagnostics.md).
 
     Args:
         rho: Loss reductions of loops 1 to K in percent, from `single_loop`.
@@ -223,12 +226,15 @@ def recommend_method(rho: Sequence[float]) -> str:
     rho = list(rho)
     first, last = rho[0], rho[-1]
     if max(rho[:-1]) < 0.1 * last:
-        return "rho_t is near zero in all loops but the last. Use LoRA, because only its last application counts."
+        return "rho_t is near zero in all loops but the last."
     if first > 1.1 * last:
-        return "rho_t falls from the first loop on, as for a new skill. Use LoRA."
+        return "rho_t falls from the first to the last loop."
     if last > 1.1 * first:
-        return "rho_t rises towards the last loop, as in the paper. Compare the accuracy of both methods on your task."
-    return "rho_t is similar in the first and the last loop. Compare the accuracy of both methods on your task."
+        return "rho_t rises towards the last loop, as for LoRA in the paper."
+    return "rho_t is similar in the first and the last loop."
+
+
+recommend_method = renamed_function("recommend_method", describe_profile)
 
 
 def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> list[Result]:

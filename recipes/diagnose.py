@@ -32,9 +32,9 @@ from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
     curvature,
     depth_matrix,
+    describe_profile,
     label_batches,
     readouts,
-    recommend_method,
     reference_examples,
     single_loop,
 )
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def print_results(rows: list[dict]) -> None:
-    """Print the curvature, and the loss reductions with advice for LoRA, or the other losses instead of them."""
+    """Print the curvature, and the loss reductions with the profile of LoRA, or the other losses instead of them."""
     from _tables import print_by_method
 
     results = pd.DataFrame(rows)
@@ -156,7 +156,7 @@ def print_results(rows: list[dict]) -> None:
     print_by_method("rho_t, loss reduction with the adapter in one loop only, in %", reductions, "gates")
     for method, own in reductions.query("gates != 'all loops'").groupby("method", sort=False):
         if "LoRA" in method.split(", ") or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
-            print(f"\n{method}: {recommend_method(own.groupby('loop')['value'].mean())}")
+            print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean())}")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,9 @@ def main_claims() -> Iterator[Claim]:
     for study, (trained, deeper) in DEPTHS.items():
         paper = iter(("-",) * 4 if study == "huginn" else ("+20.5", "+15.4", "+1.90", "+4.75"))
         yield Claim("late bias", "LoRA's update has a late bias, rho_K - rho_1 > 0", late_bias, next(paper), study)
-        yield Claim("flatness", "Loop Dropout has a smaller max - min of rho_t than LoRA", flatness, next(paper), study)
+        yield Claim(
+            "flatness", "Loop Dropout has a smaller max - min of rho_t than LoRA", flatness, next(paper), study
+        )
         better = "Loop Dropout is more accurate than LoRA at"
         yield Claim("accuracy", f"{better} K = {trained}", against("lora"), next(paper), study)
         yield Claim("accuracy", f"{better} K = {deeper}", against("lora", depth=deeper), next(paper), study)
@@ -203,7 +205,7 @@ def decide(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, str]]:
     """Test the claims.
 
     Returns:
-        A table with one row for each comparison: the `claim`, its `question`, its `gain`, `n` seeds and `gain_without`, the gain
+        A table with one row for each comparison: the `claim`, its `question`, its `gain`, `n` seeds, and `gain_without`,
         without the seed that chose the learning rates. `family_p` and `family_p_without` are their p-values, adjusted within
         the claims on the question, and `family_verdict` is the verdict by the larger one. `adjusted`, `adjusted_without` and
         `verdict` are the same for all claims together. And the claims without a row, because their differences equal the

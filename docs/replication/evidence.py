@@ -64,9 +64,7 @@ def chosen_rates(lines: list[dict], design: Design, method: str) -> dict[str, fl
     """Return the chosen learning rate of a method by base model."""
     seed = design.seeds[0]
     return {
-        line["base"]: line["learning_rate"]
-        for line in lines
-        if line.get("method") == method and line["seed"] == seed
+        line["base"]: line["learning_rate"] for line in lines if line.get("method") == method and line["seed"] == seed
     }
 
 
@@ -101,7 +99,9 @@ def forest_table(claims: pd.DataFrame) -> pd.DataFrame:
         lines = design.read_lines()
         for depth, place in ((4, "K"), (8, "2K")):
             gains = [estimate(gains_of_base(lines, design, base, depth)) for base in design.bases]
-            rows += [(GROUPS[name], base, PLACES[place], *gain) for base, gain in zip(design.bases, gains, strict=True)]
+            rows += [
+                (GROUPS[name], base, PLACES[place], *gain) for base, gain in zip(design.bases, gains, strict=True)
+            ]
             rows.append((GROUPS[name], MEAN, PLACES[place], *mean_pair(lines, design, depth, depth).gain))
     return pd.DataFrame(rows, columns=["group", "base", "place", *Estimate._fields])
 
@@ -187,9 +187,9 @@ def make_numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.Data
     dose = [results.gain("in_distribution@8"), results.gain("in_distribution@8", "dose_control")]
     pairs = {
         "a_4": mean_pair(study_a, transfer.DESIGN, 4, 4),
-        "a_8": mean_pair(study_a, transfer.DESIGN, 8, 8),
         "c_4": mean_pair(study_c, serving_depth.DESIGN, 4, 4),
         "c_8": mean_pair(study_c, serving_depth.DESIGN, 8, 8),
+        "c_fewer": mean_pair(study_c, serving_depth.DESIGN, 4, 3),
         "c_across": mean_pair(study_c, serving_depth.DESIGN, 4, 8),
         "lm": common_means(studies["small_lm"], "loop_dropout", "lora", 4),
         "one_layer": common_means(studies["small"], "loop_dropout", "lora", 4),
@@ -198,11 +198,10 @@ def make_numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.Data
     marks = {}
     for name, pair in pairs.items():
         marks |= pair_marks(name, pair)
-    for examples in (128, 512):
-        marks |= best_marks(cells, examples)
+    marks |= best_marks(cells, 512)
     part = claims[claims["question"] == "accuracy"]
-    for study, depth, name in (("small_lm", 4, "lm_p"), ("small", 4, "one_layer_p"), ("small", 8, "one_layer_p_8")):
-        row = part[[(c.study, c.words[-1]) == (study, str(depth)) for c in part["claim"]]].iloc[0]
+    for study, name in (("small_lm", "lm_p"), ("small", "one_layer_p")):
+        row = part[[c.study == study and c.words.endswith("K = 4") for c in part["claim"]]].iloc[0]
         marks[name] = f"{format_p(row['family_p'])} ({format_p(row['family_p_without'])})"
     return marks | {
         "c_across_interval": with_interval(pairs["c_across"].gain),
@@ -231,9 +230,11 @@ def compare_rates(lines: list[dict], design: Design) -> str:
     lora, ours = (chosen_rates(lines, design, method) for method in ("lora", "p_0.5"))
     higher = sum(ours[base] > lora[base] for base in design.bases)
     lower = sum(ours[base] < lora[base] for base in design.bases)
-    return f"higher on {higher} of {len(design.bases)}, lower on {lower}"
+    return f"higher on {higher} and lower on {lower} of {len(design.bases)}"
 
 
 def count_highest(lines: list[dict], method: str) -> int:
     """Return on how many base models of study A a method chose the highest learning rate."""
-    return sum(rate == max(transfer.DESIGN.learning_rates) for rate in chosen_rates(lines, transfer.DESIGN, method).values())
+    return sum(
+        rate == max(transfer.DESIGN.learning_rates) for rate in chosen_rates(lines, transfer.DESIGN, method).values()
+    )

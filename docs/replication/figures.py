@@ -46,7 +46,9 @@ def forest_figure(gains: pd.DataFrame) -> None:
     table = gains.assign(kind=gains["base"].str.startswith("mean").map({True: "mean", False: "base model"}))
     for name in ("group", "place"):
         table[name] = pd.Categorical(table[name], table[name].unique())
-    table["base"] = pd.Categorical(table["base"], [*dict.fromkeys(table["base"])][::-1])
+    is_mean = table["kind"] == "mean"
+    from_top = [*table.loc[~is_mean, "base"].unique(), *table.loc[is_mean, "base"].unique()]
+    table["base"] = pd.Categorical(table["base"], from_top[::-1])
     plot = (
         p9.ggplot(table, p9.aes("mean", "base", color="kind", shape="kind"))
         + p9.geom_vline(xintercept=0, color="#777777")
@@ -55,8 +57,8 @@ def forest_figure(gains: pd.DataFrame) -> None:
         + p9.facet_grid("group", "place", scales="free_y", space="free_y")
         + p9.scale_color_manual({"base model": COLORS["Loop Dropout"], "mean": "#000000"})
         + p9.scale_shape_manual({"base model": "o", "mean": "D"})
-        + p9.scale_x_continuous(breaks=range(-20, 31, 10))
-        + p9.coord_cartesian(xlim=(-20, 32))
+        + p9.scale_x_continuous(breaks=range(-20, 41, 10))
+        + p9.coord_cartesian(xlim=(-20, 42))
     )
     title = "Loop Dropout minus LoRA on all base models, 95% intervals"
     plot = decorate(plot, title, "difference in accuracy, in points (right of 0: Loop Dropout is more accurate)", "")

@@ -6,8 +6,7 @@
 `collect` keeps one row for each number that a run measured (runs.py), so that one small file holds all numbers of the pages.
 `write` tests the claims (claims.py, intervals.py), adds the numbers of all base models (evidence.py), draws the figures
 (figures.py), writes comparisons.md, comparisons.csv,
-methods.csv and transfer.md (transfer_page.py), and fills the text between marks in replication.md, choosing_a_method.md and
-README.md.
+methods.csv and transfer.md (transfer_page.py), and fills the text between marks in the PAGES.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from runs import METHODS, RUNS, Study, collect, differences, mean_sd, verdicts
 
 
 HERE = Path(__file__).parent
-PAGES = [HERE.parent / "replication.md", HERE.parent / "choosing_a_method.md", HERE.parents[1] / "README.md"]
+_NAMES = ("docs/replication.md", "docs/choosing_a_method.md", "docs/diagnostics.md", "README.md")
+PAGES = [HERE.parents[1] / name for name in _NAMES]
 APPENDIX = HERE / "comparisons.md"
 CSV = HERE / "comparisons.csv"
 
@@ -43,12 +43,12 @@ APPENDIX_TEXT = """\
 
 This appendix of [the replication](../replication.md) is written by `make.py`. Effects are differences in points or nats,
 with 95% intervals that are not adjusted. Here the {number} comparisons are one family of tests. Their p-values are adjusted
-together by Holm's method, once with all seeds and once without the seed that chose the learning rates, and the verdicts use the
-larger p-value. One correction over unrelated questions hides losses and gains, so the page adjusts within each question instead.
+together by Holm's method, once with all seeds and once without the seed that chose the learning rates, and the verdicts use
+the larger p-value. One correction over unrelated questions hides losses and gains, so the page adjusts within each question.
 [comparisons.csv](comparisons.csv) has both, with unadjusted p-values.
 
-Of the {number} comparisons in this one family, {counts}. Four of the significant ones are the late bias, which was required when
-the base models were chosen.
+Of the {number} comparisons in this one family, {counts}.
+Four of the significant ones are the late bias, which was required when the base models were chosen.
 
 ## Comparisons
 
@@ -357,6 +357,7 @@ def numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.DataFrame
         "comparisons": str(len(claims)),
         "gain_at_high_rate": gains["Loop Dropout is more accurate than LoRA when both train at learning rate 0.008"],
         "huginn": f"LoRA {huginn.mean('lora')}%, Loop Dropout {huginn.mean('loop_dropout')}%",
+        "huginn_best": f"LoRA {huginn.grids['lora'].max():.1f}%, Loop Dropout {huginn.grids['loop_dropout'].max():.1f}%",
         **{
             f"map_{k}": ", ".join(f"{(cells.loc[cells['depth'] == k, 'word'] == w).sum()} {w}" for w in words)
             for k in (4, 8)
@@ -402,6 +403,7 @@ def make_texts(studies: dict[str, Study], map_rows: pd.DataFrame) -> tuple[dict[
         "transfer": transfer_page.make_summary(lines),
         "serving": evidence.serving_table(),
         "depths": evidence.depths_table(),
+        "rates": evidence.rates_table(),
         "best epochs": evidence.best_epochs_table(cells),
     }
     appendix = APPENDIX_TEXT.format(

@@ -12,7 +12,7 @@ NUMBER = PAPER["url"].rpartition("/")[2]
 
 def test_readme_starts_with_citation():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text) <= 8000
+    assert len(text) <= 8500
     first_screen = " ".join(text[:2100].replace("\n> ", " ").split())
     authors = [f"{author['given-names']} {author['family-names']}" for author in PAPER["authors"]]
     for said in (PAPER["title"], ", ".join(authors), PAPER["url"], str(PAPER["year"]), "NUS-HPC-AI-Lab/loop-dropout"):

@@ -134,10 +134,13 @@ def test_compare_answers_equals_mcnemar(numbers, interval, p):
         diagnostics.compare_answers(ours, other[1:])
 
 
-def test_recommend_method_names_the_profile():
+def test_describe_profile_names_it_without_advice():
     profiles = {"rises": (11.9, 19.1, 26.5, 32.4), "near zero": (0.0, 0.2, -1.2, 76.0), "falls": (40, 30, 20, 10)}
     for said, profile in {**profiles, "similar": (30.8, 35.2, 35.9, 32.0)}.items():
-        assert said in diagnostics.recommend_method(profile)
+        sentence = diagnostics.describe_profile(profile)
+        assert said in sentence and "Use" not in sentence and "Compare" not in sentence
+    with pytest.warns(DeprecationWarning, match="`recommend_method` is now `describe_profile`"):
+        assert diagnostics.recommend_method((40, 30, 20, 10)) == "rho_t falls from the first to the last loop."
 
 
 def test_reference_examples_of_a_task():

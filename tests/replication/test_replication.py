@@ -1,6 +1,7 @@
 """docs/replication: the pages have the numbers of runs.csv.gz, and its intervals, against other code and simulations."""
 
 import json
+import re
 import sys
 from random import Random
 
@@ -20,6 +21,7 @@ from loopdropout_trainer.results import write_results
 
 sys.path.insert(0, str(ROOT / "docs/replication"))
 import depth_pays  # noqa: E402
+import evidence  # noqa: E402
 import figures  # noqa: E402
 import make  # noqa: E402
 import runs  # noqa: E402
@@ -53,6 +55,48 @@ def test_comparisons_have_one_adjusted_p(rows):
     stricter = table[["adjusted_p", "adjusted_p_without_selection_seed"]].max(axis=1)
     assert ((stricter < 0.05) == (table["verdict"] != "not significant")).all()
     assert table["verdict"].value_counts().tolist() == [56, 14, 1]
+
+
+def test_families_are_adjusted_alone(rows):
+    table = pd.read_csv(make.CSV)
+    claims = make.decide(make.parts(rows)[0])[0]
+    for question, part in table.groupby("question"):
+        adjusted = multipletests(part["p"], method="holm")[1]
+        without = multipletests(part["p_without_selection_seed"], method="holm")[1]
+        assert part["family_p"].tolist() == pytest.approx(adjusted.tolist(), rel=1e-6), question
+        is_clear = np.maximum(adjusted, without) < 0.05
+        assert (is_clear == (part["family_verdict"] != "not significant")).all()
+    assert (table["question"] == "accuracy").sum() == 7
+    page = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
+    for question in make.QUESTIONS:
+        assert f"verdict among {(claims['question'] == question).sum()} tests" in page
+
+
+def test_forest_has_every_base_model(rows):
+    claims = make.decide(make.parts(rows)[0])[0]
+    table = evidence.forest_table(claims)
+    assert len(table) == 4 + 3 + 2 * 2 * 16 and (table["low"] <= table["mean"]).all()
+    results = transfer.Results(transfer.DESIGN.read_lines())
+    own = table[(table["group"] == "study A") & (table["base"] != evidence.MEAN)].set_index(["place", "base"])["mean"]
+    for place, depth in (("at the trained depth K", 4), ("at 2K loops", 8)):
+        gain = results.gain(f"in_distribution@{depth}")
+        assert own[place][gain.index].tolist() == pytest.approx(gain.tolist())
+    assert table.loc[table["base"] == evidence.MEAN, "mean"].round(1).tolist() == [0.2, 9.4, 0.4, 12.6]
+
+
+def test_pages_say_significant_with_its_family():
+    for name in ("README.md", "docs/choosing_a_method.md", "docs/diagnostics.md"):
+        assert "significant" not in (ROOT / name).read_text(encoding="utf-8").lower(), name
+    page = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
+    prose = [part for part in page.split("\n\n") if not part.startswith("|")]
+    silent = [part for part in prose if "significant" in part and not re.search("famil|tests", part)]
+    assert silent == []
+
+
+def test_marked_numbers_do_not_begin_a_line():
+    for page in make.PAGES:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if re.match(r"\s*<!--\w+-->", line)] == []  # Markdown would take it for HTML
 
 
 def test_collect_reads_the_results_of_a_sweep(tmp_path, monkeypatch):
