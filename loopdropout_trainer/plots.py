@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def decorate(
     )
 
 
-def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.ggplot | Compose:
+def line_plot(
+    data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str, gain_over: Mapping[str, str] | None = None
+) -> p9.ggplot | Compose:
     """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
 
     The vertical axis of a panel begins at zero, unless all values would be in its upper half. Then its label says so.
@@ -56,6 +59,7 @@ def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.
         data: columns `panel`, `label`, which begins with the method, `mean`, `sd` and the column named `x`.
         axes: columns `x_label` and `y_label`. The index has the panels.
         title: Title of the figure.
+        gain_over: A label and the label that it is compared with. Their differences are printed between their points.
     """
     labels = [*data["label"].unique()]
     methods = [label.split(", ")[0] for label in labels]
@@ -81,6 +85,12 @@ def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.
             + x_scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
             + p9.expand_limits(y=[begin, high or 1])
         )
+        for ours, other in (gain_over or {}).items():
+            texts = _gain_texts(own, x, ours, other)
+            plot += p9.expand_limits(x=ticks[-1] + 0.35 * (ticks[-1] - ticks[0]))  # room for the last text
+            plot += p9.geom_text(
+                p9.aes(x, "mean", label="text"), texts, inherit_aes=False, size=8, ha="left", nudge_x=0.1
+            )
         y_label = axis["y_label"] + ("\n(axis does not begin at 0)" if begin else "")
         plot = decorate(plot, None if place else title, axis["x_label"], y_label, len(panels), axis.name)
         if place != len(panels) // 2:  # one legend for all panels
@@ -92,18 +102,34 @@ def line_plot(data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str) -> p9.
     return figure
 
 
-def heat_plot(data: pd.DataFrame, x: str, y: str, title: str, x_label: str, y_label: str) -> p9.ggplot:
-    """Return a matrix of the means with their numbers, the first row on top."""
+def _gain_texts(data: pd.DataFrame, x: str, ours: str, other: str) -> pd.DataFrame:
+    """Return the differences of two labels as texts, at the middle between their points."""
+    sides = [data[data["label"] == label].set_index(x)["mean"] for label in (ours, other)]
+    gains = (sides[0] - sides[1]).dropna()
+    middle = ((sides[0] + sides[1]) / 2)[gains.index]
+    return pd.DataFrame({x: gains.index, "mean": middle.to_numpy(), "text": gains.map("{:+.2f}".format).to_numpy()})
+
+
+def heat_plot(
+    data: pd.DataFrame, x: str, y: str, title: str, x_label: str, y_label: str, shows_gains: bool = False
+) -> p9.ggplot:
+    """Return a matrix of the means with their numbers, the first row on top.
+
+    Gains have a sign, and an outline marks the cells whose `x` and `y` are equal, such as training and evaluation depth.
+    """
     step = data[x].drop_duplicates().sort_values().diff().min()
     plot = (
         p9.ggplot(data, p9.aes(x, y))
         + p9.geom_tile(p9.aes(fill="mean"), color="white", width=step, height=step)
-        + p9.geom_text(p9.aes(label="mean"), format_string="{:.1f}", size=9)
+        + p9.geom_text(p9.aes(label="mean"), format_string="{:+.2f}" if shows_gains else "{:.1f}", size=9)
         + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
         + p9.scale_x_continuous(breaks=data[x].unique())
         + p9.scale_y_reverse(breaks=data[y].unique())
         + p9.facet_wrap("panel")
     )
+    if shows_gains:
+        diagonal = data[data[x] == data[y]]
+        plot += p9.geom_tile(data=diagonal, fill=None, color="#000000", size=1, width=step, height=step)
     return decorate(plot, title, x_label, y_label, data["panel"].nunique())
 
 

@@ -45,7 +45,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -93,12 +94,15 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 
 
 @cache
-def describe_recipe(name: str) -> dict[str, Any]:
-    """Return the settings of a recipe, `batch`, `steps`, and the `seeds`, `learning_rates` and `benchmarks` of its sweeps."""
+def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[str, Any]:
+    """Return the settings of a recipe, `batch`, `steps`, and the `seeds`, `learning_rates` and `benchmarks` of its sweeps.
+
+    The steps count the examples that fit into `max_length`, if their number is given, because the others are left out.
+    """
     recipe, sweeps = load_recipe(name), map(load_recipe, recipe_names())
     own = [{**sweep, **sweep["measure"]} for sweep in sweeps if sweep.get("recipe") == name and "measure" in sweep]
     batch = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
-    steps = recipe["num_train_epochs"] * math.ceil(recipe["num_train_examples"] / batch)
+    steps = recipe["num_train_epochs"] * math.ceil((num_fitting_examples or recipe["num_train_examples"]) / batch)
     used = {
         field: ", ".join(map(str, sorted({value for sweep in own for value in sweep[field]})))
         for field in ("learning_rates", "seeds", "benchmarks")
@@ -116,6 +120,7 @@ def fill_cell(
     decimals: int = 2,
     scale: float = 1.0,
     recipe: str | None = None,
+    num_fitting_examples: int | None = None,
     **wanted: Any,
 ) -> str:
     """Return the text of a cell.
@@ -129,10 +134,11 @@ def fill_cell(
         decimals: digits after the decimal point.
         scale: factor on the values.
         recipe: file whose setting `show`, or value of `describe_recipe`, is the text.
+        num_fitting_examples: argument of `describe_recipe`.
         wanted: values of the columns that select the results.
     """
     if recipe:
-        return str(describe_recipe(recipe)[show])
+        return str(describe_recipe(recipe, num_fitting_examples)[show])
     rows = find(results, wanted)
     if minus:
         other = find(results, {**wanted, **minus})
@@ -149,6 +155,17 @@ def fill_cell(
     return " / ".join(f"{value:.{decimals}f}" for value in values) if show == "seeds" else f"{rows[show].iloc[0]:g}"
 
 
+def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, Any], Any]]:
+    """Yield the heads, the title of the column, the selection and the paper's number of each cell, row by row."""
+    for row in spec["rows"]:
+        heads, wanted = {}, spec.get("filter", {})
+        for (title, column), head in zip(spec["heads"].items(), row, strict=False):
+            ((heads[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
+            wanted = {**wanted, **selection}
+        for (title, column), paper in zip_longest(spec["columns"].items(), row[len(heads) :]):
+            yield heads, title, {**wanted, **column}, paper
+
+
 def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return a table with one line for each number, next to the paper's, and a list of the missing numbers.
 
@@ -157,19 +174,66 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         results: from `load_results`.
     """
     lines, missing = [], []
-    for row in spec["rows"]:
-        heads, wanted = {}, spec.get("filter", {})
-        for (title, column), head in zip(spec["heads"].items(), row, strict=False):
-            ((heads[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
-            wanted = {**wanted, **selection}
-        for (title, column), paper in zip_longest(spec["columns"].items(), row[len(heads) :]):
-            number = "–"
-            try:
-                number = fill_cell(results, **{**wanted, **column})
-            except Missing as reason:
-                missing.append(f"Missing: {', '.join(heads.values())}, {title}: {reason}.")
-            lines.append({**heads, "column": title, "here": number, "paper": paper})
+    for heads, title, wanted, paper in read_numbers(spec):
+        number = "–"
+        try:
+            number = fill_cell(results, **wanted)
+        except Missing as reason:
+            missing.append(f"Missing: {', '.join(heads.values())}, {title}: {reason}.")
+        lines.append({**heads, "column": title, "here": number, "paper": paper})
     return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
+
+
+NOT_COMPARED = {"show", "minus", "part", "of", "recipe", "metric"}
+"""Options of cells that are not accuracies, and so have no best value."""
+
+
+def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) -> pd.DataFrame:
+    """Return a table with the rows and columns of the paper, and the paper's number and ours in neighboring columns.
+
+    The best accuracy among methods at equal settings is marked, if all of them are known.
+
+    Args:
+        spec: content of a YAML file (docs/reports.md).
+        table: from `build_table`.
+        mark_best: Function from the text of a best value to the marked text, for example bold.
+    """
+    sources = [name for name in ("paper", "here") if name in table]
+    groups = {}
+    for line, (_, _, wanted, _) in enumerate(read_numbers(spec)):
+        if not NOT_COMPARED & {*wanted}:
+            settings = {name: value for name, value in wanted.items() if name not in ("method", "variant")}
+            groups.setdefault(repr(sorted(settings.items())), []).append(line)
+    texts = table[sources].copy()
+    for lines in groups.values():
+        for source in sources:
+            means = table.loc[lines, source].str.extract(r"^([-+]?[\d.]+)")[0].astype(float)
+            if len(means) > 1 and means.notna().all():
+                best = means.index[means == means.max()]
+                texts.loc[best, source] = texts.loc[best, source].map(mark_best)
+    rows = []
+    width = len(spec["columns"])
+    for start in range(0, len(table), width):
+        cells = texts.iloc[start : start + width]
+        titles = table["column"].iloc[start : start + width]
+        row = table[[*spec["heads"]]].iloc[start].to_dict()
+        for title, (_, own) in zip(titles, cells.iterrows(), strict=True):
+            row |= {f"{title}, {source}": own[source] for source in sources}
+        rows.append(row)
+    return pd.DataFrame(rows).set_index([*spec["heads"]])
+
+
+def bold_in_markdown(text: str) -> str:
+    return f"**{text}**"
+
+
+def bold_in_latex(text: str) -> str:
+    return rf"\textbf{{{text}}}"
+
+
+def escape_latex(text: str) -> str:
+    """Return a text or a bold text of a table for LaTeX."""
+    return re.sub(r"([&%$#_])", r"\\\1", text).replace("±", r"$\pm$").replace("–", "--")
 
 
 # Figures (plots.py is imported in the functions, because tables do not need plotnine)
@@ -200,11 +264,26 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     if spec["figure"] == "heat":
         ours, other = points_by(spec["y"]), points_by(spec["y"], **spec["minus"])
         both = ours.merge(other, on=["panel", spec["y"], x], suffixes=("_ours", ""))
-        return heat_plot(both.assign(mean=both["mean_ours"] - both["mean"]), x, spec["y"], spec["title"], **labels)
-    return line_plot(points_by("label"), x, pd.DataFrame(labels, [*spec["panels"]]), spec["title"])
+        gains = both.assign(mean=both["mean_ours"] - both["mean"])
+        return heat_plot(gains, x, spec["y"], spec["title"], **labels, shows_gains=True)
+    axes = pd.DataFrame(labels, [*spec["panels"]])
+    return line_plot(points_by("label"), x, axes, spec["title"], spec.get("gain_over"))
 
 
 # The command
+
+
+def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str] = ()) -> None:
+    """Print a table in the paper's layout, and save it as Markdown and LaTeX, and its numbers line by line as CSV."""
+    title = spec["title"]
+    print_table(title, lay_out(spec, table, str))
+    print(*notes, sep="\n")
+    markdown = lay_out(spec, table, bold_in_markdown).reset_index().to_markdown(index=False, disable_numparse=True)
+    path.with_suffix(".md").write_text("\n\n".join([f"### {title}", markdown, *notes, ""]), encoding="utf-8")
+    latex = lay_out(spec, table, bold_in_latex).reset_index().map(escape_latex).rename(columns=escape_latex)
+    options = {"index": False, "escape": False, "caption": escape_latex(title), "label": f"tab:{path.name}"}
+    path.with_suffix(".tex").write_text(latex.to_latex(**options), encoding="utf-8")
+    table.to_csv(path.with_suffix(".csv"), index=False)
 
 
 def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = ()) -> None:
@@ -242,8 +321,7 @@ def main(argv: list[str] | None = None) -> None:
                 save_figure(build_figure(spec, results), path)
             else:
                 table, missing = build_table(spec, results)
-                table = table.set_index([*spec["heads"], "column"])
-                save_table(table, spec["title"], path, [*missing, *(spec["made_by"] if missing else [])])
+                save_layout(spec, table, path, [*missing, *(spec["made_by"] if missing else [])])
         except Missing as reason:
             print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
 

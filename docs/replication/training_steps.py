@@ -6,6 +6,8 @@ python docs/replication/training_steps.py                                # the r
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pandas as pd
 from claims import format_p, verdict, with_interval
@@ -26,6 +28,12 @@ def gains(study: Study, steps: int, method: str = "loop_dropout", **place) -> np
     return differences(ours, lora)
 
 
+def count_compared(study: Study) -> int:
+    """Return the number of runs that are compared, without those that only chose a learning rate."""
+    accuracy = study.rows[study.rows["metric"] == "accuracy"]
+    return len(accuracy[["method", "seed"]].drop_duplicates().query("seed != @SELECTION_SEED"))
+
+
 def registered_tests(study: Study) -> dict[str, tuple[Estimate, float]]:
     """Return the estimates of both registered tests with p-values that are adjusted by Holm's method.
 
@@ -41,5 +49,7 @@ def registered_tests(study: Study) -> dict[str, tuple[Estimate, float]]:
 if __name__ == "__main__":
     rows = pd.read_csv(RUNS)
     study = Study(rows[rows["study"] == "small_lm_steps"])
+    if not count_compared(study):
+        sys.exit("Study B was withdrawn before any compared run, so runs.csv.gz has no runs to test.")
     for name, (test, p) in registered_tests(study).items():
         print(f"{name}: {with_interval(test)}, adjusted p {format_p(p)}, {verdict(test.mean, p)}")

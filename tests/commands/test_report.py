@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 from scipy import stats
 
@@ -105,32 +106,75 @@ def test_table_of_the_paper_is_filled(path, results, all_results):
     assert report.build_table(spec, all_results)[0].equals(table)
     papers = [str(number) for row in spec["rows"] for number in row[len(spec["heads"]) :] if number is not None]
     assert [number for number in table.get("paper", []) if number != "–"] == papers
+    shown = report.lay_out(spec, table, report.bold_in_markdown)
+    sources = [name for name in ("paper", "here") if name in table]
+    assert shown.shape == (len(spec["rows"]), len(spec["columns"]) * len(sources))
+    assert shown.to_numpy().ravel()[-1].strip("*") == table[sources[-1]].iloc[-1]
+    if path.stem == "recipes":
+        assert table.set_index(["Setting", "column"]).loc[("Optimizer steps", "Tulu 2-100k"), "here"] == "769"
     if path.stem == "answer_decomposition":
         gains = table.set_index(["Rank", "column"])["here"].str.split().str[0].astype(float).unstack()
         assert np.allclose(gains["Both extractable"] + gains["Missing in either"], gains["Total"], atol=0.011)
 
 
 def assert_readable(plot):
-    """The title and the axes have labels, and no text is cut."""
+    """The title and the axes have labels, and no text is cut. Return the drawn figure."""
     panels = getattr(plot, "items", [plot])
     assert panels[0].labels.title and all(panel.labels.x and panel.labels.y for panel in panels)
     figure = plot.draw()
     FigureCanvasAgg(figure).draw()
     boxes = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text().strip()]
     assert all(figure.bbox.padded(2).count_contains(box.get_points()) == 2 for box in boxes if box.width > 1)
+    return figure
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
 def test_figure_of_the_paper_is_drawn(path, results):
     spec = load_recipe(path)
     plot = report.build_figure(spec, results_of(spec, results))
-    assert_readable(plot)
+    figure = assert_readable(plot)
+    texts = [text.get_text() for text in figure.findobj(Text)]
     if path.stem == "figure_overview":
         assert {*plot.data["mean"][plot.data["panel"] == "during training"]} == {0.0, 2.0}
     if path.stem == "figure_depth_gains":
         wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
         gain = plot.data.set_index(["num_loops", "trained_loops"])["mean"][6, 4]
         assert report.fill_cell(results["gsm8k_depths"], minus=spec["minus"], **wanted).startswith(f"{gain:+.2f} [")
+        assert f"{gain:+.2f}" in texts
+        edges = [own.get_edgecolor() for own in figure.findobj(PolyCollection)]
+        assert [len(own) for own in edges if own.size and own[:, :3].max() == 0] == [
+            3
+        ]  # trained and evaluated at the same depth
+    if path.stem == "figure_depth_accuracy":
+        wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
+        gain = report.fill_cell(results["gsm8k_depths"], minus={"method": "LoRA"}, **wanted)
+        assert gain.split()[0] in texts
+
+
+def test_best_accuracy_among_methods_is_bold():
+    spec = {
+        "heads": {"Method": "method", "LR": "recipe_learning_rate"},
+        "columns": {"A & B": {"task": "a"}, "Minutes": {"task": "a", "of": "train_seconds"}},
+        "rows": [["LoRA", 1e-4], ["LoRA+", 1e-4], ["LoRA", 2e-4]],
+    }
+    numbers = ["85.3 ± 0.6", "110.6", "86.5 ± 0.4", "112.8", "90.1 ± 0.1", "100.0"]
+    lines = [
+        {"Method": row[0], "LR": str(row[1]), "column": column} for row in spec["rows"] for column in spec["columns"]
+    ]
+    table = pd.DataFrame(lines).assign(here=numbers, paper=numbers)
+    shown = report.lay_out(spec, table, report.bold_in_markdown)
+    assert [*shown.columns] == ["A & B, paper", "A & B, here", "Minutes, paper", "Minutes, here"]
+    assert shown["A & B, here"].tolist() == [
+        "85.3 ± 0.6",
+        "**86.5 ± 0.4**",
+        "90.1 ± 0.1",
+    ]  # the last one has another LR
+    assert shown["Minutes, here"].tolist() == ["110.6", "112.8", "100.0"]
+    table.loc[0, "here"] = "–"  # then the best one is not known
+    shown = report.lay_out(spec, table, report.bold_in_latex)
+    assert shown["A & B, here"].tolist() == ["–", "86.5 ± 0.4", "90.1 ± 0.1"]
+    assert report.escape_latex(shown["A & B, paper"].iloc[1]) == r"\textbf{86.5 $\pm$ 0.4}"
+    assert report.escape_latex("A & B, 5%") == r"A \& B, 5\%"
 
 
 def test_tables_and_figures_name_existing_files():

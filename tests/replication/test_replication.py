@@ -14,6 +14,7 @@ from statsmodels.formula.api import ols
 from statsmodels.stats.multitest import multipletests
 
 from helpers.files import ROOT, write_lines
+from helpers.processes import Program
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import write_results
@@ -91,6 +92,11 @@ def test_pages_say_significant_with_its_family():
     prose = [part for part in page.split("\n\n") if not part.startswith("|")]
     silent = [part for part in prose if "significant" in part and not re.search("famil|tests", part)]
     assert silent == []
+
+
+def test_training_steps_needs_compared_runs():
+    program = Program("docs/replication/training_steps.py", cwd=ROOT)
+    assert program.wait() == 1 and program.stderr.startswith("Study B was withdrawn before any compared run")
 
 
 def test_marked_numbers_do_not_begin_a_line():
