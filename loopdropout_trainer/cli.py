@@ -10,9 +10,12 @@ loopdropout_trainer sft RECIPE.yaml` runs the same command in each process.
 from __future__ import annotations
 
 import ast
+import platform
 import re
 import runpy
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from loopdropout_trainer import __version__
@@ -26,20 +29,95 @@ def scripts() -> dict[str, Path]:
     return {path.stem: path for path in paths if not path.stem.startswith(("make_", "_"))}
 
 
+HINTS = {
+    "train": "sft",
+    "finetune": "sft",
+    "fine-tune": "sft",
+    "eval": "evaluate",
+    "generate": "chat",
+    "plot": "report",
+}
+"""Commands of other programs, and the command here that does the same."""
+
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "lm-eval",
+    "deepspeed",
+    "bitsandbytes",
+    "vllm",
+)
+"""Libraries whose versions a bug report needs, as far as they are installed."""
+
+
 def print_usage() -> None:
     """Print the commands with the first lines of their docstrings."""
     print(f"{__doc__}\ncommands:")
     for name, script in scripts().items():
         print(f"  {name:<10} {ast.get_docstring(ast.parse(script.read_bytes())).splitlines()[0]}")
-    print(f"  {'recipes':<10} List the recipes of the package.")
+    print(f"  {'recipes':<10} List the recipes of the package, or print one by its name.")
+
+
+def print_versions() -> None:
+    """Print the versions of the package, of Python and of the installed libraries in one line, for a bug report."""
+    parts = [f"loopdropout-trainer {__version__}", f"Python {platform.python_version()}"]
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            parts.append(f"{name} {version(name)}")
+    print(f"{', '.join(parts)}, {platform.system()} {platform.machine()}")
+
+
+def command_of(recipe: str, text: str) -> str:
+    """Return the command that a recipe belongs to.
+
+    Args:
+        recipe: Name of the recipe, such as `dpo/arithmetic.yaml`.
+        text: Content of the recipe.
+    """
+    folder = recipe.split("/")[0]
+    if folder in ("dpo", "grpo"):
+        return folder
+    if folder == "accelerate":
+        return "accelerate launch --config_file"
+    if folder == "tables":
+        return "report --tables"
+    if folder == "evaluation":
+        return "evaluate"
+    if re.search(r"^(methods|learning_rates):", text, re.MULTILINE):
+        return "sweep"
+    return "sft"
 
 
 def print_recipes() -> None:
-    """Print the recipes of the package with the first sentence of their comments."""
-    for name in recipe_names():
+    """Print the recipes of the package by command, each with the first sentence of its comments. The quickstart is first."""
+    by_command: dict[str, list[str]] = {"sft": []}
+    for name in sorted(recipe_names(), key=lambda name: (name != "quickstart.yaml", name)):
         text = (recipes_folder() / name).read_text(encoding="utf-8")
         comment = re.search(r"^# *(?!accelerate |python |loopdropout |pip )(\S.*)", text, re.MULTILINE)
-        print(f"{name:<48} {comment[1] if comment else ''}".rstrip())
+        line = f"{name:<48} {comment[1] if comment else ''}".rstrip()
+        by_command.setdefault(command_of(name, text), []).append(line)
+    for command, lines in by_command.items():
+        print(command if command.startswith("accelerate") else f"loopdropout {command}")
+        for line in lines:
+            print(f"  {line}")
+
+
+def print_recipe(name: str) -> None:
+    """Print a recipe of the package, whose name may leave out `.yaml`.
+
+    Raises:
+        UserError: If there is no such recipe.
+    """
+    names = recipe_names()
+    for found in (name, f"{name}.yaml"):
+        if found in names:
+            print((recipes_folder() / found).read_text(encoding="utf-8"), end="")
+            return
+    raise UserError(f"The package has no recipe {name!r}.{closest_match(f'{name}.yaml', names)}")
 
 
 def run(argv: list[str]) -> None:
@@ -48,16 +126,21 @@ def run(argv: list[str]) -> None:
         case [] | ["-h" | "--help"]:
             print_usage()
         case ["--version"]:
-            print(__version__)
-        case ["recipes", *_]:
+            print_versions()
+        case ["recipes"] | ["recipes", "-h" | "--help"]:
             print_recipes()
+        case ["recipes", name, *_]:
+            print_recipe(name)
         case [name, *arguments] if name in scripts():
             script = scripts()[name]
             sys.argv = [str(script), *arguments]
             sys.path.append(str(script.parent))  # scripts import one another
             runpy.run_path(str(script), run_name="__main__")
         case [name, *_]:
-            raise UserError(f"Unknown command {name!r}.{closest_match(name, [*scripts(), 'recipes'])} See --help.")
+            hint = closest_match(name, [*scripts(), "recipes"])
+            if name in HINTS:
+                hint = f" Did you mean {HINTS[name]!r}?"
+            raise UserError(f"Unknown command {name!r}.{hint} See --help.")
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ def run_script(main: Callable[[], None]) -> None:
     Args:
         main: function that parses the command line and does the work.
     """
-    script = Path(sys.argv[0]).name
+    script = _command_name(Path(sys.argv[0]))
     protect_terminal()
     # Python finds the files next to a script first, and recipes/evaluate.py hides a library that tasks of lm-eval import.
     sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
@@ -150,6 +150,13 @@ def run_script(main: Callable[[], None]) -> None:
         # All processes stop after the same step, and a launcher that was stopped, too, waits until all of them have ended.
         _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}", seconds=2)
         sys.exit(128 + getattr(error, "signal", signal.SIGINT))
+
+
+def _command_name(script: Path) -> str:
+    """Return the command that a message begins with, such as "loopdropout sft" for `recipes/sft.py`."""
+    if script.parent.name == "recipes":
+        return f"loopdropout {script.stem}"
+    return "loopdropout" if script.name == "__main__.py" else script.name
 
 
 def _print_from_first_process(message: str, seconds: float = 30) -> None:

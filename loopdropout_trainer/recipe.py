@@ -42,6 +42,21 @@ REPLACED_TOGETHER = {
 """Fields that describe another field. They are not inherited where that other field changes. The list is made by hand, because
 recipes are read before the classes of the fields are known."""
 
+USUAL_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "dropout": "p",
+    "loop_dropout": "p",
+    "K": "num_loops",
+    "loops": "num_loops",
+    "model": "model_name_or_path",
+    "dataset": "dataset_name",
+    "rank": "lora_r",
+    "steps": "max_steps",
+}
+"""Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
+
 TRAINING_HELP = {name: metadata["help"] for name, metadata in LIBRARY_FIELDS.items()}
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
@@ -169,7 +184,8 @@ def parse(
         if name in unread:
             continue
         if name not in fields:
-            hint = closest_match(FORMER_NAMES.get(name, name), fields)
+            other_name = FORMER_NAMES.get(name, USUAL_NAMES.get(name, name))
+            hint = closest_match(other_name, fields)
             raise UserError(f"`{name}` is not a field of this script.{hint}")
         if value is not None or type(None) in get_args(hints[name]):
             settings[name] = _fit(value, hints[name])

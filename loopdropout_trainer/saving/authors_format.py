@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from loopdropout_trainer.errors import UserError, check_type
 from loopdropout_trainer.files import check_links, read_json_object
+
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 # The base model and the depth that the authors' program supports.
@@ -54,6 +57,8 @@ def read_authors_config(folder: Path) -> dict[str, Any] | None:
 
 def to_peft_config(fields: Mapping[str, Any]) -> LoraConfig:
     """Return PEFT's configuration of an adapter in the authors' format."""
+    from peft import LoraConfig  # its import takes seconds
+
     alpha = float(fields["alpha"])
     return LoraConfig(
         r=fields["rank"],

@@ -29,11 +29,36 @@ def test_help_lists_every_script(capsys):
         cli.run(["stf", "x.yaml"])
 
 
-def test_recipes_are_listed_with_a_description(capsys):
+def test_recipes_are_listed_by_command(capsys):
     cli.run(["recipes", "--help"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == recipe_names()
-    assert any(re.match("quickstart.yaml +Loop Dropout against LoRA", line) for line in lines)
+    assert lines[0] == "loopdropout sft" and re.match("  quickstart.yaml +Loop Dropout against LoRA", lines[1])
+    assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == recipe_names()
+    commands = [line.removeprefix("loopdropout ") for line in lines if not line.startswith("  ")]
+    assert {"dpo", "grpo", "sweep", "evaluate", "report --tables"} <= {*commands}
+    sweeps = lines[lines.index("loopdropout sweep") :]
+    assert "  sweeps/metamath_gsm.yaml" in {line[:27].rstrip() for line in sweeps}
+
+
+def test_recipe_is_printed_by_its_name(capsys):
+    for name in ("quickstart", "quickstart.yaml"):
+        cli.run(["recipes", name])
+        assert capsys.readouterr().out == (ROOT / "recipes/quickstart.yaml").read_text()
+    with user_error("The package has no recipe 'quckstart'. Did you mean 'quickstart.yaml'"):
+        cli.run(["recipes", "quckstart"])
+
+
+@pytest.mark.parametrize(("words", "meant"), [("train", "sft"), ("finetune", "sft"), ("generate", "chat")])
+def test_habitual_command_has_a_hint(words, meant):
+    with user_error(f"Unknown command '{words}'. Did you mean '{meant}'"):
+        cli.run([words, "quickstart.yaml"])
+
+
+def test_version_has_all_libraries(capsys):
+    cli.run(["--version"])
+    (line,) = capsys.readouterr().out.splitlines()
+    for name in ("loopdropout-trainer", "Python", "torch", "transformers", "trl", "peft", "accelerate", "datasets"):
+        assert re.search(rf"(^|, ){name} \d", line)
 
 
 def test_command_runs_its_script(monkeypatch, capsys):

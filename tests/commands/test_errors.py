@@ -38,7 +38,7 @@ def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
     with pytest.raises(SystemExit) as stop:
         run_script(lambda: raise_(error))
     assert stop.value.code == code
-    assert capsys.readouterr().err == f"sft.py: {message}\n"
+    assert capsys.readouterr().err == f"loopdropout sft: {message}\n"
 
 
 WRITERS = {

@@ -266,3 +266,21 @@ def test_recipes_readme_lists_every_recipe():
     listed = set(re.findall(r"`(?:recipes/)?([\w./-]+\.yaml)`", text))
     assert {*TRAINING, *(name for name in recipe_names() if name.startswith("sweeps/"))} <= listed
     assert listed <= {*recipe_names()}
+
+
+HABITS = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "dropout": "p",
+    "K": "num_loops",
+}
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_habitual_field_has_a_hint(name):
+    types = load_script("recipes/sft.py")
+    classes = (types.SFTArguments, types.ModelArguments, types.AdapterArguments, types.DataArguments)
+    classes += (types.LoopDropoutConfig,)
+    with user_error(f"`{name}`.* Did you mean '{HABITS[name]}'"):
+        parse(classes, ["quickstart.yaml", f"--{name}", "1"])

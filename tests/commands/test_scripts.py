@@ -285,9 +285,9 @@ MISTAKES = [
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
 def test_mistake_is_explained_in_one_line(script, words, message, tmp_path, monkeypatch, capsys):
     recipe = "quickstart.yaml" if script == "sft" else f"{script}/arithmetic.yaml"
-    command = f"{script}.py {recipe} {SHORT} --output_dir {tmp_path} {words}".split()
+    command = f"recipes/{script}.py {recipe} {SHORT} --output_dir {tmp_path} {words}".split()
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="2"):
         run_script(SCRIPTS[script].main)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"{script}.py: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"loopdropout {script}: ")]
     assert message in line and TOKEN not in line
