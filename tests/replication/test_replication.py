@@ -61,6 +61,8 @@ def test_comparisons_have_one_adjusted_p(rows):
 def test_families_are_adjusted_alone(rows):
     table = pd.read_csv(make.CSV)
     claims = make.decide(make.parts(rows)[0])[0]
+    assert claims["family_p"].tolist() == pytest.approx(table["family_p"].tolist())
+    assert claims["family_verdict"].tolist() == table["family_verdict"].tolist()
     for question, part in table.groupby("question"):
         adjusted = multipletests(part["p"], method="holm")[1]
         without = multipletests(part["p_without_selection_seed"], method="holm")[1]
