@@ -8,8 +8,8 @@ Text is at least 12 pixels high on a page of 360 pixels. The colors follow the r
 from pathlib import Path
 
 
-WIDTH, HEIGHT = 360, 300
-LEFT, STEP, BLOCK = 36, 76, 56
+WIDTH, HEIGHT = 360, 142
+HALF, LEFT, STEP, BLOCK = 186, 16, 38, 30
 STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328; text-anchor: middle; }
 .start { text-anchor: start; }
@@ -33,41 +33,39 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f232
 }"""
 
 
-def row(top: int, title: str, gates: list[int], end: str) -> list[str]:
-    """Return the elements of one row: the shared update, a switch for each loop, and the K applications of the block.
+def half(left: int, title: str, gates: list[int]) -> list[str]:
+    """Return the elements of one half: the shared update, a switch for each loop, and the K applications of the block.
 
     Args:
-        top: Distance from the upper edge in pixels.
-        title: Text above the row.
+        left: Distance from the left edge in pixels.
+        title: Text above the half.
         gates: [K] factors of the update. 0 is an open switch.
-        end: Text to the right of the last loop.
     """
-    middle = top + 88
+    first, end = left + LEFT, left + LEFT + 3 * STEP + BLOCK
     parts = [
-        f'<text class="start bold" x="8" y="{top + 12}">{title}</text>',
-        f'<rect class="update" x="{LEFT}" y="{top + 20}" width="{3 * STEP + BLOCK}" height="22" rx="4"/>',
-        f'<text class="on" x="{LEFT + (3 * STEP + BLOCK) / 2}" y="{top + 36}">one shared LoRA update</text>',
-        f'<path class="path" d="M8 {middle + 14} H{LEFT}" marker-end="url(#arrow)"/>',
+        f'<text class="start bold" x="{left + 2}" y="15">{title}</text>',
+        f'<rect class="update" x="{first}" y="24" width="{end - first}" height="22" rx="4"/>',
+        f'<text class="on" x="{(first + end) / 2}" y="40">shared LoRA update</text>',
+        f'<path class="path" d="M{left + 2} 106 H{first}" marker-end="url(#arrow)"/>',
     ]
     for loop, gate in enumerate(gates):
-        x = LEFT + loop * STEP
+        x = first + loop * STEP
         center = x + BLOCK // 2
         if gate:
-            wire = f'<path class="wire" d="M{center} {top + 42} V{middle}"/>'
-            label = f'<text class="start on" x="{center + 6}" y="{top + 68}">×{gate}</text>'
+            wire = f'<path class="wire" d="M{center} 46 V93"/>'
+            label = f'<text class="start on" x="{center + 4}" y="74">×{gate}</text>'
         else:
-            switch = f"V{top + 50} L{center - 13} {top + 66} M{center} {top + 70}"
-            wire = f'<path class="cut" d="M{center} {top + 42} {switch} V{middle}"/>'
-            label = f'<text class="start off" x="{center + 6}" y="{top + 68}">off</text>'
+            wire = f'<path class="cut" d="M{center} 46 V54 L{center - 10} 70 M{center} 74 V93"/>'
+            label = f'<text class="start off" x="{center + 4}" y="74">off</text>'
+        target = x + STEP if loop < len(gates) - 1 else end + 14
         parts += [
             wire,
             label,
-            f'<rect class="block" x="{x}" y="{middle}" width="{BLOCK}" height="28" rx="4"/>',
-            f'<text x="{center}" y="{middle + 19}">loop {loop + 1}</text>',
+            f'<rect class="block" x="{x}" y="93" width="{BLOCK}" height="26" rx="4"/>',
+            f'<text x="{center}" y="110">{loop + 1}</text>',
+            f'<path class="path" d="M{x + BLOCK} 106 H{target}" marker-end="url(#arrow)"/>',
         ]
-        if loop < len(gates) - 1:
-            parts.append(f'<path class="path" d="M{x + BLOCK} {middle + 14} H{x + STEP}" marker-end="url(#arrow)"/>')
-    parts.append(f'<text class="start" x="{LEFT + 3 * STEP + BLOCK + 4}" y="{middle + 19}">{end}</text>')
+    parts.append(f'<text class="off" x="{(first + end) / 2}" y="136">loops of one block</text>')
     return parts
 
 
@@ -78,9 +76,8 @@ def main() -> None:
         f"<style>{STYLE}</style>",
         '<defs><marker id="arrow" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
         '<path class="path" d="M0 0 L6 3 L0 6"/></marker></defs>',
-        *row(4, "Training: random switches for each example", [2, 0, 2, 2], "→"),
-        *row(148, "Inference: all on", [1, 1, 1, 1], "→"),
-        f'<text class="start" x="8" y="{HEIGHT - 8}">The same block runs 4 times. 2 = 1 / (1 - p) at p = 0.5</text>',
+        *half(0, "Training: random", [2, 0, 2, 2]),
+        *half(HALF, "Inference: all on", [1, 1, 1, 1]),
         "</svg>",
     ]
     Path(__file__).with_suffix(".svg").write_text("\n".join(parts) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from helpers.errors import user_error
+from helpers.files import ROOT, load_script
 from helpers.tiny import randomise, tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import assert_same_weights, example_nll, logged
 from loopdropout_trainer import LoRADropoutSFTTrainer, default_peft_config, load_adapter, loop_dropout, merge_and_save
@@ -301,9 +302,20 @@ class Alternating(GateRule):
 
 
 def test_new_rule_is_one_class(train):
-    assert sum(map(bool, ALTERNATING.splitlines())) == 11  # docs/architecture.md states this number
     with patch.dict(RULES):
         exec(ALTERNATING, {"__name__": "alternating"})
         trainer = train(rule="alternating", max_steps=2)
     assert [logged(trainer, f"active_loop_{t}") for t in range(1, 5)] == [[1, 0], [1, 0], [0, 1], [0, 1]]
     assert logged(trainer, "gate_mean") == [1, 1]
+
+
+def test_example_of_own_rule_trains(train):
+    file = ROOT / "recipes" / "examples" / "drop_one_loop.py"
+    code = file.read_text().partition('"""\n\n')[2]
+    assert f"```python\n{code}```" in (ROOT / "docs" / "extending.md").read_text()
+    with patch.dict(RULES):
+        rule = load_script(file.relative_to(ROOT)).DropOneLoop(p=0.75)
+        gates = rule.sample(Draw(seed=0, step=0, example_ids=[(row, 0) for row in range(4000)], num_loops=K))
+        assert ((gates == 0).sum(dim=0) <= 1).all() and torch.allclose(gates.mean(dim=1), torch.ones(K), atol=0.03)
+        trainer = train(rule="drop_one_loop", p=0.5, max_steps=1)
+    assert trainer.last_gates.sampled.dtype == torch.float32
