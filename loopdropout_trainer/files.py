@@ -125,7 +125,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     path = Path(folder).resolve()
     path.mkdir(parents=True, exist_ok=True)
     check_links(path)
-    lock = FileLock(path / ".lock", timeout=1, thread_local=False, is_singleton=True)
+    lock = FileLock(lock_path(path, "folder"), timeout=1, thread_local=False, is_singleton=True)
     try:
         acquired = _acquire(lock)
     except Timeout:
@@ -139,9 +139,15 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
 @contextmanager
 def lock_file(path: Path) -> Iterator[None]:
     """Let one process at a time read a file and replace it by `write_file`. The others wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _acquire(FileLock(path.with_name(f".{path.name}.lock"))):
+    with _acquire(FileLock(lock_path(path.parent, path.name))):
         yield
+
+
+def lock_path(folder: Path, name: str) -> Path:
+    """Return the path of a lock in a folder, inside its `.cache/huggingface`, which uploads to the Hub leave out."""
+    locks = folder / ".cache" / "huggingface" / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    return locks / f"{name}.lock"
 
 
 def _acquire(lock: BaseFileLock) -> AbstractContextManager:

@@ -31,6 +31,7 @@ def write_model_card(
     dataset: str | None = None,
     recipe: str | None = None,
     results: Iterable[Mapping[str, Any]] = (),
+    tags: str | Iterable[str] = (),
     merged: bool = False,
     scale: float = 1.0,
 ) -> Path:
@@ -42,11 +43,13 @@ def write_model_card(
         repo_id: `user/name` on the Hub, from which the card's code loads the model. Default: the card's folder.
         dataset: Name of the training data.
         recipe: YAML text of the training settings.
-        results: Rows of `results.jsonl`. The card shows the scores at unit gates next to the base model's scores.
+        results: Rows of `results.jsonl`. The card shows the held-out loss, and the scores at unit gates next to the base
+            model's scores.
+        tags: Further tags of the card.
         merged: Whether the folder holds a merged model.
         scale: Factor of the update in a merged model.
     """
-    folder = Path(folder)
+    folder, results = Path(folder), [*results]
     adapter, looped = model.active_adapters[0], find_looped_model(model)
     lora, num_loops = model.peft_config[adapter], looped.num_loops
     metadata, base = getattr(looped, "trained_with", {}), base_name(model)
@@ -56,6 +59,7 @@ def write_model_card(
     license_fields = _license_of(base)
     facts = {
         "Base model": public_name(base),
+        "Commit of the base model": getattr(looped, "base_revision", None),
         "License of the base model": license_fields.get("license"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": metadata.get("p"),
@@ -66,13 +70,17 @@ def write_model_card(
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
         "Training data": dataset,
+        "Held-out loss (nats per token)": _held_out_loss(results) if scale == 1 else None,
     }
+    own_tags = ["looped-language-model", "lora", "loop-dropout"]
+    further_tags = [tags] if isinstance(tags, str) else tags
     card = ModelCard.from_template(
         ModelCardData(
             library_name="transformers" if merged else "peft",
             pipeline_tag="text-generation",
             base_model=base if is_hub_name(base) else None,
-            tags=["looped-language-model", "lora", "loop-dropout"],
+            datasets=dataset if is_hub_name(dataset) else None,
+            tags=[*dict.fromkeys([*own_tags, *further_tags])],
             **license_fields,
         ),
         template_path=str(Path(__file__).with_name("model_card.jinja")),
@@ -94,6 +102,7 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     recipe = read_recipe(folder)
     names = [str(recipe[name]) for name in ("preparation", "dataset_name") if recipe.get(name)]
+    names += [Path(file).name for file in recipe.get("train_files") or []]
     return {
         "dataset": " ".join(names) or None,
         "recipe": recipe_path(folder).read_text(encoding="utf-8") if recipe else None,
@@ -122,6 +131,33 @@ def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     key = lambda row: (row["task"], row["num_loops"])
     base = {key(row): row["value"] for row in tasks if row["gates"] == "none" and "model" not in row}
     return [(*key(row), row["value"], row["n"], base.get(key(row))) for row in tasks if row["gates"] == "unit"]
+
+
+def _held_out_loss(results: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the last loss of the held-out examples."""
+    losses = [row["value"] for row in results if row["metric"] == "eval_loss"]
+    return f"{losses[-1]:.4f}" if losses else None
+
+
+def name_repository(folder: str | Path, repo_id: str) -> bool:
+    """Name a repository in the title and the commands of a card that was written for a folder.
+
+    Returns:
+        Whether the card names the repository now.
+    """
+    file = Path(folder, CARD_FILE)
+    if not file.is_file():
+        return True
+    text = file.read_text(encoding="utf-8")
+    if repo_id in text:
+        return True
+    name = lambda block: re.sub(r"""(?<=["' ])\.(?=["'\s])""", repo_id, block[0])
+    named = re.sub(r"(?ms)^```(?:python|bash)\n.*?^```$", name, text)
+    if named == text:
+        return False
+    named = named.replace(f"convert_hf_to_gguf.py {repo_id}", f"convert_hf_to_gguf.py --remote {repo_id}")
+    file.write_text(re.sub(r"(?m)^# .*$", f"# {repo_id}", named, count=1), encoding="utf-8")
+    return True
 
 
 def _loading_facts(folder: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from loopdropout_trainer.errors import UserError, first_line, hide_secrets
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, read_authors_config, write_authors_format
-from loopdropout_trainer.saving.cards import CARD_FILE, base_name, is_hub_name, without_folders, write_model_card
+from loopdropout_trainer.saving.cards import base_name, is_hub_name, name_repository, without_folders, write_model_card
 from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config, read_adapter_metadata, read_weights
 from loopdropout_trainer.saving.standalone import check_code, write_code
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
@@ -191,10 +191,10 @@ def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> d
 def push_merged_to_hub(
     folder: str | Path, repo_id: str, *, token: str | None = None, private: bool | None = None
 ) -> str:
-    """Upload a merged model to the Hub, with the card that `merge_and_save` wrote.
+    """Upload a merged model to the Hub, with the card that `merge_and_save` wrote. The card names the repository.
 
     Args:
-        folder: Folder that `merge_and_save` wrote, with the same `repo_id`. It is kept if the push fails.
+        folder: Folder that `merge_and_save` wrote. It is kept if the push fails.
         repo_id: `user/name` of the repository, which is created if it does not exist.
         token: Hub token. Default: the token of the logged-in user.
         private: Whether a new repository is private. Default: the Hub's setting.
@@ -208,8 +208,7 @@ def push_merged_to_hub(
     folder = Path(folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
-    card = folder / CARD_FILE
-    if card.is_file() and repo_id not in card.read_text(encoding="utf-8"):
+    if not name_repository(folder, repo_id):
         logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
     try:
         api = HfApi(token=token)

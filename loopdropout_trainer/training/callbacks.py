@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.depth import FixedDepth, sample_depth
+from loopdropout_trainer.saving.integrity import adapter_patterns, saving
 from loopdropout_trainer.training.config import GateConfig
 
 
@@ -47,6 +51,22 @@ class UnitGatesCallback(TrainerCallback):
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+class PushCallback(TrainerCallback):
+    """Bring the adapter of the newest checkpoint into `output_dir` before it is pushed, with the settings of its training.
+
+    transformers brings only the files there that it knows. Without `loop_dropout.json`, an adapter runs at another depth.
+    """
+
+    def on_push_begin(self, args, state, control, model=None, **kwargs):
+        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if not args.should_save or not checkpoint.is_dir():
+            return
+        patterns = adapter_patterns()
+        with saving(args.output_dir, patterns):
+            for file in {file for pattern in patterns for file in checkpoint.glob(pattern)}:
+                shutil.copy2(file, args.output_dir)
 
 
 class GatedStepCallback(TrainerCallback):

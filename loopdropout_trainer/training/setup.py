@@ -42,12 +42,12 @@ from loopdropout_trainer.models.external import external_skeleton, loading_field
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.results import result_columns, training_results, write_results
-from loopdropout_trainer.saving.cards import CARD_FILE, write_model_card
+from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import is_adapter, save_adapter_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
-from loopdropout_trainer.training.callbacks import UnitGatesCallback, make_step_callbacks
+from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.training.resuming import ResumptionCallback
@@ -170,7 +170,7 @@ class AdapterTrainingMixin:
         else:
             warn_if_rebuilt(arguments["processing_class"])
         # The user's callbacks come last. They may evaluate, and must see unit gates.
-        own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.resumption]
+        own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.resumption, PushCallback()]
         arguments["callbacks"] = [*own, *(arguments["callbacks"] or [])]
 
     def check_reference(self, model: str | PreTrainedModel | PeftModel) -> None:
@@ -414,4 +414,6 @@ class AdapterTrainingMixin:
     ) -> None:
         """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
         if self.is_world_process_zero():
-            write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, dataset=dataset_name)
+            card = read_card_fields(self.args.output_dir)
+            card["dataset"] = dataset_name or card["dataset"]
+            write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, tags=tags or (), **card)

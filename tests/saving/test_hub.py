@@ -388,12 +388,12 @@ def test_code_of_cards_runs(trained, tmp_path, tokenizer, monkeypatch):
     assert config_of(trained / "merged") == config_of(merged)  # the code of the adapter merges
 
 
-VLLM, MLX = "vllm serve .", "mlx_lm.generate --model . "
+VLLM, MLX, OWN = "vllm serve .", "mlx_lm.generate --model . ", "loopdropout chat ."
 SERVED = [  # family, with the base's code, with a tokenizer, the beginnings of the card's commands
-    ("ouro", True, True, [VLLM]),
+    ("ouro", True, True, [VLLM, OWN]),
     ("ouro", True, False, []),
-    ("nanbeige", False, True, [VLLM, MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile"]),
-    ("huginn", True, True, [VLLM]),
+    ("nanbeige", False, True, [VLLM, MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile", OWN]),
+    ("huginn", True, True, [VLLM, OWN]),
 ]
 
 
