@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 
 import pandas as pd
@@ -23,7 +23,13 @@ COLORS = {
     "rsLoRA": "#56B4E9",
 }
 """Colors of Okabe and Ito, which color-blind readers can tell apart."""
-OTHER_COLORS = ["#000000", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
+OTHER_COLORS = ["#9a6324", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
+
+
+SHAPES = {"LoRA": "o", "Loop Dropout": "s", "base model": "D"}
+"""Markers of the methods that most figures have."""
+GRAY = "#768390"
+"""Color of texts, which is readable on white and on black."""
 
 
 def decorate(
@@ -36,8 +42,12 @@ def decorate(
         + p9.theme_minimal(base_size=10)
         + p9.theme(
             figure_size=(max(5.0, 3.4 * num_panels), 4.4),
+            text=p9.element_text(color=GRAY),
+            axis_text=p9.element_text(color=GRAY),
+            strip_text=p9.element_text(color=GRAY),
             plot_title=p9.element_text(size=12, ha="left"),
-            plot_background=p9.element_rect(fill="white", color="white"),
+            plot_background=p9.element_rect(fill="none", color="none"),  # the page's own, light or dark
+            panel_grid_major=p9.element_line(color="#76839055"),
             legend_position="bottom",
             legend_direction="vertical",
             legend_title=p9.element_blank(),
@@ -65,7 +75,8 @@ def line_plot(
     methods = [label.split(", ")[0] for label in labels]
     # A method has the same color in every figure.
     colors = [COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)] for name in methods]
-    shapes = list(islice(cycle("os^Dv<>P"), len(labels)))
+    others = cycle("^v<>P*X")
+    shapes = [SHAPES[label] if label in SHAPES else next(others) for label in labels]
     panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
     plots = []
     for place, (axis, own) in enumerate(panels):
@@ -136,7 +147,9 @@ def heat_plot(
 def save_figure(plot: p9.ggplot | Compose, path: str | Path) -> None:
     """Save a figure as PNG, PDF and SVG. The same numbers give the same files. `path` has no ending."""
     dates = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    with rc_context({"backend": "agg", "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}):
+    with rc_context(
+        {"backend": "agg", "savefig.transparent": True, "svg.hashsalt": "loopdropout", "pdf.fonttype": 42}
+    ):
         figure = plot.draw()
         for ending, date in dates.items():
             figure.savefig(f"{path}.{ending}", dpi=200, metadata=date)

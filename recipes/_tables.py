@@ -178,28 +178,40 @@ def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 def overview_figure(results: pd.DataFrame) -> Any:
     """Return a plotnine figure of the first task: accuracy by depth, and both diagnostics with one active loop.
 
+    The base model is scored by its last number, if this was measured, because it has not learned the format of the answers.
+
     Args:
         results: from `load_results`.
     """
+    import plotnine as p9
+
     from loopdropout_trainer.plots import line_plot
 
-    accuracy = results.query("metric == 'accuracy'")
-    task = accuracy["task"].iloc[0]
-    accuracy = accuracy.query("task == @task")
+    task = results.query("metric == 'accuracy'")["task"].iloc[0]
+    own = results.query("task == @task")
+    of_base = own["method"] == "base model"
+    by_number = own[of_base & (own["metric"] == "last_number")].assign(method="base model, last number")
+    accuracy = own.query("metric == 'accuracy'")
+    if len(by_number):
+        accuracy = pd.concat([accuracy.query("method != 'base model'"), by_number])
     panels = {
         "K loops at inference": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
-        "loss with the adapter in one loop": results.query("metric == 'loss_reduction'"),
         "accuracy with the adapter in one loop": accuracy,
+        "loss reduction, adapter in one loop": results.query("metric == 'loss_reduction'"),
     }
     single = "only loop t with the adapter"
+    trained = results.query("task == 'training'")["num_loops"].unique()
     labels = {
-        "x_label": ["number of loops K", single, single],
-        "y_label": ["accuracy (%)", "loss reduction (%)", "accuracy (%)"],
+        "x_label": ["loops K" + " (dotted: in training)" * (len(trained) == 1), single, single],
+        "y_label": ["accuracy (%)", "accuracy (%)", "loss reduction (%)"],
     }
     rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
     by = ["panel", "label", "loop"]
     data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
-    return line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
+    figure = line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
+    if len(trained) == 1 and hasattr(figure, "items"):
+        figure.items[0] += p9.geom_vline(xintercept=trained[0], linetype="dotted", color="#777777")
+    return figure
 
 
 # Printed tables

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
@@ -19,7 +20,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, write_lines
 from helpers.results import expected_results
 from loopdropout_trainer.diagnostics import compare_answers
-from loopdropout_trainer.plots import line_plot
+from loopdropout_trainer.plots import line_plot, save_figure
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 
@@ -331,14 +332,35 @@ def test_overview_figure_has_three_panels(quickstart):
     folder = quickstart / "LoRA 0.001"
     again = {"gates": "loop 1", "loop": 1, "metric": "loss_reduction", "task": "development", "n": 50, "value": 77.0}
     write(folder, [{**again, "adapter": str(folder)}])  # of diagnose.py
-    plot = report.overview_figure(report.load_results(quickstart))
+    of_base = {"gates": "none", "method": "base model", "seed": None, "num_loops": 4}
+    strict = {**of_base, "metric": "accuracy", "value": 0.0}
+    write(folder, [strict, {**strict, "metric": "last_number", "value": 73.2}])
+    results = report.load_results(quickstart)
+    plot = report.overview_figure(results)
     assert_readable(plot)
     panels = [panel.data.set_index(["label", "loop"])["mean"] for panel in plot.items]
     assert [len(panel["Loop Dropout"]) for panel in panels] == [3, 4, 4]
-    assert panels[1]["LoRA, learning_rate = 0.001", 1] == 77
+    assert panels[2]["LoRA, learning_rate = 0.001", 1] == 77
+    (base,) = [label for label, _ in panels[0].index if label.startswith("base model")]
+    assert base.startswith("base model, last number") and panels[0][base, 4] == 73.2  # not 0 by its format
+    is_line = [type(layer.geom).__name__ == "geom_vline" for layer in plot.items[0].layers]
+    assert any(is_line) == (results.query("task == 'training'")["num_loops"].nunique() == 1)
     axes = [(panel.labels.x, panel.labels.y) for panel in plot.items]
     single = "only loop t with the adapter"
-    assert axes == [("number of loops K", "accuracy (%)"), (single, "loss reduction (%)"), (single, "accuracy (%)")]
+    assert axes == [
+        ("loops K (dotted: in training)", "accuracy (%)"),
+        (single, "accuracy (%)"),
+        (single, "loss reduction (%)"),
+    ]
+
+
+def test_figures_are_transparent(tmp_path):
+    data = pd.DataFrame({"label": "LoRA", "panel": "x", "loop": [1, 2], "mean": [1.0, 2.0], "sd": 0.0})
+    save_figure(
+        line_plot(data, "loop", pd.DataFrame({"x_label": "loop", "y_label": "%"}, ["x"]), "title"), tmp_path / "a"
+    )
+    pixels = pyplot.imread(tmp_path / "a.png")
+    assert pixels.shape[-1] == 4 and pixels[0, 0, 3] == 0 and "fill: #ffffff" not in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize(
