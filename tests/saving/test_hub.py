@@ -285,10 +285,11 @@ def test_unmergeable_adapters_raise(train, tmp_path, rule):
 def test_merge_never_replaces_base_or_adapter(base, trained):
     model = load_model(trained)
     for folder in (base, trained):
-        before = {path: path.read_bytes() for path in folder.iterdir()}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        before = {path: path.read_bytes() for path in files}
         with user_error("`output_dir` must not be the folder of an adapter or of the base model"):
             merge_and_save(model, folder)
-        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 AUTO_MAP = {"AutoConfig": "configuration_ouro.OuroConfig", "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM"}
