@@ -72,6 +72,38 @@ class ModelArguments:
 
 
 @dataclass
+class SourceArguments:
+    """How models and adapters are loaded that were trained before. By default each is loaded as its training did."""
+
+    help_title = "Model"
+
+    model_name_or_path: str | None = option(
+        None, "Hub name or folder of the base model. Default: as each adapter names it."
+    )
+    model_revision: str | None = option(
+        None, "Branch, tag or commit of the base model. Default: the commit of each training."
+    )
+    num_loops: int | None = option(None, "Recurrence depth K. Default: the depth of each training.", **DEPTH_BOUNDS)
+    dtype: str | None = option(
+        None,
+        "Data type of the base weights. Default: as in each training, else bfloat16.",
+        choices=("bfloat16", "float16", "float32"),
+    )
+    attn_implementation: str = option("sdpa", "sdpa, eager, flash_attention_2, ...")
+    chat_template: str | None = option(
+        None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: as in each training."
+    )
+    num_threads: int | None = option(None, "CPU threads per process. Default: torch's own.", "never")
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.num_threads is not None:
+            import torch
+
+            torch.set_num_threads(self.num_threads)
+
+
+@dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,17 @@ def model_path(name: Any) -> Any:
         isinstance(name, str) and name.endswith("/loopdropout_trainer/tiny_ouro") and not Path(name).is_dir()
     )
     return str(TINY_OURO_PATH) if name == "tiny-ouro" or is_elsewhere else name
+
+
+def checkpoint_step(folder: str | Path) -> int | None:
+    """Return the step of a checkpoint by the name of its folder, `checkpoint-STEP`, or None for another folder."""
+    match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
+    return int(match[1]) if match else None
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Return whether a folder has the name of a checkpoint that a training wrote."""
+    return checkpoint_step(folder) is not None
 
 
 def recipes_folder() -> Path:

@@ -38,7 +38,8 @@ class LoopedModelMixin:
         can_pack: Whether the model uses `BatchOptions`.
         trains_at_one_depth: Whether the model trains only at the depth that it was built for.
         optional_linears: Ends of the names of projections that an adapter has only if you name them.
-        trained_with: Training settings of the adapter on the model, for its card.
+        trained_with: Training settings of the adapter on the model, which are saved with it.
+        base_revision: Commit of the repository on the Hub that the model was loaded from, or None if it is not known.
     """
 
     gate_state: GateState
@@ -47,6 +48,7 @@ class LoopedModelMixin:
     reads_prompts = False
     optional_linears: tuple[str, ...] = ()
     trained_with: Mapping[str, Any] = MappingProxyType({})
+    base_revision: str | None = None
 
     @property
     def num_loops(self) -> int:

@@ -252,24 +252,6 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
     return named + argv
 
 
-def name_folders(argv: Sequence[str] | None, name: str) -> list[str]:
-    """Let a command line begin with `[RECIPE.yaml] FOLDER ...`.
-
-    Without a recipe, `FOLDER/recipe.yaml` of an adapter is the recipe without its other depths, and `FOLDER` is the
-    `output_dir`.
-
-    Args:
-        argv: Command line without the script. Default: `sys.argv[1:]`.
-        name: Field of the folders.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    first = argv[0] if argv else "--"
-    if all(Path(first, file).is_file() for file in ("recipe.yaml", "adapter_config.json")):
-        return [f"{first}/recipe.yaml", f"--output_dir={first}", "--eval_num_loops=null", *name_words(argv, name)]
-    recipe = argv[: first.endswith((".yaml", ".yml"))]
-    return [*recipe, *name_words(argv[len(recipe) :], name)]
-
-
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return one instance of each dataclass, made from the settings that are its fields."""
     instances = []

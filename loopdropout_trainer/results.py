@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.files import lock_file, sync_files, write_file
+from loopdropout_trainer.files import is_checkpoint, lock_file, sync_files, write_file
 from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
 
 
@@ -99,11 +99,16 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_own_results(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the results in exactly this folder, with its column `folder`."""
+    return [{**row, "folder": str(folder)} for row in _read_lines(Path(folder, RESULTS_FILE))]
+
+
 def recipe_path(folder: str | Path) -> Path:
     """Return the path of the recipe of the run in a folder, or of the run that a checkpoint belongs to."""
-    own = Path(folder).resolve() / RECIPE_FILE
-    is_checkpoint = own.parent.name.startswith("checkpoint-") and not own.is_file()
-    return own.parents[1] / RECIPE_FILE if is_checkpoint else own
+    folder = Path(folder).resolve()
+    is_in_run = is_checkpoint(folder) and not (folder / RECIPE_FILE).is_file()
+    return (folder.parent if is_in_run else folder) / RECIPE_FILE
 
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:
@@ -192,6 +197,7 @@ def result_columns(trainer: Trainer, method: str) -> dict[str, Any]:
         "num_loops": trainer.num_loops,
         "seed": trainer.args.seed,
         "step": saved_step(trainer),
+        "training": trainer.training_id,
     }
 
 
@@ -239,9 +245,11 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
 
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    return frozenset(
-        (name, str(value)) for name, value in row.items() if name not in ("value", "n") and value is not None
-    )
+    """Return the columns that two results share if one replaces the other."""
+    ignored = {"value", "n"}
+    if row.get("training"):
+        ignored.add("adapter")  # its folder may have been moved
+    return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

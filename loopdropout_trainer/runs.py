@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
     from peft import PeftModel
-    from transformers import PreTrainedModel, Trainer, TrainerState
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerState
 
     from loopdropout_trainer.progress import JobProgressCallback
     from loopdropout_trainer.training.config import GateConfig
@@ -133,7 +133,7 @@ class Job:
     """
 
     def __init__(self, *arguments: Any) -> None:
-        self.script_args, self.model_args, self.adapter_args, _, self.args, *_ = arguments
+        self.script_args, self.model_args, self.adapter_args, self.data_args, self.args, *_ = arguments
         if self.script_args.push_merged_to_hub and not self.args.hub_model_id:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
         check_trackers(self.args.report_to)
@@ -272,6 +272,7 @@ class Job:
         from loopdropout_trainer.progress import JobProgressCallback
         from loopdropout_trainer.training.stopping import NonFiniteGradientError
 
+        trainer.saved_facts |= {"method": run.title, "prompt_template": self.data_args.prompt_format}
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
                 self._evaluate(trainer, run, self.tasks)
@@ -316,11 +317,21 @@ class Job:
             write_run(
                 trainer.args.output_dir,
                 status="trained",
-                model_revision=getattr(trainer.model.config, "_commit_hash", None),
+                model_revision=trainer.looped.trained_with.get("base_revision"),
                 training_data=describe_data(trainer.callback_handler.train_dataloader.dataset),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 num_processes=trainer.args.world_size,
             )
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of the base model, with the recipe's chat template and end token."""
+        from loopdropout_trainer.saving.source import MODELS, find_source
+        from loopdropout_trainer.tokenizers import load_tokenizer
+
+        model_args = self.model_args
+        source = find_source(model_args.model_name_or_path, revision=model_args.model_revision, accept=MODELS)
+        end_token = getattr(self.args, "eos_token", None)
+        return load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
 
     # After the training
 
@@ -417,9 +428,9 @@ def check_trackers(names: list[str]) -> None:
 
 def adapter_rank(adapter: str) -> int:
     """Return the rank of a saved adapter."""
-    from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config
+    from loopdropout_trainer.saving.source import find_source, read_adapter_config
 
-    return read_adapter_config(adapter_folder(adapter)).r
+    return read_adapter_config(find_source(adapter, accept=("adapter",), what="adapter").folder).r
 
 
 def load_state(folder: str | Path) -> TrainerState:
@@ -431,14 +442,17 @@ def load_state(folder: str | Path) -> TrainerState:
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:
     """Load a trained adapter and the state of its training."""
+    from loopdropout_trainer.saving.source import find_source
+
     trainer.model.load_adapter(str(folder), "default")
     trainer.state = load_state(folder)
+    trainer.training_id = find_source(folder).training_id
 
 
 def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
     """Write results of a trainer's model, with the columns that they share."""
     facts |= result_columns(trainer, run.title)
-    of_base = {"method": "base model", "seed": None, "step": None}
+    of_base = {"method": "base model", "seed": None, "step": None, "training": None}
     rows = [{**facts, **row, **(of_base if row["gates"] == "none" else {})} for row in rows]
     if trainer.is_world_process_zero():
         write_results(trainer.args.output_dir, rows, facts["step"])

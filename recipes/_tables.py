@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
 """Fields of recipes in which the results of one mean may differ. The last two are columns of the results as well."""
-IGNORED = {"value", "seed", "folder", "run", "adapter", "samples", *(f"recipe_{name}" for name in NO_EFFECT)}
+IGNORED = {
+    "value",
+    "seed",
+    "folder",
+    "run",
+    "adapter",
+    "training",
+    "samples",
+    *(f"recipe_{name}" for name in NO_EFFECT),
+}
 """Columns in which the results of one mean may differ."""
 
 OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
@@ -45,11 +54,12 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     rows = read_results(*folders)
     if not rows:
         raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
+    runs = {row["training"]: row["folder"] for row in rows if row["task"] == "training" and row.get("training")}
     for row in rows:
-        training = Path(row.get("adapter") or row["folder"]).resolve()
-        row["run"] = str(training)
+        row["run"] = training_folder(row, runs)
         settings = {name for name in row if name.startswith("recipe_")}
-        if row.get("adapter") and (recipe := read_recipe(training)):
+        recipe = read_recipe(row["run"]) if row.get("adapter") else {}
+        if recipe:
             row |= dict.fromkeys(settings) | {f"recipe_{name}": value for name, value in recipe.items()}
         if row["method"] == "base model":
             row |= dict.fromkeys(settings - OF_BASE)
@@ -59,6 +69,21 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
     return results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+
+
+def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
+    """Return the folder of the training of a result.
+
+    A result that was measured elsewhere names its training by an identifier, which finds the run also after it was moved.
+    Older results have the path of the adapter only.
+
+    Args:
+        row: Result.
+        runs: Folders of the loaded runs by the identifier of their training.
+    """
+    if row.get("training") in runs:
+        return str(Path(runs[row["training"]]).resolve())
+    return str(Path(row.get("adapter") or row["folder"]).resolve())
 
 
 def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:

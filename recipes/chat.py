@@ -13,15 +13,12 @@ Each one starts a new conversation.
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from peft import PeftModel
 from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.live import Live
@@ -29,15 +26,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from loopdropout_trainer.arguments import DepthArguments, option
-from loopdropout_trainer.data import FIELD, DataArguments
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.recipe import build, name_words, parse
-from loopdropout_trainer.results import read_recipe
-from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
+from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.saving.loading import load
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.terminal import raw_terminal, show_controls
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
@@ -64,33 +60,29 @@ def main(argv: list[str] | None = None) -> None:
     (args,) = parse([ChatArguments], name_words(argv, "model", "prompt"), __doc__)
 
     # Model and tokenizer
-    model = load_model(args.model, device=torch.accelerator.current_accelerator(check_available=True))
-    looped, is_adapter = find_looped_model(model), isinstance(model, PeftModel)
-    folder = adapter_folder(args.model) if is_adapter else Path(args.model)
-    tokenizer = load_saved_tokenizer(folder, model)
+    source = find_source(args.model)
+    print(source.describe())
+    for num_loops in args.eval_num_loops or ():
+        source.check_depth(num_loops)
+    model = load(source, device=torch.accelerator.current_accelerator(check_available=True))
+    looped, is_adapter = find_looped_model(model), source.is_adapter
+    tokenizer = source.load_tokenizer()
     add_end_tokens(looped, end_token_ids(tokenizer))
 
     # Format of the prompts
-    template = args.prompt_template or read_prompt_template(folder)
-    is_chat = not template and tokenizer.chat_template
-    if is_chat:
-        turns = [{"role": "user", "content": "{prompt}"}]
-        template = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    template = template or "{prompt}"
-    print(f"Format of the prompts: {template!r}")
-    stops = re.findall(r"\w+:", template)[:1]  # a base model may go on with the next question
+    prompt_format = source.choose_prompt_format(tokenizer, prompt_template=args.prompt_template)
+    print(prompt_format.describe())
 
     # Answers
     prompts = [args.prompt] if args.prompt else iter(partial(input, "> "), "")
     with suppress(EOFError):
         for prompt in prompts:
             print("" if args.prompt or sys.stdin.isatty() else prompt)
-            text = FIELD.sub(lambda field, prompt=prompt: prompt, template)
-            ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+            ids = prompt_format.ask(prompt)
             for num_loops in args.eval_num_loops or [looped.num_loops]:
                 for gates in expand_gates(args.gates, num_loops):
                     columns = {"base model": [0.0] * num_loops} if is_adapter else {}
-                    columns["adapter" if is_adapter else folder.name] = parse_gates(gates, num_loops)
+                    columns["adapter" if is_adapter else source.folder.name] = parse_gates(gates, num_loops)
                     answers = dict.fromkeys(columns, "")
                     title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
                     with Live(
@@ -106,17 +98,11 @@ def main(argv: list[str] | None = None) -> None:
                                     tokenizer,
                                     [ids],
                                     args.max_new_tokens,
-                                    stop_strings=stops,
+                                    stop_strings=prompt_format.stop_strings,
                                     progress=False,
                                     on_text=partial(answers.__setitem__, name),
                                 )
                     print()
-
-
-def read_prompt_template(folder: Path) -> str | None:
-    """Return the format of the prompts of a training, a text with a {field}, from the recipe in its folder."""
-    (data_args,) = build([DataArguments], read_recipe(folder))
-    return data_args.template and data_args.template + data_args.prompt_end
 
 
 def make_table(title: str, answers: dict[str, str]) -> Table:

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import pandas as pd
 import torch
 from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.arguments import (
     AdapterArguments,
     DepthArguments,
-    ModelArguments,
     SFTArguments,
+    SourceArguments,
     TaskArguments,
     option,
 )
@@ -40,11 +42,10 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
-from loopdropout_trainer.recipe import TRAINING_HELP, name_folders, parse, recipe_dict
-from loopdropout_trainer.results import DEVELOPMENT, find_difference, write_results
-from loopdropout_trainer.saving.cards import find_adapter
-from loopdropout_trainer.saving.loading import adapter_folder, load_model
-from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.recipe import TRAINING_HELP, parse, recipe_dict
+from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, write_results
+from loopdropout_trainer.saving.loading import ModelLoader
+from loopdropout_trainer.saving.source import MODELS, Source, find_source, name_sources
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -57,7 +58,7 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
 
     first_words = "[RECIPE.yaml] [ADAPTER ...]"
 
-    adapters: list[str] = option([], "Folders or Hub names of adapters.")
+    adapters: list[str] = option([], "Folders or Hub names of adapters and models.")
     diagnostics: list[str] = option([*DIAGNOSTICS[:3]], "Diagnostics to run.", choices=DIAGNOSTICS)
     task: str = option(
         DEVELOPMENT, "Task whose reference solutions are scored, or `development` for held-out examples."
@@ -75,67 +76,125 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = name_folders(argv, "adapters")
-    if argv[:1] == ["--adapters"]:
-        adapter_folder(argv[1])  # a misspelled folder is not a missing `--model_name_or_path`
-    types, unread = (DiagnoseArguments, ModelArguments), (SFTArguments, AdapterArguments, LoopDropoutConfig)
+    argv = name_sources(argv, "adapters")
+    types, unread = (DiagnoseArguments, SourceArguments), (SFTArguments, AdapterArguments, LoopDropoutConfig)
     args, model_args, data_args = parse((*types, DataArguments), argv, __doc__, unread)
     if args.task != DEVELOPMENT:
         parse(types, argv, __doc__, (*unread, DataArguments))  # a task has its own data
-    if "curvature" in args.diagnostics and model_args.dtype != "float32":
-        raise UserError(
-            f"`dtype` must be float32 for `curvature`, got {model_args.dtype}, which rounds the differences of logits away. "
-            "Add `--dtype float32`."
-        )
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
-    # Tokenizer and data
-    tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
+    # Models and data
     with state.main_process_first():
-        adapters = [find_adapter(name, name) for name in args.adapters]
-        if args.task == DEVELOPMENT:
-            examples = load_datasets(data_args, tokenizer, args.max_length).get("eval")
-        else:
-            (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
-            examples = reference_examples(task, args.num_examples)
-    if examples is None:
-        raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
-    for folder, _ in adapters if args.task == DEVELOPMENT else ():
-        if difference := find_difference(folder, recipe_dict(data_args), fields=DataArguments.__dataclass_fields__):
-            raise UserError(f"The recipe must have the data of the adapter in {folder}, but {difference}.")
-    batches = label_batches(
-        islice(examples, args.num_examples),
-        tokenizer,
-        args.per_device_eval_batch_size,
-        args.completion_only_loss,
-        args.assistant_only_loss,
-    )
+        sources = find_sources(args.adapters, model_args)
+        dtypes = {source.name: model_args.dtype or source.dtype or "bfloat16" for source in sources}
+        check_curvature(args.diagnostics, dtypes)
+        data = DiagnosedData(args, data_args, model_args.chat_template)
+        data.check_recipes(sources)
 
     # Measurement
+    loader = ModelLoader(state.device, model_args.attn_implementation)
     rows = []
-    for folder, facts in [(None, {"method": "base model"}), *adapters]:
-        model = load_model(
-            model_args.model_name_or_path, adapter=folder, device=state.device, **model_args.load_kwargs
-        )
+    for source in sources:
+        if state.is_main_process:
+            print(source.describe())
+        model = loader.load(source, dtypes[source.name], model_args.num_loops)
+        batches = data.batches(source)
+        columns = {"method": "base model"} if source.kind == "base model" else source.columns
         measured = []
-        if folder and "single_loop" in args.diagnostics:
+        if source.is_adapter and "single_loop" in args.diagnostics:
             measured += single_loop(model, batches)
         if "readouts" in args.diagnostics:
             measured += readouts(model, batches)
         if "depth_matrix" in args.diagnostics:
             measured += depth_matrix(model, batches, args.eval_num_loops)
-        if folder and "curvature" in args.diagnostics:
+        if source.is_adapter and "curvature" in args.diagnostics:
             measured += curvature(model, batches)
-        measured = [{**facts, "task": args.task, **row} for row in measured]
+        measured = [{**columns, "task": args.task, **row} for row in measured]
         if state.is_main_process:
             write_results(args.output_dir, measured)
         rows += measured
-        del model
 
     # Tables
     if state.is_main_process:
         print_results(rows)
         print(f"The results are in {args.output_dir}")
+
+
+def find_sources(names: list[str], model_args: SourceArguments) -> list[Source]:
+    """Return the base model of the first adapter, and the named adapters and models."""
+    base, revision = model_args.model_name_or_path, model_args.model_revision
+    named = [find_source(name) for name in names]
+    named = [source.with_base(base, revision) if source.is_adapter else source for source in named]
+    adapters = [source for source in named if source.is_adapter]
+    if adapters:
+        return [adapters[0].as_base(), *named]
+    if base is not None:
+        return [find_source(base, revision=revision, accept=MODELS), *named]
+    if named:
+        return named
+    raise UserError("`adapters` must name an adapter or a model, or `model_name_or_path` the base model.")
+
+
+def check_curvature(diagnostics: list[str], dtypes: dict[str, str]) -> None:
+    """Raise UserError if curvature would be measured with weights that round the differences of logits away."""
+    for dtype in dtypes.values():
+        if "curvature" in diagnostics and dtype != "float32":
+            raise UserError(
+                f"`dtype` must be float32 for `curvature`, got {dtype}, which rounds the differences of logits away. "
+                "Add `--dtype float32`."
+            )
+
+
+class DiagnosedData:
+    """The examples of all models, as each model's own tokenizer reads them.
+
+    Args:
+        args: Task and number of examples.
+        data_args: Data of the training.
+        chat_template: Chat template instead of the trainings'.
+    """
+
+    def __init__(self, args: DiagnoseArguments, data_args: DataArguments, chat_template: str | None) -> None:
+        self.args, self.data_args, self.chat_template = args, data_args, chat_template
+        self._batches: dict[tuple, list] = {}
+
+    def check_recipes(self, sources: list[Source]) -> None:
+        """Raise UserError if a model was trained on other data, whose held-out examples are others."""
+        if self.args.task != DEVELOPMENT:
+            return
+        for source in sources:
+            if not source.recipe:
+                continue
+            difference = compare_recipes(
+                source.recipe, recipe_dict(self.data_args), fields=DataArguments.__dataclass_fields__
+            )
+            if difference:
+                raise UserError(f"The recipe must have the data of the adapter in {source.name}, but {difference}.")
+
+    def batches(self, source: Source) -> list:
+        """Return the batches of a model."""
+        key = (source.tokenizer, source.chat_template)
+        if key not in self._batches:
+            tokenizer = source.load_tokenizer(self.chat_template)
+            self._batches[key] = label_batches(
+                islice(self._examples(tokenizer), self.args.num_examples),
+                tokenizer,
+                self.args.per_device_eval_batch_size,
+                self.args.completion_only_loss,
+                self.args.assistant_only_loss,
+            )
+        return self._batches[key]
+
+    def _examples(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+        args = self.args
+        if args.task != DEVELOPMENT:
+            (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
+            return reference_examples(task, args.num_examples)
+        with PartialState().main_process_first():
+            examples = load_datasets(self.data_args, tokenizer, args.max_length).get("eval")
+        if examples is None:
+            raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
+        return examples
 
 
 def print_results(rows: list[dict]) -> None:

@@ -14,7 +14,6 @@ from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.recipe import parse
 from loopdropout_trainer.runs import Job
-from loopdropout_trainer.tokenizers import load_tokenizer
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 
 
@@ -25,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     job = Job(*arguments)
 
     # Tokenizer and data
-    tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
+    tokenizer = job.load_tokenizer()
     dataset = load_datasets(data_args, tokenizer, training_args.max_length)
     if "chosen" not in dataset["train"].column_names:
         raise UserError(

@@ -15,22 +15,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from accelerate import PartialState
 
-from loopdropout_trainer.arguments import AdapterArguments, BenchmarkArguments, ModelArguments, SFTArguments, option
+from loopdropout_trainer.arguments import (
+    AdapterArguments,
+    BenchmarkArguments,
+    SFTArguments,
+    SourceArguments,
+    option,
+)
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import expand_gates
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import dump_recipe, name_folders, parse, recipe_dict
+from loopdropout_trainer.recipe import dump_recipe, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
-from loopdropout_trainer.saving.cards import find_adapter
-from loopdropout_trainer.saving.loading import is_adapter, load_model, load_saved_tokenizer
+from loopdropout_trainer.saving.loading import ModelLoader
+from loopdropout_trainer.saving.source import Source, find_source, name_sources
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -81,43 +87,40 @@ class EvaluationArguments(BenchmarkArguments):
         return adapters
 
 
-@dataclass
-class BaseArguments(ModelArguments):
-    """The base model."""
-
-    model_name_or_path: str | None = option(
-        None, "Hub name or folder of the base model. Default: as in adapter_config.json."
-    )
-
-
 def main(argv: list[str] | None = None) -> None:
     arguments = args, model_args = parse(
-        (EvaluationArguments, BaseArguments),
-        name_folders(argv, "adapter"),
+        (EvaluationArguments, SourceArguments),
+        name_sources(argv, "adapter"),
         __doc__,
         unread_types=(SFTArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
     )
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
-    compared = ModelArguments.__dataclass_fields__
-    if difference := find_difference(args.output_dir, recipe_dict(model_args), UNCOMPARED | {"num_loops"}, compared):
-        raise UserError(f"{args.output_dir} holds results of another model: {difference}. Set another `output_dir`.")
 
-    # Tasks, adapters and models
-    tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
+    # Models and tasks
     with state.main_process_first():
-        models = {name: find_model(name, path) for name, path in args.adapters.items()}
+        sources = find_sources(args, model_args)
+    for source in sources.values():
+        for num_loops in args.eval_num_loops or []:
+            source.check_depth(num_loops)
+    settings = {**recipe_dict(*arguments), **describe_base(sources, model_args)}
+    compared = SourceArguments.__dataclass_fields__
+    if difference := find_difference(args.output_dir, settings, UNCOMPARED | {"num_loops"}, compared):
+        raise UserError(f"{args.output_dir} holds results of another model: {difference}. Set another `output_dir`.")
+    tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
 
-    # Evaluation
+    # Evaluation, with the models over one base model in a row
+    loader = ModelLoader(state.device, model_args.attn_implementation)
     rows = []
-    for name, (folder, facts) in models.items():
-        base, options = facts.get("model", model_args.model_name_or_path or folder), model_args.load_kwargs
-        if "model" in facts:
-            options["revision"] = None
-        model = load_model(base, adapter=folder, device=state.device, **options)
+    for name in sorted(sources, key=lambda name: (sources[name].base, sources[name].revision or "")):
+        source = sources[name]
+        if state.is_main_process:
+            print(source.describe())
+        model = loader.load(source, model_args.dtype or source.dtype or "bfloat16", model_args.num_loops)
         looped = find_looped_model(model)
-        tokenizer = load_saved_tokenizer(folder or base, model, options["revision"], model_args.chat_template)
+        tokenizer = source.load_tokenizer(model_args.chat_template)
+        columns = result_columns(name, args.adapters[name], source)
         for num_loops in args.eval_num_loops or [looped.num_loops]:
-            for gates in expand_gates(args.gates, num_loops) if folder else [None]:
+            for gates in expand_gates(args.gates, num_loops) if source.is_adapter else [None]:
                 lm = LoopedLM(
                     model,
                     tokenizer,
@@ -137,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
                     system_instruction=args.system_instruction,
                     max_new_tokens=args.max_new_tokens,
                 )
-                results = [{**facts, **row} for row in results]
+                results = [{**columns, **row} for row in results]
                 for row in results:
                     if "samples" in row:
                         row["samples"] = f"samples/{name}/{row['samples']}"
@@ -150,18 +153,50 @@ def main(argv: list[str] | None = None) -> None:
     if state.is_main_process:
         path = Path(args.output_dir, RECIPE_FILE)
         if not path.exists():
-            dump_recipe(recipe_dict(*arguments), path)
+            dump_recipe(settings, path)
+        rows.sort(key=lambda row: [*sources].index(row["name"]))
         print_results(rows, args.averages or {})
         print(f"\nThe results are in {args.output_dir}")
 
 
-def find_model(name: str, path: str) -> tuple[Path | None, dict]:
-    """Return the folder of an adapter, or None for a model, and the columns of its results."""
+def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict[str, Source]:
+    """Return the source of each model by its name in the table. `none` is the base model of the first adapter."""
+    named = {name: find_source(path) for name, path in args.adapters.items() if path != "none"}
+    adapters = [source for source in named.values() if source.is_adapter]
+    base, revision = model_args.model_name_or_path, model_args.model_revision
+    sources = {}
+    for name, path in args.adapters.items():
+        if path != "none":
+            source = named[name]
+            sources[name] = source.with_base(base, revision) if source.is_adapter else source
+        elif base is not None:
+            sources[name] = find_source(base, revision=revision)
+        elif adapters:
+            sources[name] = adapters[0].with_base(None, revision).as_base()
+        else:
+            raise UserError(
+                "`model_name_or_path` must be set, because `none` is the base model and no adapter names one."
+            )
+    return sources
+
+
+def result_columns(name: str, path: str, source: Source) -> dict[str, Any]:
+    """Return the columns that identify the results of a model. A training that is not known has its name in the table."""
     if path == "none":
-        return None, {"method": "base model"}
-    if is_adapter(model_path(path)):
-        return find_adapter(path, name)
-    return None, {"method": name, "model": path}
+        return {"method": "base model"}
+    is_known = source.is_adapter and source.columns["seed"] is not None
+    return {**source.columns, "method": source.columns["method"] if is_known else name}
+
+
+def describe_base(sources: dict[str, Source], model_args: SourceArguments) -> dict[str, Any]:
+    """Return the settings of the base model, which all results in a folder share, as far as they are known."""
+    first = next((source for source in sources.values() if source.is_adapter), next(iter(sources.values())))
+    known = first.recipe or {"model_name_or_path": first.base, "model_revision": first.revision}
+    settings = {name: getattr(model_args, name) for name in recipe_dict(model_args)}
+    for name in SourceArguments.__dataclass_fields__:
+        if settings.get(name) is None:
+            settings[name] = known.get(name)
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:

@@ -13,6 +13,7 @@ from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.merging import export_authors_format
+from loopdropout_trainer.saving.source import find_source
 
 
 @dataclass
@@ -27,7 +28,9 @@ class ExportArguments:
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse([ExportArguments], name_words(argv, "adapter"), __doc__)
-    folder = export_authors_format(args.adapter, args.output_dir)
+    source = find_source(args.adapter, accept=("adapter",), what="adapter")
+    print(source.describe())
+    folder = export_authors_format(source, args.output_dir)
     print(f"The adapter in the authors' format is in {folder}")
 
 

@@ -18,7 +18,6 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.recipe import parse
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.runs import Job
-from loopdropout_trainer.tokenizers import load_tokenizer
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 
 
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     job = Job(*arguments)
 
     # Tokenizer and data
-    tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, model_args.chat_template)
+    tokenizer = job.load_tokenizer()
     dataset = load_datasets(data_args, tokenizer)
     if "completion" not in dataset["train"].column_names:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")

@@ -17,10 +17,10 @@ from pathlib import Path
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.recipe import name_words, parse
-from loopdropout_trainer.results import read_recipe
 from loopdropout_trainer.saving.cards import read_card_fields
-from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
+from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.source import find_source
 
 
 @dataclass
@@ -52,24 +52,22 @@ def main(argv: list[str] | None = None) -> None:
     (args,) = parse([MergeArguments], name_words(argv, "adapter"), __doc__)
 
     # Model and tokenizer
-    folder = adapter_folder(args.adapter)
-    settings = read_recipe(folder).get("model_init_kwargs") or {}
-    model = load_model(
-        args.model_name_or_path or folder,
-        revision=args.model_revision,
-        dtype=args.dtype,
-        adapter=folder,
-        quantization_config=None if args.model_name_or_path else settings.get("quantization_config"),
-    )
-    tokenizer = load_saved_tokenizer(folder, model, args.model_revision)
+    adapter = find_source(args.adapter, accept=("adapter",), what="adapter")
+    adapter.check_mergeable()
+    source = adapter.with_base(args.model_name_or_path, args.model_revision)
+    print(source.describe())
+    quantization = None if args.model_name_or_path else source.quantization
+    model = load(source, dtype=args.dtype, quantization_config=quantization)
+    tokenizer = source.load_tokenizer()
 
     # Merging
-    output_dir = args.output_dir or Path(args.adapter if Path(args.adapter).is_dir() else ".", "merged")
+    own_folder = Path(args.adapter) if source.repository is None else Path()
+    output_dir = args.output_dir or own_folder / "merged"
     merged = merge_and_save(
         model,
         output_dir,
         tokenizer,
-        read_card_fields(folder),
+        read_card_fields(source.results_folder),
         args.hub_model_id,
         scale=args.scale,
         standalone=args.standalone,

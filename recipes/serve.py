@@ -19,11 +19,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import torch
-from chat import read_prompt_template
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_serve_available
@@ -31,13 +29,13 @@ from transformers.utils.import_utils import is_serve_available
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.data import FIELD
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import parse_gates
 from loopdropout_trainer.looped import check_num_loops, find_looped_model
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.recipe import name_words, parse
-from loopdropout_trainer.saving.loading import adapter_folder, is_adapter, load_model, load_saved_tokenizer
-from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids, load_tokenizer
+from loopdropout_trainer.saving.loading import load
+from loopdropout_trainer.saving.source import Source, find_source
+from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
 
 @dataclass
@@ -62,37 +60,36 @@ def main(argv: list[str] | None = None) -> None:
     (args,) = parse([ServeArguments], name_words(argv, "model"), __doc__)
     if args.num_loops is not None:
         check_num_loops(args.num_loops)
-    name = str(model_path(args.model))
-    has_adapter = is_adapter(name)
-    folder = adapter_folder(name) if has_adapter else Path(name)
+    source = find_source(args.model)
+    print(source.describe(), flush=True)
+    if args.num_loops is not None:
+        source.check_depth(args.num_loops)
 
-    needs_gates = has_adapter or args.gates is not None
+    needs_gates = source.is_adapter or args.gates is not None
     engine = args.engine or ("vllm" if find_spec("vllm") and not needs_gates else "transformers")
     if engine == "vllm":
         if needs_gates:
             raise UserError("`engine` must be transformers for an adapter or gates, got vllm. Or merge the adapter.")
-        chat_template = find_chat_template(folder, load_tokenizer(name))
+        chat_template = find_chat_template(source, source.load_tokenizer())
         print_address(args, chat_template)
-        os.execv(sys.executable, vllm_command(args, name, chat_template))
+        os.execv(sys.executable, vllm_command(args, source.base, chat_template))
 
     if not is_serve_available():
         raise UserError("transformers' server needs other packages: pip install 'loopdropout-trainer[serve]'")
-    model = load_model(
-        args.model, num_loops=args.num_loops, device=torch.accelerator.current_accelerator(check_available=True)
-    )
+    model = load(source, num_loops=args.num_loops, device=torch.accelerator.current_accelerator(check_available=True))
     looped = find_looped_model(model)
-    tokenizer = load_saved_tokenizer(folder, model)
+    tokenizer = source.load_tokenizer()
     add_end_tokens(looped, end_token_ids(tokenizer))
-    tokenizer.chat_template = find_chat_template(folder, tokenizer)
+    tokenizer.chat_template = find_chat_template(source, tokenizer)
     gates = parse_gates(args.gates, looped.num_loops)
     with use_gates(model, gates) if gates else nullcontext():
         print_address(args, tokenizer.chat_template)
         serve(model.get_base_model() if isinstance(model, PeftModel) else model, tokenizer, args)
 
 
-def find_chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the tokenizer's chat template, or one that asks each question in the format of the training in a folder."""
-    template = read_prompt_template(folder)
+def find_chat_template(source: Source, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's chat template, or one that asks each question in the format of the training."""
+    template = source.prompt_template
     if tokenizer.chat_template or template is None:
         return tokenizer.chat_template
     start = tokenizer.decode(tokenizer("")["input_ids"])  # servers do not add the beginning of a text to chats

@@ -17,20 +17,17 @@ from loopdropout_trainer.data import DataArguments, label_example, load_datasets
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.recipe import parse
 from loopdropout_trainer.runs import Job
-from loopdropout_trainer.tokenizers import load_tokenizer
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 def main(argv: list[str] | None = None) -> None:
     # Settings and plan
     types = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
-    arguments = script_args, model_args, adapter_args, data_args, training_args = parse(types, argv, __doc__)
+    arguments = script_args, _, adapter_args, data_args, training_args = parse(types, argv, __doc__)
     job = Job(*arguments)
 
     # Tokenizer and data
-    tokenizer = load_tokenizer(
-        model_args.model_name_or_path, model_args.model_revision, model_args.chat_template, training_args.eos_token
-    )
+    tokenizer = job.load_tokenizer()
     dataset = load_datasets(data_args, tokenizer, training_args.max_length)
     job.print_examples(dataset)
     if script_args.single_loop_batches and "eval" not in dataset:

@@ -70,6 +70,11 @@ class DataArguments:
             raise UserError(f"`arithmetic_steps` must be two numbers from 1 to 5, got {self.arithmetic_steps}.")
 
     @property
+    def prompt_format(self) -> str | None:
+        """Text of a whole prompt with a {field}, or None if the examples have their own prompts."""
+        return None if self.template is None else self.template + self.prompt_end
+
+    @property
     def template(self) -> str | None:
         """Text of the prompt template."""
         name = self.prompt_template or PREPARATIONS[self.preparation].prompt_template

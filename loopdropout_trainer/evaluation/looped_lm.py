@@ -30,7 +30,8 @@ from loopdropout_trainer.gate_state import parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import attach_looped_model, check_num_loops, use_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.saving.loading import adapter_folder, load_model, load_saved_tokenizer
+from loopdropout_trainer.saving.loading import load
+from loopdropout_trainer.saving.source import find_source_of
 
 
 # HFLM warns about a model that is already loaded, which is the normal case here.
@@ -86,13 +87,13 @@ class LoopedLM(HFLM):
     ) -> None:
         state = PartialState(cpu=not torch.accelerator.is_available())
         if isinstance(pretrained, str):
-            name = adapter or pretrained
-            options = {"revision": revision, "dtype": dtype, "attn_implementation": attn_implementation}
             is_usable = torch.device(device or "cpu").type in ("cpu", state.device.type)  # lm-eval's default is "cuda"
             device = device if device and is_usable and state.num_processes == 1 else state.device
-            pretrained = load_model(pretrained, adapter=adapter, device=device, **options)
-            folder = adapter_folder(name) if isinstance(pretrained, PeftModel) else name
-            tokenizer = load_saved_tokenizer(folder, pretrained, revision, chat_template)
+            source = find_source_of(pretrained, adapter, revision)
+            pretrained = load(
+                source, num_loops=num_loops, dtype=dtype, attn_implementation=attn_implementation, device=device
+            )
+            tokenizer = source.load_tokenizer(chat_template)
         if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in pretrained.parameters()):
             raise UserError(
                 "The model's weights must be complete in each process, but they are sharded. Leave `benchmarks` out of the "

@@ -71,7 +71,7 @@ def to_peft_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def to_metadata(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training settings of an adapter in the authors' format, as `read_adapter_metadata` does."""
+    """Return the training settings of an adapter in the authors' format, as `source.read_metadata` does."""
     p = fields["dropout"]
     return {"rule": "loop_dropout" if p else "lora", "p": p, "num_loops": fields["num_loops"]}
 

@@ -15,12 +15,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results import read_recipe, read_results, recipe_path
-from loopdropout_trainer.saving.loading import adapter_folder
+from loopdropout_trainer.results import read_own_results, read_recipe, recipe_path
+from loopdropout_trainer.saving.source import is_hub_name
 
 
 CARD_FILE = "README.md"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_model_card(
@@ -85,7 +84,7 @@ def write_model_card(
         ),
         template_path=str(Path(__file__).with_name("model_card.jinja")),
         title=repo_id or folder.resolve().name,
-        name=repo_id if repo_id and _HUB_NAME.fullmatch(repo_id) else ".",
+        name=repo_id if is_hub_name(repo_id) else ".",
         facts={name: value for name, value in facts.items() if value is not None},
         scores=_scores(results) if scale == 1 else [],
         recipe=recipe and without_folders(recipe),
@@ -106,23 +105,8 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
     return {
         "dataset": " ".join(names) or None,
         "recipe": recipe_path(folder).read_text(encoding="utf-8") if recipe else None,
-        "results": [row for row in read_results(folder) if row["folder"] == str(folder)],
+        "results": read_own_results(folder),
     }
-
-
-def find_adapter(adapter: str, method: str) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of an adapter, and the columns `method`, `adapter`, `seed` and `step` of its results.
-
-    Args:
-        adapter: Folder or Hub name.
-        method: Name of an adapter without results of its training.
-    """
-    folder = adapter_folder(adapter)
-    columns = {"method": method, "adapter": adapter, "seed": None, "step": None}
-    for row in read_card_fields(folder)["results"]:
-        if row["task"] == "training":
-            columns |= {name: row[name] for name in ("method", "seed", "step")}
-    return folder, columns
 
 
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
@@ -177,10 +161,6 @@ def base_name(model: PeftModel) -> str | None:
     """Return the Hub name or folder of the model that an adapter was trained on."""
     config = model.peft_config[model.active_adapters[0]]
     return config.base_model_name_or_path or find_looped_model(model).config.name_or_path or None
-
-
-def is_hub_name(name: str | None) -> bool:
-    return name is not None and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import zipfile
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.saving.integrity import find_damage
 
 
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 """Name of the state of a training, which transformers writes last."""
-
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 _RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
 """Files of a checkpoint that a training continues from."""
@@ -31,16 +29,10 @@ class Checkpoint(str):
     """Folder of a checkpoint that a training can continue from, which is therefore not examined again."""
 
 
-def checkpoint_step(folder: str | Path) -> int | None:
-    """Return the step of a checkpoint by the name of its folder, or None for another folder."""
-    match = _NAME.fullmatch(Path(folder).name)
-    return int(match[1]) if match else None
-
-
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the folders of all checkpoints of a run, complete or not, in the order of their steps."""
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if checkpoint_step(path) is not None]
-    return sorted((path for path in folders if path.is_dir()), key=checkpoint_step)
+    folders = [path for path in Path(output_dir).glob("*") if is_checkpoint(path) and path.is_dir()]
+    return sorted(folders, key=checkpoint_step)
 
 
 def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:

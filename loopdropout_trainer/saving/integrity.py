@@ -27,6 +27,9 @@ CHECKSUMS_FILE = "checksums.json"
 _ADAPTER_FILES = ("*.safetensors", "adapter_config.json", "loop_dropout.json", "*token*", "chat_template.jinja")
 """Files of an adapter in the folder of a run, which holds other files, too."""
 
+MODEL_FILES = ("*.safetensors", "*.json", "*token*", "chat_template.jinja", "*.py")
+"""Files of a merged model, which may stand next to results of its evaluation."""
+
 _EDITABLE = (
     "adapter_config.json",
     "loop_dropout.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping
@@ -10,41 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import find_adapter_config_file, logging
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, check_name, check_type, first_line
-from loopdropout_trainer.files import TINY_OURO_PATH, model_path, read_json_object, write_file
-from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
-from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config, parse_peft_config
+from loopdropout_trainer.errors import UserError, check_name, first_line
+from loopdropout_trainer.files import TINY_OURO_PATH, write_file
+from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
+from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config, remove_gates
 from loopdropout_trainer.models.external import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
-from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
-from loopdropout_trainer.saving.authors_format import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    read_authors_config,
-    to_metadata,
-    to_peft_config,
-    to_peft_weights,
+from loopdropout_trainer.saving.authors_format import CONFIG_FILE, WEIGHTS_FILE, read_authors_config, to_peft_weights
+from loopdropout_trainer.saving.source import (
+    Source,
+    find_source,
+    find_source_of,
+    read_adapter_config,
+    resolve_commit,
+    write_metadata,
 )
-from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens, load_tokenizer
+from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens
 
 
 logger = logging.get_logger(__name__)
-
-ADAPTER_METADATA = "loop_dropout.json"
-"""File next to an adapter with its training settings: `rule`, `p`, `num_loops`, ..., and the end tokens of its answers."""
-
-_METADATA_TYPES = {"num_loops": int | None, "depths": list[int] | None, "eos_token_id": list[int] | None}
-
-_ADAPTER_FILES = ["*adapter_*", f"*{ADAPTER_METADATA}", "*token*", "chat_template.jinja", RECIPE_FILE, RESULTS_FILE]
 
 
 def load_model(
@@ -65,7 +57,8 @@ def load_model(
     Args:
         name_or_path: Folder or Hub name, or `tiny-ouro`. For an adapter, the base model is the model that its
             `adapter_config.json` names.
-        revision: Branch, tag or commit of the base or merged model on the Hub.
+        revision: Branch, tag or commit of a model or an adapter on the Hub. For an adapter in a folder, of its base model.
+            Default: the base model's commit of the training.
         dtype: Data type of the weights. "auto" is the data type of the checkpoint.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...
         num_loops: Recurrence depth K. Default: the depth that the adapter was trained at, else the model's own depth.
@@ -79,41 +72,134 @@ def load_model(
     Raises:
         UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
     """
-    check_name(name := str(model_path(name_or_path)))
-    with explain_loading(str(name_or_path)):
-        if is_adapter(name):
-            name, adapter = None, adapter or name
-        if adapter is not None:
-            adapter = adapter_folder(adapter)
-            num_loops = read_adapter_metadata(adapter).get("num_loops") if num_loops is None else num_loops
-            if name is None:
-                config = read_adapter_config(adapter)
-                name, revision = config.base_model_name_or_path, revision or config.revision
-                file = find_saved(adapter) / CONFIG_FILE
-                check_name(
-                    name,
-                    f" It is `base_model_name_or_path` in {file}, the base model of the adapter. Change it there, or give the "
-                    "base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
-                )
-        check_checkpoint(name, revision or "main")
-        if num_loops is not None:
-            kwargs = loading_fields(name, {**kwargs, "num_loops": num_loops, "revision": revision or "main"})
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **{"revision": revision or "main", **kwargs},
-        )
-        check_weights(model, name, info)
-        with suppress(NotLoopedError):
-            attach_looped_model(model)
-    if adapter is not None:
-        model = load_adapter(model, adapter)
+    source = find_source_of(name_or_path, adapter, revision)
+    return load(
+        source, dtype=dtype, attn_implementation=attn_implementation, num_loops=num_loops, device=device, **kwargs
+    )
+
+
+def load(
+    source: Source,
+    *,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str | None = None,
+    num_loops: int | None = None,
+    device: str | torch.device | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel | PeftModel:
+    """Load the model of a source for inference, with its adapter if it is one. The arguments are those of `load_model`.
+
+    Its tokenizer is `source.load_tokenizer()`.
+    """
+    with explain_loading(source.name):
+        model = load_base(source, dtype=dtype, attn_implementation=attn_implementation, num_loops=num_loops, **kwargs)
+    if source.is_adapter:
+        model = put_adapter(model, source)
         add_gates(model, in_activation_dtype=True)  # the same arithmetic as in training
     return model.eval() if device is None else model.eval().to(device)
+
+
+def load_base(source: Source, *, num_loops: int | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Load the model of a source, without its adapter, at a depth that the source accepts.
+
+    Args:
+        source: Model or adapter.
+        num_loops: Recurrence depth K. Default: the source's.
+        **kwargs: Keyword arguments of `AutoModelForCausalLM.from_pretrained`.
+    """
+    if num_loops is None and source.is_adapter:
+        num_loops = source.num_loops
+    if num_loops is not None:
+        check_num_loops(num_loops)
+        source.check_depth(num_loops)
+    _check_base(source)
+    if not source.is_adapter:
+        source.check_files()
+    revision = source.revision or "main"
+    check_checkpoint(source.base, revision)
+    if num_loops is not None:
+        kwargs = loading_fields(source.base, {**kwargs, "num_loops": num_loops, "revision": revision})
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source.base,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **{"revision": revision, **kwargs},
+    )
+    check_weights(model, source.base, info)
+    with suppress(NotLoopedError):
+        attach_looped_model(model).base_revision = resolve_commit(source.base, revision)
+    return model
+
+
+class ModelLoader:
+    """Load sources one after the other, and keep a base model that the next source shares.
+
+    A model must not be used after the next call of `load`, which removes its adapter.
+
+    Args:
+        device: Device of the models.
+        attn_implementation: "sdpa", "eager", "flash_attention_2", ...
+    """
+
+    def __init__(self, device: str | torch.device | None = None, attn_implementation: str | None = None) -> None:
+        self.device = device
+        self.attn_implementation = attn_implementation
+        self._key: tuple | None = None
+        self._base: PreTrainedModel | None = None
+        self._adapted: PeftModel | None = None
+
+    def load(self, source: Source, dtype: str = "auto", num_loops: int | None = None) -> PreTrainedModel | PeftModel:
+        """Load the model of a source in evaluation mode, as the function `load` does."""
+        key = (source.base, source.revision, dtype)
+        if key == self._key:
+            self._restore()
+        if key != self._key:  # another base model, or one that could not be restored
+            self._load_base(source, dtype)
+            self._key = key
+        looped = attach_looped_model(self._base)
+        depth = num_loops or source.num_loops or self._own_depth
+        check_num_loops(depth)
+        source.check_depth(depth)
+        looped.num_loops = depth
+        if not source.is_adapter:
+            return self._base
+        self._adapted = put_adapter(self._base, source).to(self.device)
+        add_gates(self._adapted, in_activation_dtype=True)
+        return self._adapted.eval()
+
+    def _load_base(self, source: Source, dtype: str) -> None:
+        self._key = self._base = self._adapted = None  # frees the memory first
+        with explain_loading(source.name):
+            _check_base(source)
+            base = load_base(source.as_base(), dtype=dtype, attn_implementation=self.attn_implementation)
+        self._base = base.to(self.device).eval()
+        self._own_depth = attach_looped_model(base).num_loops
+        self._own_end_tokens = copy.deepcopy(base.generation_config.eos_token_id)
+        self._vocabulary_size = len(base.get_input_embeddings().weight)
+
+    def _restore(self) -> None:
+        """Remove the adapter of the last source, and what it changed in the base model."""
+        if self._adapted is None:
+            return
+        remove_gates(self._adapted)
+        self._base = self._adapted.unload()
+        self._adapted = None
+        self._base.generation_config.eos_token_id = copy.deepcopy(self._own_end_tokens)
+        attach_looped_model(self._base).trained_with = {}
+        if len(self._base.get_input_embeddings().weight) != self._vocabulary_size:
+            self._key = None  # the embeddings were resized
+
+
+def _check_base(source: Source) -> None:
+    """Raise UserError, which says where the name comes from, if the base model of an adapter is not there."""
+    if not source.is_adapter:
+        return
+    check_name(
+        source.base,
+        f" It is `base_model_name_or_path` in {source.folder / CONFIG_FILE}, the base model of the adapter. Change it there, "
+        "or give the base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
+    )
 
 
 def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool = False) -> PeftModel:
@@ -134,18 +220,25 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
             "`model` must be a looped base model with its head and without an adapter, as `load_model` and "
             f"`AutoModelForCausalLM` load it, got a {type(model).__name__}."
         )
-    folder = adapter_folder(adapter)
+    return put_adapter(model, find_source(adapter, accept=("adapter",), what="adapter"), is_trainable)
+
+
+def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = False) -> PeftModel:
+    """Put the adapter of a source on its base model, as `load_adapter` does."""
+    source.check_files()
+    folder, metadata = source.folder, source.facts()
     with explain_loading(str(folder)):
-        config, metadata = read_adapter_config(folder), read_adapter_metadata(folder)
+        config = read_adapter_config(folder)
     check_peft_config(config)
     looped = attach_looped_model(model)
-    looped.trained_with = {**metadata, "initial_adapter": str(adapter)} if is_trainable else metadata
+    looped.trained_with = {**metadata, "initial_adapter": source.name} if is_trainable else metadata
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     base, trained_on = model.config.name_or_path, config.base_model_name_or_path
     if base and trained_on and base != trained_on:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}, but the model is {base}.")
     num_loops = looped.num_loops
-    low, high = metadata.get("depths") or [metadata.get("num_loops", num_loops)] * 2
+    source.check_depth(num_loops)
+    low, high = source.depths or [source.num_loops or num_loops] * 2
     if not low <= num_loops <= high:
         depths = f"depth {low}" if low == high else f"depths {low} to {high}"
         logger.warning(f"The adapter in {folder} was trained at {depths}, but the model runs {num_loops} loops.")
@@ -170,77 +263,6 @@ def _fit_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> No
             model.resize_token_embeddings(len(saved), mean_resizing=False)
 
 
-def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder of an adapter, and download an adapter on the Hub first."""
-    if Path(adapter).is_dir():
-        return Path(adapter)
-    check_name(str(adapter))
-    try:
-        return Path(snapshot_download(str(adapter), allow_patterns=_ADAPTER_FILES))
-    except (OSError, ValueError) as error:
-        raise UserError(f"`adapter` must be a folder or a Hub name, got {adapter} ({first_line(error)}).") from error
-
-
-def is_adapter(name: str | Path) -> bool:
-    """Return whether a folder or a repository on the Hub has an adapter, and not a model."""
-    is_named = Path(name).is_dir() and not Path(name, "config.json").is_file() and find_saved(name) != Path(name)
-    return is_named or find_adapter_config_file(str(name)) is not None
-
-
-def load_saved_tokenizer(
-    folder: str | Path, model: PreTrainedModel, revision: str | None = None, chat_template: str | None = None
-) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in the folder of an adapter or model, or the tokenizer of the loaded model."""
-    is_saved = Path(folder, "tokenizer.json").is_file()
-    name = folder if is_saved else find_looped_model(model).config.name_or_path
-    return load_tokenizer(name, revision, chat_template)
-
-
-def read_adapter_config(folder: str | Path) -> LoraConfig:
-    """Return the LoRA configuration of a saved adapter."""
-    folder = find_saved(folder)
-    for file in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / file).is_file():
-            raise UserError(f"{folder} must hold an adapter in safetensors, but it has no {file}.")
-    file, fields = folder / CONFIG_FILE, read_authors_config(folder)
-    config = parse_peft_config(read_json_object(file), file) if fields is None else to_peft_config(fields)
-    config.base_model_name_or_path = model_path(config.base_model_name_or_path)
-    return config
-
-
-def find_saved(folder: str | Path) -> Path:
-    """Return the folder of the adapter in the folder of a run.
-
-    PEFT saves the adapter `default` in the folder, and another adapter in a subfolder with its name. Of several adapters it is
-    the trained one, which has `ADAPTER_METADATA`.
-
-    Raises:
-        UserError: If there are several adapters in subfolders.
-    """
-    folder = Path(folder)
-    named = sorted(path.parent for path in folder.glob(f"*/{CONFIG_FILE}"))
-    named = [path for path in named if not path.name.startswith(PREFIX_CHECKPOINT_DIR)]
-    found = [path for path in (folder, *named) if (path / CONFIG_FILE).is_file()]
-    found = [path for path in found if (path / ADAPTER_METADATA).is_file()] or found
-    if len(found) > 1 and folder not in found:
-        names = ", ".join(path.name for path in found)
-        raise UserError(f"`adapter` must be the folder of one adapter, got {folder} with the adapters {names}.")
-    return folder if folder in found or not found else found[0]
-
-
-def read_adapter_metadata(folder: str | Path) -> dict[str, Any]:
-    """Return the training settings that were saved with an adapter; an empty dict if there are none."""
-    folder = find_saved(folder)
-    path = folder / ADAPTER_METADATA
-    if path.is_file():
-        metadata = read_json_object(path)
-        for name, hint in _METADATA_TYPES.items():
-            check_type(f"`{name}` in {path}", metadata.get(name), hint)
-        return metadata
-    fields = read_authors_config(folder) if (folder / CONFIG_FILE).is_file() else None
-    return {} if fields is None else to_metadata(fields)
-
-
 def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any) -> None:
     """Save training settings next to the active adapter, and the name of `tiny-ouro` instead of its folder here.
 
@@ -253,7 +275,7 @@ def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any)
     for adapter in model.peft_config:
         own = Path(folder) if adapter == "default" else Path(folder, adapter)
         if adapter == model.active_adapters[0]:
-            write_file(own / ADAPTER_METADATA, json.dumps(settings, indent=1) + "\n")
+            write_metadata(own, settings)
         config = own / CONFIG_FILE
         if config.is_file() and str(TINY_OURO_PATH) in (text := config.read_text(encoding="utf-8")):
             write_file(config, text.replace(json.dumps(str(TINY_OURO_PATH)), '"tiny-ouro"'))
@@ -261,5 +283,4 @@ def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any)
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return a saved adapter's tensors under PEFT's names."""
-    folder = find_saved(folder)
     return load_file(folder / WEIGHTS_FILE) if read_authors_config(folder) is None else to_peft_weights(folder)

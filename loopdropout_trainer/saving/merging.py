@@ -24,11 +24,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, first_line, hide_secrets
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
-from loopdropout_trainer.saving.authors_format import CONFIG_FILE, read_authors_config, write_authors_format
-from loopdropout_trainer.saving.cards import base_name, is_hub_name, name_repository, without_folders, write_model_card
-from loopdropout_trainer.saving.loading import adapter_folder, read_adapter_config, read_adapter_metadata, read_weights
+from loopdropout_trainer.saving import integrity
+from loopdropout_trainer.saving.authors_format import read_authors_config, write_authors_format
+from loopdropout_trainer.saving.cards import base_name, name_repository, without_folders, write_model_card
+from loopdropout_trainer.saving.loading import read_weights
+from loopdropout_trainer.saving.source import (
+    Source,
+    find_source,
+    holds_adapter,
+    is_hub_name,
+    read_adapter_config,
+    write_metadata,
+)
 from loopdropout_trainer.saving.standalone import check_code, write_code
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
@@ -36,7 +46,7 @@ from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 logger = logging.get_logger(__name__)
 
 
-def export_authors_format(adapter: str | Path, output_dir: str | Path) -> Path:
+def export_authors_format(adapter: str | Path | Source, output_dir: str | Path) -> Path:
     """Write a saved adapter in the format of the paper authors' program.
 
     Args:
@@ -49,12 +59,14 @@ def export_authors_format(adapter: str | Path, output_dir: str | Path) -> Path:
     Raises:
         UserError: If there is no such adapter, or the format cannot represent it.
     """
-    folder, output_dir = adapter_folder(adapter), Path(output_dir)
-    if (output_dir / CONFIG_FILE).is_file() and read_authors_config(output_dir) is None:
+    source, output_dir = adapter, Path(output_dir)
+    if not isinstance(source, Source):
+        source = find_source(adapter, accept=("adapter",), what="adapter")
+    if holds_adapter(output_dir) and read_authors_config(output_dir) is None:
         raise UserError(f"`output_dir` must not hold an adapter in PEFT's format, got {output_dir}.")
-    config = read_adapter_config(folder)
+    config = read_adapter_config(source.folder)
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_authors_format(output_dir, config, read_adapter_metadata(folder), read_weights(folder))
+    write_authors_format(output_dir, config, source.metadata, read_weights(source.folder))
     return output_dir
 
 
@@ -144,13 +156,30 @@ def merge_and_save(
     """
     output_dir, card = Path(output_dir), card or {}
     base = model.get_base_model()
-    if (output_dir / CONFIG_FILE).exists() or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
+    if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
     if standalone:
         check_code(base)
     if processing_class is not None:
         add_end_tokens(base, end_token_ids(processing_class))
     weights = merged_state_dict(model, scale)
+    with integrity.saving(output_dir, integrity.MODEL_FILES):
+        _write_merged(output_dir, model, weights, processing_class, card, repo_id, scale, standalone)
+    return output_dir
+
+
+def _write_merged(
+    output_dir: Path,
+    model: PeftModel,
+    weights: dict[str, Tensor],
+    processing_class: PreTrainedTokenizerBase | None,
+    card: Mapping[str, Any],
+    repo_id: str | None,
+    scale: float,
+    standalone: bool,
+) -> None:
+    """Write the files of a merged model with `weights`. The other arguments are those of `merge_and_save`."""
+    base = model.get_base_model()
     saved = base if getattr(base.config, "quantization_config", None) is None else _without_quantization(base)
     saved.save_pretrained(output_dir, state_dict=weights)
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
@@ -164,8 +193,9 @@ def merge_and_save(
         processing_class.save_pretrained(output_dir)
     if card.get("recipe"):
         (output_dir / RECIPE_FILE).write_text(without_folders(card["recipe"]), encoding="utf-8")
+    kind = "standalone model" if own_map else "merged model"
+    write_metadata(output_dir, {**find_looped_model(model).trained_with, "kind": kind, "scale": scale})
     write_model_card(output_dir, model, repo_id=repo_id, merged=True, scale=scale, **card)
-    return output_dir
 
 
 def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_liger_kernel_available
 
-from loopdropout_trainer.errors import UserError, check_name, first_line
+from loopdropout_trainer.errors import UserError, first_line
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
@@ -41,11 +42,12 @@ from loopdropout_trainer.lora import (
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import renamed_attribute
-from loopdropout_trainer.results import result_columns, training_results, write_results
+from loopdropout_trainer.results import result_columns, saved_step, training_results, write_results
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
-from loopdropout_trainer.saving.loading import is_adapter, save_adapter_metadata
+from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.saving.source import MODELS, find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
@@ -83,6 +85,27 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
     return gated_init
 
 
+def has_conversations(dataset: Any) -> bool | None:
+    """Return whether the examples of a dataset are conversations, or None for tokens or without a dataset."""
+    from trl.data_utils import is_conversational
+
+    example = None if dataset is None else next(iter(dataset), None)
+    if not isinstance(example, Mapping) or "input_ids" in example:
+        return None
+    return bool(is_conversational(example))
+
+
+def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:
+    """Return the data type and the quantization of a base model's weights, as JSON."""
+    quantization = getattr(config, "quantization_config", None)
+    if hasattr(quantization, "to_dict"):
+        quantization = quantization.to_dict()
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": None if quantization is None else json.loads(json.dumps(quantization, default=str)),
+    }
+
+
 class AdapterTrainingMixin:
     """Setup of a TRL trainer, whose `__init__` is made by `with_gates`.
 
@@ -101,6 +124,9 @@ class AdapterTrainingMixin:
         samples_start_states: Whether models with a random start state draw it for each step.
         runs_several_draws: Whether the trainer runs rules with several draws for a micro-batch.
         draw_index: Index of the running draw.
+        training_id: Identifier of the training, which its checkpoints and its adapter keep.
+        saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
+            {field}), `is_chat` and `method`.
     """
 
     config_class: type[GateConfig]
@@ -119,6 +145,8 @@ class AdapterTrainingMixin:
     samples_start_states = True
     runs_several_draws = False
     draw_index = 0
+    training_id: str | None = None
+    saved_facts: dict[str, Any]
 
     drawn = renamed_attribute("drawn", "last_gates")
 
@@ -130,12 +158,7 @@ class AdapterTrainingMixin:
         revision = (args.model_init_kwargs or {}).get("revision")
         if isinstance(model, str):
             with explain_loading(model):
-                check_name(model)
-                if is_adapter(model):
-                    raise UserError(
-                        f"`model` must be a base model, got the adapter {model}. To train it further, give "
-                        f"`load_adapter(load_model(base), {model!r}, is_trainable=True)` as `model`."
-                    )
+                source = find_source(model, revision=revision, accept=MODELS)
                 check_checkpoint(model, revision)
                 if args.model_init_kwargs:
                     args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
@@ -150,6 +173,9 @@ class AdapterTrainingMixin:
         self.resumption = ResumptionCallback()
         self.step_callbacks = make_step_callbacks(args, self.rule)
         self.step_metrics = defaultdict(list)
+        self.saved_facts = {"is_chat": has_conversations(arguments.get("train_dataset"))}
+        if isinstance(model, str):
+            self.saved_facts["base_revision"] = source.commit
         self._given_weights = {}
         if isinstance(model, PeftModel):
             if arguments["peft_config"] is not None:
@@ -196,6 +222,7 @@ class AdapterTrainingMixin:
                 # TRL asks for it under ZeRO-3. A layer that runs K times would report its gradients K times.
                 getattr(self.args, name)["use_reentrant"] = False
         float32_adapter(self.model, self._given_weights)
+        self._record_base()
         self.prepare_gates()
         if self.optimizer is not None:
             self._check_optimizer()
@@ -220,6 +247,12 @@ class AdapterTrainingMixin:
             raise UserError(f"`optim` {self.args.optim.value} needs a missing package. {first_line(error)}") from error
         if self.args.use_liger_kernel and not is_liger_kernel_available():
             raise UserError("`use_liger_kernel` needs a missing package. Install it with `pip install liger-kernel`.")
+
+    def _record_base(self) -> None:
+        """Record which commit of the base model the adapter is trained on, also in PEFT's configuration, which saves it."""
+        looped, config = self.looped, self.model.peft_config[self.model.active_adapters[0]]
+        revision = self.saved_facts.pop("base_revision", None) or looped.base_revision or config.revision
+        looped.base_revision = config.revision = revision
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
@@ -246,6 +279,12 @@ class AdapterTrainingMixin:
             "gate_seed": self.gate_seed,
             "num_loops": self.num_loops,
             "depths": list(depths),
+            "base_revision": self.looped.base_revision,
+            **describe_weights(self.looped.config, self.looped.dtype),
+            "method": self.rule.title,
+            "seed": args.seed,
+            "training_id": self.training_id,
+            **self.saved_facts,
             **{name: value for name, value in self.looped.trained_with.items() if name == "initial_adapter"},
         }
 
@@ -367,7 +406,9 @@ class AdapterTrainingMixin:
                 write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
-        folder, settings = output_dir or self.args.output_dir, self.looped.trained_with
+        folder = output_dir or self.args.output_dir
+        step = self.state.global_step if _internal_call else saved_step(self)
+        settings = {**self.looped.trained_with, **self.saved_facts, "step": step}
         save_adapter_metadata(self.model, folder, **settings)  # first: without it, an adapter runs at another depth
         super().save_model(output_dir, _internal_call)
         save_adapter_metadata(self.model, folder, **settings)  # again, with the new adapter_config.json

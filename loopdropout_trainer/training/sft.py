@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.saving.checkpoints import STATE_FILE
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
     has_targets,
@@ -131,6 +133,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         checkpoint = find_resumable(self, resume_from_checkpoint)
+        self.training_id = uuid.uuid4().hex if checkpoint is None else find_source(checkpoint).training_id
+        self.looped.trained_with = {**self.looped.trained_with, "training_id": self.training_id}
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
         state = TrainerState.load_from_json(str(Path(checkpoint, STATE_FILE))) if checkpoint else None
         first_step = state.global_step if state else 0

@@ -80,7 +80,7 @@ def test_compare_recipes_names_the_first_difference(tmp_path):
     assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
     (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")  # a former name
     assert results.read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}
-    (run := tmp_path / "checkpoint-own").mkdir()
+    (run := tmp_path / "checkpoint-7").mkdir()
     assert results.read_recipe(run) == {"eval_num_loops": [2, 8]}
     (run / "recipe.yaml").write_text("seed: 3\n")  # a run whose folder has the name of a checkpoint
     assert results.read_recipe(run) == {"seed": 3}

@@ -19,8 +19,8 @@ from helpers.results import expected_results
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
 from loopdropout_trainer.runs import load_state
-from loopdropout_trainer.saving.cards import find_adapter
 from loopdropout_trainer.saving.integrity import record
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
 
@@ -130,7 +130,7 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
     assert {row["step"] for row in rows} == {2} and evaluated[-1]["step"] == 6
     assert losses["eval_loss"] == evaluated[0]["eval_loss"] < evaluated[-1]["eval_loss"]
     assert adapter(tmp_path) == adapter(tmp_path / "checkpoint-2")
-    assert find_adapter(str(tmp_path), "x")[1]["step"] == 2
+    assert find_source(tmp_path).columns["step"] == 2
 
 
 def test_training_starts_from_an_adapter(quickstart, tmp_path):

@@ -22,7 +22,7 @@ LOGGER = logging.getLogger("loopdropout_trainer.test_terminal")
 
 
 def log_by_the_handler_of_an_import():
-    LOGGER.warning(HOSTILE)
+    LOGGER.warning(HOSTILE.removesuffix("\ud800"))  # pytest captures logs, and its plugin for processes cannot send it
 
 
 def fail():

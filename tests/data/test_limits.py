@@ -26,7 +26,7 @@ ENDLESS = {
     "range": ("{% for i in range(9999999999) %}{% endfor %}", "Range too big"),
     "memory": (
         "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "more than 256 MB of memory",
+        "more than (256 MB of memory|1 seconds)",  # a busy machine may need a second for the memory
     ),
     "product": ("{{ 'a' * 10 ** 14 }}", "more than 256 MB of memory"),
     "length": ("{{ 'a' * 10 ** 6 }}a", "makes 1,000,001 characters of the conversation"),

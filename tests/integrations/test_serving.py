@@ -24,6 +24,7 @@ from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.models.layers import Attention
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -159,12 +160,12 @@ def test_chats_have_the_format_of_the_training(adapter, begins):
     if begins:
         token = tokenizer.eos_token, tokenizer.eos_token_id
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{token[0]} $A", special_tokens=[token])
-    tokenizer.chat_template = SERVE.find_chat_template(folder, tokenizer)
+    tokenizer.chat_template = SERVE.find_chat_template(find_source(folder), tokenizer)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": PENS}], return_dict=False)
     assert ids == tokenizer(text.replace("{Question Text}", PENS))["input_ids"]
     assert (ids[0] == tokenizer.eos_token_id) == begins
     (folder / "recipe.yaml").unlink()  # a chat template of the tokenizer stays
-    assert SERVE.find_chat_template(folder, tokenizer) == tokenizer.chat_template
+    assert SERVE.find_chat_template(find_source(folder), tokenizer) == tokenizer.chat_template
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "99999", "1e30"])

@@ -16,8 +16,8 @@ from helpers.errors import user_error
 from helpers.files import GOLDEN, TINY_OURO_PATH, load_script
 from helpers.tiny import tiny_ouro, with_adapter
 from loopdropout_trainer import load_adapter
-from loopdropout_trainer.saving.loading import ADAPTER_METADATA, read_adapter_metadata
 from loopdropout_trainer.saving.merging import export_authors_format
+from loopdropout_trainer.saving.source import METADATA_FILE, read_metadata
 
 
 AUTHORS = GOLDEN / "authors"
@@ -48,7 +48,7 @@ def test_load_adapter_gives_logits_of_authors(tmp_path):
     assert_golden_logits(model)
     with pytest.raises(AssertionError), model.disable_adapter():
         assert_golden_logits(model)
-    assert read_adapter_metadata(ADAPTER) == METADATA
+    assert read_metadata(ADAPTER) == METADATA
     damaged = shutil.copytree(ADAPTER, tmp_path / "adapter")
     (damaged / WEIGHTS).write_bytes(b"nothing")
     with user_error("does not fit this model"):
@@ -85,7 +85,7 @@ def test_export_script_writes_files_of_authors(tmp_path):
     assert_golden_files(tmp_path / "again")
     ours = tmp_path / "ours"
     load_adapter(base(), ADAPTER).save_pretrained(ours)
-    (ours / ADAPTER_METADATA).write_text(json.dumps(METADATA))
+    (ours / METADATA_FILE).write_text(json.dumps(METADATA))
     fields = json.loads((ours / CONFIG).read_text()) | {"base_model_name_or_path": str(AUTHORS / "model")}
     (ours / CONFIG).write_text(json.dumps(fields))  # a folder with the base model
     assert_golden_files(export_authors_format(ours, tmp_path / "again"))
@@ -111,7 +111,7 @@ def test_export_raises_for_unsupported_adapter(tmp_path, lora, metadata, message
     config = model.peft_config["default"]
     config.base_model_name_or_path = lora.get("base_model_name_or_path", "ByteDance/Ouro-1.4B")
     model.save_pretrained(tmp_path / "ours")
-    (tmp_path / "ours" / ADAPTER_METADATA).write_text(json.dumps(metadata))
+    (tmp_path / "ours" / METADATA_FILE).write_text(json.dumps(metadata))
     with user_error(f"The authors' format requires .*{message}"):
         export_authors_format(tmp_path / "ours", tmp_path / "exported")
     assert not any((tmp_path / "exported").iterdir())

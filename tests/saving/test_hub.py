@@ -22,11 +22,11 @@ from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter, load_model, use_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
-from loopdropout_trainer.recipe import name_folders
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.cards import write_model_card
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.source import name_sources
 from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import end_tokens
 
@@ -110,13 +110,13 @@ def test_load_model_explains_missing_files(base, tmp_path):
         with user_error("The model some/model cannot be"):
             load("some/model")
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
-    with user_error("has no config.json of a model. A stopped run has its adapters in `checkpoint-STEP`"):
+    with user_error("run has no model yet, and no complete checkpoint. Train it first"):
         LoopDropoutSFTTrainer(str(tmp_path / "run"))
-    with user_error("run has no config.json of a model"):
+    with user_error("run has no model yet, and no complete checkpoint. Train it first"):
         load_model(tmp_path / "run")
     with user_error("moved does not exist. It is `base_model_name_or_path` in .*adapter_config"):
         load_model(tmp_path / "adapter")
-    with user_error("`adapter` must be a folder or a Hub name, got nowhere"):
+    with user_error("The adapter nowhere cannot be loaded: there is no folder of this name"):
         load_model(base, adapter="nowhere")
 
 
@@ -163,7 +163,7 @@ def test_folders_without_one_whole_adapter_raise(tmp_path):
         with_adapter().save_pretrained(tmp_path / name)
     with user_error("must be the folder of one adapter, got .* with the adapters a, b"):
         load_adapter(tiny_ouro(), tmp_path)
-    for file in ("loop_dropout.json", "adapter_config.json"):
+    for file in ("adapter_config.json", "loop_dropout.json"):
         for text in ("{", "[" * 100_000, "\0"):
             (tmp_path / "a" / file).write_text(text)
             with user_error(f"{file} is not a JSON file"):
@@ -362,8 +362,9 @@ def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
     assert_close(load(trained / "merged")(IDS).logits, load_model(trained)(IDS).logits, atol=2e-5, rtol=1e-4)
     assert "preparation: gsm8k" in (trained / "merged" / "recipe.yaml").read_text()
     words = [f"{trained}/recipe.yaml", f"--output_dir={trained}", "--eval_num_loops=null", "--adapter", str(trained)]
-    assert name_folders([str(trained), "--gates", "1-0"], "adapter") == [*words, "--gates", "1-0"]
-    assert name_folders([str(trained / "merged")], "adapter") == ["--adapter", str(trained / "merged")]
+    assert name_sources([str(trained), "--gates", "1-0"], "adapter") == [*words, "--gates", "1-0"]
+    words = [f"{trained}/merged/recipe.yaml", "--eval_num_loops=null", "--adapter", str(trained / "merged")]
+    assert name_sources([str(trained / "merged")], "adapter") == words
 
 
 def test_cards_state_the_training(base, trained, tmp_path):

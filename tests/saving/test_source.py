@@ -1,0 +1,397 @@
+"""One table of what names are: each kind of folder and repository, the fields of its source, and what every command prints."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.errors import user_error
+from helpers.files import TINY_OURO_PATH, load_script
+from loopdropout_trainer import load_adapter, load_model, merge_and_save
+from loopdropout_trainer.saving.loading import ModelLoader, load
+from loopdropout_trainer.saving.source import ALL_KINDS, find_source, find_source_of
+from loopdropout_trainer.tokenizers import load_tokenizer
+
+
+BASE = "ByteDance/Ouro-1.4B"
+"""Name of the base model, the only one that the authors' format knows. Its files are those of tiny-ouro."""
+MAIN, ADAPTER, MERGED = "a" * 40, "c" * 40, "d" * 40
+V1 = "574fa66cb8bf5abdc979642d01cf2b79b16bfab1"
+"""Commit that the authors' format requires."""
+PROMPT = "Question: {question}\nAnswer:"
+SETTINGS = {
+    "preparation": "arithmetic", "num_train_examples": 8, "num_eval_examples": 4, "max_length": 64, "max_steps": 2,
+    "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2, "bf16": "false",
+    "dtype": "float32", "use_cpu": "true", "report_to": "none", "disable_tqdm": "true", "num_threads": 1,
+}  # fmt: skip
+SHORT = [f"--{name}={value}" for name, value in SETTINGS.items()] + ["--arithmetic_steps", "1", "2"]
+
+
+class Hub:
+    """A cache of the Hub's client, in which repositories are read without a network."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def put(self, repository, branch, commit, folder):
+        place = self.folder / f"models--{repository.replace('/', '--')}"
+        shutil.copytree(folder, place / "snapshots" / commit)
+        (place / "refs").mkdir(exist_ok=True)
+        (place / "refs" / branch).write_text(commit)
+        return place / "snapshots" / commit
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub = Hub(folder)
+    hub.put(BASE, "main", MAIN, TINY_OURO_PATH)
+    weights = load_file(hub.put(BASE, "v1", V1, TINY_OURO_PATH) / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * 1.25
+    save_file(
+        weights, folder / "models--ByteDance--Ouro-1.4B" / "snapshots" / V1 / "model.safetensors", {"format": "pt"}
+    )
+    yield hub
+    patch.undo()
+
+
+def train(folder, *words):
+    load_script("recipes/sft.py").main([*SHORT, "--output_dir", str(folder), *words])
+    return folder
+
+
+def copy(folder, name, *left_out):
+    """A copy of a run, as it is after a move to another computer."""
+    place = folder.with_name(name)
+    shutil.copytree(folder, place)
+    for pattern in left_out:
+        for path in place.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return place
+
+
+def edit(path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.fixture(scope="module")
+def places(hub, tmp_path_factory):
+    """All kinds of names. The trainings are real ones, of two steps."""
+    root = tmp_path_factory.mktemp("places")
+    base = ["--model_name_or_path", BASE]
+    run = train(root / "run", *base, "--model_revision", "v1", "--merge", "true")
+    places = {
+        "base folder": TINY_OURO_PATH,
+        "base at a tag": BASE,
+        "run": run,
+        "checkpoint": run / "checkpoint-1",
+        "merged": run / "merged",
+        "run of main": train(root / "main", *base, "--num_loops", "2"),
+        "independent": train(root / "independent", *base, "--rule", "independent", "--num_loops", "3"),
+        "moved": copy(run, "moved", "recipe.yaml", "checkpoint-*"),
+        "stopped": copy(run, "stopped", "adapter_*", "loop_dropout.json", "merged", "checksums.json"),
+        "authors": root / "authors",
+        "standalone": root / "standalone",
+        "named": root / "named",
+        "added tokens": root / "added",
+        "quantized": copy(run, "quantized", "checkpoint-*", "merged"),
+        "old": copy(run, "old", "loop_dropout.json", "checkpoint-*", "merged", "checksums.json"),
+        "adapter on the Hub": "user/adapter",
+        "merged on the Hub": "user/merged",
+    }
+    load_script("recipes/export.py").main([str(run), "--output_dir", str(places["authors"])])
+    merge_and_save(load_model(run), places["standalone"], load_tokenizer(str(run)), standalone=True)
+    edit(places["quantized"] / "loop_dropout.json", quantization={"load_in_4bit": True}, dtype="bfloat16")
+    edit(places["old"] / "adapter_config.json", revision=None)  # as PEFT wrote it without a commit
+
+    named = places["named"] / "math"
+    named.mkdir(parents=True)
+    for file in ("adapter_config.json", "adapter_model.safetensors", "loop_dropout.json"):
+        shutil.copy(run / file, named)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(run / file, places["named"])
+
+    model = load_model(run)
+    tokenizer = load_tokenizer(str(run))
+    tokenizer.add_tokens(["<step>"])
+    model.get_base_model().resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(places["added tokens"], save_embedding_layers=True)
+    tokenizer.save_pretrained(places["added tokens"])
+    shutil.copy(run / "loop_dropout.json", places["added tokens"])
+
+    hub.put("user/adapter", "main", ADAPTER, places["moved"])
+    hub.put("user/merged", "main", MERGED, run / "merged")
+    return places
+
+
+TRAINED = {"base": BASE, "revision": V1, "num_loops": 4, "prompt_template": PROMPT, "dtype": "float32"}
+IS_ADAPTER = {**TRAINED, "kind": "adapter", "rule": "loop_dropout", "has_one_depth": False, "is_mergeable": True}
+IS_BASE = {"kind": "base model", "num_loops": 4, "prompt_template": None, "training_id": None, "is_mergeable": False}
+IS_MERGED = {"kind": "merged model", "num_loops": 4, "prompt_template": PROMPT, "is_mergeable": False}
+TABLE = {
+    "base folder": {**IS_BASE, "base": str(TINY_OURO_PATH), "revision": None},
+    "base at a tag": {**IS_BASE, "base": BASE, "revision": V1, "commit": V1, "tokenizer": (BASE, V1)},
+    "run": {**IS_ADAPTER, "tokenizer": ("{place}", None)},
+    "checkpoint": {**IS_ADAPTER, "tokenizer": ("{place}", None)},
+    "merged": {**IS_MERGED, "base": "{place}", "revision": None, "tokenizer": ("{place}", None)},
+    "run of main": {**IS_ADAPTER, "revision": MAIN, "num_loops": 2, "depths": (2, 2)},
+    "independent": {
+        **IS_ADAPTER,
+        "revision": MAIN,
+        "rule": "independent",
+        "num_loops": 3,
+        "has_one_depth": True,
+        "is_mergeable": False,
+    },
+    "moved": {**IS_ADAPTER, "tokenizer": ("{place}", None)},
+    "authors": {**IS_ADAPTER, "prompt_template": None, "dtype": None, "tokenizer": (BASE, V1)},
+    "standalone": {**IS_MERGED, "kind": "standalone model", "base": "{place}"},
+    "named": {**IS_ADAPTER, "tokenizer": ("{place}", None)},
+    "added tokens": {**IS_ADAPTER, "tokenizer": ("{place}", None)},
+    "quantized": {**IS_ADAPTER, "quantization": {"load_in_4bit": True}, "dtype": "bfloat16"},
+    "old": {**IS_ADAPTER, "revision": "v1", "rule": None, "num_loops": None, "training_id": None},
+    "adapter on the Hub": {**IS_ADAPTER, "repository": "user/adapter", "commit": ADAPTER},
+    "merged on the Hub": {
+        **IS_MERGED,
+        "base": "user/merged",
+        "revision": MERGED,
+        "commit": MERGED,
+        "tokenizer": ("user/merged", MERGED),
+    },
+}
+
+
+def find(places, kind):
+    return find_source(places[kind], revision="v1" if kind == "base at a tag" else None)
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_each_kind_of_name_has_its_fields(places, kind):
+    source = find(places, kind)
+    place = str(Path(places[kind]).resolve())
+    for name, expected in TABLE[kind].items():
+        if expected == "{place}" or expected == ("{place}", None):
+            expected = place if isinstance(expected, str) else (place, None)
+        assert getattr(source, name) == expected, name
+    assert source.name == str(places[kind])
+    for title, text in source.lines().items():
+        assert f"{title:<14}{text}" in repr(source)
+
+
+def test_copies_of_a_training_give_the_same_source(places):
+    """The folder was renamed, copied without its recipe, or uploaded."""
+    first = find(places, "run")
+    for kind in ("moved", "named", "added tokens", "adapter on the Hub"):
+        source = find(places, kind)
+        for name in ("base", "revision", "rule", "num_loops", "depths", "prompt_template", "is_chat", "dtype"):
+            assert getattr(source, name) == getattr(first, name), name
+        assert source.training_id == first.training_id is not None
+        for column in ("method", "seed", "step", "training"):
+            assert source.columns[column] == first.columns[column], column
+
+
+COMMANDS = {
+    "show": lambda name, out: [name],
+    "chat": lambda name, out: [name, "1 + 1", "--max_new_tokens", "1"],
+    "evaluate": lambda name, out: [
+        *[name, "--output_dir", str(out), "--benchmarks", "arithmetic_easy_test", "--benchmark_limit", "1"],
+        *["--max_new_tokens", "1", "--use_cpu", "true"],
+    ],
+    "diagnose": lambda name, out: [
+        *[name, "--output_dir", str(out), "--num_examples", "1", "--use_cpu", "true", "--diagnostics", "readouts"],
+        *["--preparation", "arithmetic", "--num_eval_examples", "4", "--per_device_eval_batch_size", "1"],
+    ],
+    "merge": lambda name, out: [name, "--output_dir", str(out / "merged")],
+    "export": lambda name, out: [name, "--output_dir", str(out / "exported")],
+}
+OF_ADAPTERS = {"merge", "export"}
+REFUSED = {
+    ("merge", "independent"): "cannot be merged",
+    ("export", "independent"): "authors",
+    ("export", "run of main"): "requires `revision`",
+    ("export", "added tokens"): "authors",
+}
+RUN_HERE = ["base folder", "run", "checkpoint", "merged", "run of main", "independent", "moved", "authors", "named"]
+RUN_HERE += ["added tokens", "adapter on the Hub", "merged on the Hub"]
+
+
+@pytest.mark.parametrize("kind", RUN_HERE)
+def test_every_command_runs_a_name_in_the_same_way(places, tmp_path, capsys, kind):
+    source = find(places, kind)
+    for command, words in COMMANDS.items():
+        capsys.readouterr()
+        main = load_script(f"recipes/{command}.py").main
+        if command in OF_ADAPTERS and not source.is_adapter:
+            with user_error(f"must be an adapter, but it is a {source.kind}"):
+                main(words(source.name, tmp_path / command))
+            continue
+        if (command, kind) in REFUSED:
+            with user_error(REFUSED[command, kind]):
+                main(words(source.name, tmp_path / command))
+            continue
+        main(words(source.name, tmp_path / command))
+        printed = capsys.readouterr().out
+        expected = repr(source) if command == "show" else source.describe()
+        assert expected in printed, command
+
+
+def test_weights_are_those_of_the_training(places):
+    """Also the embedding, which differs between the two revisions of the base model."""
+    bases = {revision: load_model(BASE, revision=revision).state_dict() for revision in ("main", "v1")}
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(bases["main"][name], bases["v1"][name])
+    for kind, revision in {"run": "v1", "run of main": "main", "old": "v1", "adapter on the Hub": "v1"}.items():
+        model = load(find(places, kind)).get_base_model()
+        assert torch.equal(model.get_input_embeddings().weight, bases[revision][name]), kind
+    for kind in ("merged", "merged on the Hub", "standalone"):
+        assert torch.equal(load(find(places, kind)).state_dict()[name], bases["v1"][name].to(torch.float32)), kind
+
+
+def test_loader_shares_a_base_model_and_changes_nothing(places):
+    ids = torch.arange(2, 12).view(1, 10)
+    kinds = ["run", "checkpoint", "added tokens", "run", "independent", "run of main", "merged"]
+    loader = ModelLoader("cpu")
+    loaded, bases = {}, []
+    for kind in [*kinds, *reversed(kinds)]:
+        source = find(places, kind)
+        model = loader.load(source, "float32")
+        bases.append(loader._base)
+        expected = load(source, dtype="float32")
+        assert torch.equal(model(ids).logits, expected(ids).logits), kind
+        assert loaded.setdefault(kind, model.config.num_loops) == model.config.num_loops == expected.config.num_loops
+    assert bases[0] is bases[1] and bases[4] is bases[5]
+
+
+def test_trained_base_model_has_its_commit_in_every_file(places):
+    run = places["run"]
+    assert json.loads((run / "adapter_config.json").read_text())["revision"] == V1
+    metadata = json.loads((run / "loop_dropout.json").read_text())
+    assert metadata["base_revision"] == V1 and metadata["version"] == 1
+    assert json.loads((run / "run.json").read_text())["model_revision"] == V1
+    merged = json.loads((run / "merged" / "loop_dropout.json").read_text())
+    assert merged["base_revision"] == V1 and merged["kind"] == "merged model"
+
+
+def test_merging_a_run_again_gives_the_merged_model_of_its_training(places, tmp_path):
+    load_script("recipes/merge.py").main([str(places["run"]), "--output_dir", str(tmp_path / "again")])
+    first, again = (load_file(folder / "model.safetensors") for folder in (places["merged"], tmp_path / "again"))
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+
+
+WRONG = {
+    "no folder": ("nowhere/at/all", "The folder nowhere/at/all does not exist"),
+    "typo": ("tiny_ouro", "Did you mean 'tiny-ouro'"),
+    "stopped": (
+        "stopped",
+        "has no model yet, because it is not finished. Its newest complete checkpoint is .*checkpoint-2",
+    ),
+    "nothing yet": ("empty run", "has no model yet, and no complete checkpoint"),
+    "incomplete": ("incomplete", "The checkpoint .* is not complete"),
+    "something else": ("other", "holds neither a model nor an adapter"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_names_end_in_the_same_sentence_in_all_commands(places, tmp_path, case):
+    name, message = WRONG[case]
+    folders = {
+        "empty run": tmp_path / "empty",
+        "incomplete": tmp_path / "run" / "checkpoint-1",
+        "other": tmp_path / "x",
+    }
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    shutil.copy(places["run"] / "recipe.yaml", folders["empty run"])
+    name = str({**folders, "stopped": places["stopped"]}.get(name, name))
+    for command, words in COMMANDS.items():
+        if command == "show" and case in ("stopped", "nothing yet", "incomplete"):
+            assert "unfinished run" in repr(find_source(name, accept=ALL_KINDS))
+            continue
+        with user_error(message):
+            load_script(f"recipes/{command}.py").main(words(name, tmp_path / command))
+    with user_error(message):
+        load_model(name)
+    with user_error(message):
+        load_adapter(load_model("tiny-ouro"), name)
+    with user_error(message):
+        load_script("recipes/sft.py").main(
+            [*SHORT, "--model_name_or_path", name, "--output_dir", str(tmp_path / "out")]
+        )
+
+
+def test_adapters_of_one_depth_do_not_run_at_another(places, tmp_path):
+    name = str(places["independent"])
+    sentence = "`num_loops` must be 3 for .*independent"
+    for main, words in {
+        "chat": [name, "1", "--eval_num_loops", "2"],
+        "evaluate": [
+            name,
+            "--benchmarks",
+            "arithmetic_easy_test",
+            "--eval_num_loops",
+            "2",
+            "--output_dir",
+            str(tmp_path),
+        ],
+        "serve": [name, "--num_loops", "2"],
+    }.items():
+        with user_error(sentence):
+            load_script(f"recipes/{main}.py").main(words)
+    with user_error(sentence):
+        load_model(name, num_loops=2)
+
+
+def test_order_and_current_directory_change_nothing(places, tmp_path, monkeypatch):
+    run, other = places["run"], places["run of main"]
+    monkeypatch.chdir(run.parent)
+    words = [
+        "--benchmarks",
+        "arithmetic_easy_test",
+        "--benchmark_limit",
+        "4",
+        "--use_cpu",
+        "true",
+        "--max_new_tokens",
+        "8",
+    ]
+    names = {"first": [str(run), str(other)], "second": ["main", "run"]}
+    for place, order in names.items():
+        load_script("recipes/evaluate.py").main([*order, *words, "--output_dir", str(tmp_path / place)])
+    for name in ("run", "main"):
+        (first,) = (tmp_path / "first" / "samples" / name).glob("*.jsonl")
+        second = tmp_path / "second" / "samples" / name / first.name
+        assert first.read_text() == second.read_text()
+    assert "K2" in "".join(path.name for path in (tmp_path / "first" / "samples" / "main").iterdir())
+
+
+def test_base_models_replace_those_of_an_adapter(places):
+    source = find_source_of("tiny-ouro", places["run"])
+    assert (source.base, source.revision) == (str(TINY_OURO_PATH), None)
+    assert find_source_of(places["run"], revision="main").revision == "main"
+    assert replace(source, name="x").as_base().kind == "base model"
+
+
+def test_newer_settings_ask_for_an_update(places, tmp_path):
+    shutil.copytree(places["moved"], tmp_path / "newer")
+    edit(tmp_path / "newer" / "loop_dropout.json", version=99)
+    with user_error("has version 99, but this release reads versions up to 1. Update the package"):
+        load_model(tmp_path / "newer")
+
+
+def test_damaged_models_are_not_loaded(places, tmp_path):
+    for kind, file in {"moved": "adapter_model.safetensors", "merged": "model.safetensors"}.items():
+        folder = tmp_path / kind
+        shutil.copytree(places[kind], folder)
+        content = bytearray((folder / file).read_bytes())
+        content[-64:] = bytes(64)
+        (folder / file).write_bytes(content)
+        with user_error(f"has a damaged {file}"):
+            load_model(folder)
