@@ -218,7 +218,7 @@ def test_independent_adapter_needs_its_depth(make_trainer, tmp_path):
     make_trainer("independent").save_model(tmp_path)
     with pytest.raises(RuntimeError, match="size mismatch"):
         PeftModel.from_pretrained(tiny_ouro(), str(tmp_path))
-    with user_error("belongs to 4 loops, but the model runs 6"):
+    with user_error("`num_loops` must be 4 for .*, got 6"):
         load_adapter(tiny_ouro(num_loops=6), tmp_path)
     loaded = load_adapter(tiny_ouro(), tmp_path, is_trainable=True)
     with user_error("'loop_dropout' trains a shared adapter"):

@@ -8,7 +8,7 @@ from helpers.trainers import Recorder, assert_same_weights, logged
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.progress import SampleCompletionsCallback
 from loopdropout_trainer.results import read_results, training_results
-from loopdropout_trainer.saving.cards import find_adapter
+from loopdropout_trainer.saving.source import find_source
 
 
 EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}
@@ -94,4 +94,4 @@ def test_training_in_python_leaves_its_results(make_sft, dataset):
         }
         assert results["train_loss"]["value"] == pytest.approx(sum(losses) / 3)
         assert results["eval_loss"]["value"] == logged(trainer, "eval_loss")[-1]
-        assert find_adapter(folder, "x")[1]["method"] == "Loop Dropout"
+        assert find_source(folder).columns["method"] == "Loop Dropout"
