@@ -18,7 +18,7 @@ import speed
 import torch
 from torch import nn
 
-from loopdropout_trainer.generation import _decode_in_slots, _generate
+from loopdropout_trainer.generation import _decode_in_slots, generate_in_batches
 
 
 Tokens = list[list[int]]
@@ -48,7 +48,7 @@ def _end_in_slots(lengths: Sequence[int]) -> Callable[[Tokens], list[bool]]:
 
 
 ROWS = {
-    "`generate` in batches sorted by length": (_generate, _end_in_batches),
+    "`generate` in batches sorted by length": (generate_in_batches, _end_in_batches),
     "decoding in slots": (_decode_in_slots, _end_in_slots),
 }
 

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
 
 from loopdropout_trainer.errors import UserError
@@ -77,8 +84,8 @@ def generate_greedy(
     gates = looped.gate_state.gates
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")
-    ending = _Ending(looped, tokenizer, stop_strings, on_text)
-    decode = _decode_in_slots if supports_slots(looped) else _generate
+    ending = Ending(looped, tokenizer, stop_strings, on_text)
+    decode = _decode_in_slots if supports_slots(looped) else generate_in_batches
     description = progress if isinstance(progress, str) else None
     bar = tqdm(total=len(prompts), desc=description, unit=" prompts", disable=not progress)
     completions: dict[int, str] = {}
@@ -97,11 +104,11 @@ def generate_greedy(
     return [completions[index] for index in range(len(prompts))]
 
 
-class _Ending:
+class Ending:
     """End tokens and stop strings of completions."""
 
     def __init__(
-        self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], on_text: Any
+        self, looped: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], on_text: Any = None
     ) -> None:
         self.on_text = on_text
         self.decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -144,7 +151,7 @@ class SlotCache(Cache):
     """Keys and values of slots, with one layer for each (loop, layer) of a looped model.
 
     Attributes:
-        num_slots: Number of allocated slots.
+        num_slots: Number of allocated slots, which may grow.
         slots: [B, 1] slots of the rows that the next call computes. They are the first B slots, except in a prefill.
         positions: [B, S] positions of the tokens that the next call computes.
         num_columns: Number of columns in use. None: the rows begin, and attend only to the tokens of the next call.
@@ -180,6 +187,7 @@ class SlotLayer(StaticLayer):
             self.values = _no_columns(value_states, cache.num_slots)
             self.is_initialized = True
         num_columns = cache.num_columns or cache.positions.shape[1]
+        self._add_slots(cache.num_slots)
         self._add_columns(num_columns)
         # Token s of row b goes to column positions[b, s] of slot slots[b]. Both indices broadcast to [B, S], and select places
         # [B, S, heads, d]. A slice of columns would not do, because rows differ in length.
@@ -190,6 +198,15 @@ class SlotLayer(StaticLayer):
             return key_states, value_states  # a prompt attends to itself, without older columns
         keys, values = (states[: len(cache.slots), :num_columns] for states in (self.keys, self.values))
         return keys.transpose(1, 2), values.transpose(1, 2)  # [B, heads, columns, d]
+
+    def _add_slots(self, num_slots: int) -> None:
+        """Allocate slots until there are `num_slots`."""
+        missing = num_slots - self.keys.shape[0]
+        if missing <= 0:
+            return
+        padding = (0, 0, 0, 0, 0, 0, 0, missing)  # of d, heads, columns and slots, from the last dimension
+        self.keys = nn.functional.pad(self.keys, padding)
+        self.values = nn.functional.pad(self.values, padding)
 
     def _add_columns(self, num_columns: int) -> None:
         """Allocate blocks of columns until there are `num_columns`."""
@@ -215,6 +232,61 @@ def _no_columns(states: Tensor, num_slots: int) -> Tensor:
     return states.new_zeros(num_slots, 0, states.shape[1], states.shape[3])
 
 
+class SlotBatch:
+    """Completions that a model writes together, one row in each of the first slots of a cache.
+
+    Args:
+        model: Looped causal language model that supports slots.
+        num_slots: Number of slots to begin with. It at least doubles when more rows are read.
+
+    Attributes:
+        lengths: Number of tokens of each row.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
+        self.model = model
+        self.cache = SlotCache(num_slots)
+        self.lengths: list[int] = []
+
+    def read(self, prompts: Sequence[list[int]]) -> Tensor:
+        """Put prompts into the next slots, and return the logits [B, V] of their next tokens in float32."""
+        first_slot = len(self.lengths)
+        starts = [0] * len(prompts)
+        num_rows = first_slot + len(prompts)
+        if num_rows > self.cache.num_slots:
+            self.cache.num_slots = max(num_rows, 2 * self.cache.num_slots)
+        self.cache.num_columns = None
+        self.lengths += [len(prompt) for prompt in prompts]
+        return _next_logits(self.model, self.cache, prompts, starts, first_slot)
+
+    def append(self, tokens: Sequence[int]) -> Tensor:
+        """Append a token to each row, and return the logits [B, V] of the next tokens in float32."""
+        starts = self.lengths
+        self.lengths = [start + 1 for start in starts]
+        self.cache.num_columns = max(self.lengths)
+        return _next_logits(self.model, self.cache, [[token] for token in tokens], starts, first_slot=0)
+
+    def remove(self, ended: Sequence[bool]) -> list[int]:
+        """Remove the rows that ended. The other rows then fill the first slots again.
+
+        Attention reads the first B slots as one slice, without a copy of the cache. So the last rows move to the free slots
+        before them, which copies as few rows as possible: of rows [a, -, c, -, e], only e moves, to slot 1.
+
+        Returns:
+            The former slots of the other rows, in their new order.
+        """
+        kept = [slot for slot, end in enumerate(ended) if not end]
+        sources = [slot for slot in kept if slot >= len(kept)]
+        targets = [slot for slot in range(len(kept)) if ended[slot]]
+        order = list(range(len(kept)))
+        if targets:
+            self.cache.move(sources, targets)
+            for source, target in zip(sources, targets, strict=True):
+                order[target] = source
+        self.lengths = [self.lengths[slot] for slot in order]
+        return order
+
+
 def _decode_in_slots(
     model: PreTrainedModel,
     prompts: list[list[int]],
@@ -227,7 +299,7 @@ def _decode_in_slots(
     A turn is one call of the model. It reads some new prompts [B, S], or the last token [B, 1] of every running completion.
     """
     num_slots = min(num_slots, len(prompts))
-    cache = SlotCache(num_slots)
+    batch = SlotBatch(model, num_slots)
     waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
     rows: list[int] = []  # prompts of the slots in use, from the first slot
     answers: list[list[int]] = [[] for _ in prompts]
@@ -237,46 +309,25 @@ def _decode_in_slots(
         if waiting and 4 * num_free >= num_slots:
             longest = len(prompts[waiting[0]])
             num_new = min(num_free, len(waiting), max(1, PREFILL_TOKENS // longest))
-            first_slot = len(rows)
-            rows += [waiting.popleft() for _ in range(num_new)]
-            new = [prompts[index] for index in rows[first_slot:]]
-            starts = [0] * num_new
-            cache.num_columns = None
+            called = [waiting.popleft() for _ in range(num_new)]
+            rows += called
+            logits = batch.read([prompts[index] for index in called])
         else:
-            first_slot = 0
-            new = [answers[index][-1:] for index in rows]
-            starts = [len(prompts[index]) + len(answers[index]) - 1 for index in rows]
-            cache.num_columns = max(starts) + 1
-        logits = _next_logits(model, cache, new, starts, first_slot)
-        for index, token in zip(rows[first_slot:], logits.argmax(dim=-1).tolist(), strict=True):
+            called = rows
+            logits = batch.append([answers[index][-1] for index in rows])
+        for index, token in zip(called, logits.argmax(dim=-1).tolist(), strict=True):
             answers[index].append(token)
 
         ended = find_ended([answers[index] for index in rows])
         ended = [end or len(answers[index]) >= max_new_tokens for end, index in zip(ended, rows, strict=True)]
         if any(ended):
             finished = [(index, answers[index]) for index, end in zip(rows, ended, strict=True) if end]
-            _close_gaps(cache, rows, ended)
+            rows = [rows[slot] for slot in batch.remove(ended)]
             yield finished
 
 
-def _close_gaps(cache: SlotCache, rows: list[int], ended: list[bool]) -> None:
-    """Remove the rows that ended. The running rows then fill the first slots again.
-
-    Attention reads the first B slots as one slice, without a copy of the cache. So the last rows move to the free slots before
-    them, which copies as few rows as possible: of rows [a, -, c, -, e], only e moves, to slot 1.
-    """
-    kept = [slot for slot, end in enumerate(ended) if not end]
-    sources = [slot for slot in kept if slot >= len(kept)]
-    targets = [slot for slot in range(len(kept)) if ended[slot]]
-    if targets:
-        cache.move(sources, targets)
-        for source, target in zip(sources, targets, strict=True):
-            rows[target] = rows[source]
-    del rows[len(kept) :]
-
-
 def _next_logits(
-    model: PreTrainedModel, cache: SlotCache, new: list[list[int]], starts: list[int], first_slot: int
+    model: PreTrainedModel, cache: SlotCache, new: Sequence[list[int]], starts: list[int], first_slot: int
 ) -> Tensor:
     """Return the float32 logits [B, V] after the new tokens of B rows.
 
@@ -305,14 +356,15 @@ def _next_logits(
 # Other models.
 
 
-def _generate(
+def generate_in_batches(
     model: PreTrainedModel,
     prompts: list[list[int]],
     max_new_tokens: int,
     batch_size: int,
     find_ended: Callable[[list[list[int]]], list[bool]],
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> Iterator[Finished]:
-    """Yield the completions of transformers' `generate`, in left-padded batches."""
+    """Yield the completions of transformers' `generate`, in left-padded batches, the longest prompts first."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=0)
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     pad = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -329,6 +381,7 @@ def _generate(
                 attention_mask=pad([torch.ones_like(row) for row in rows]).to(model.device),
                 generation_config=config,
                 stopping_criteria=StoppingCriteriaList([stop]),
+                logits_processor=LogitsProcessorList(logits_processors),
             )
         finally:
             model.generation_config = own_config

@@ -1,0 +1,7 @@
+"""A small server of OpenAI's protocol for looped models, at any depth and any gates. See docs/serving.md.
+
+- `protocol.py`: the fields of requests, and the errors.
+- `variants.py`: the model names, which select a depth and gates.
+- `scheduler.py`: one thread that decodes all running requests together.
+- `app.py`: the endpoints over HTTP.
+"""
