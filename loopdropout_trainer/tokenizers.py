@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
-from transformers import BatchEncoding, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, closest_match, short_repr
@@ -177,14 +177,18 @@ def warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase) -> None:
             return
 
 
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the ids of the tokens that end a generation."""
-    ids = model.generation_config.eos_token_id
+def end_tokens(model: PreTrainedModel | GenerationConfig) -> list[int]:
+    """Return the ids of the tokens that end a generation of a model, or under its settings."""
+    ids = _generation_config(model).eos_token_id
     return [token for token in (ids if isinstance(ids, list) else [ids]) if token is not None]
 
 
-def add_end_tokens(model: PreTrainedModel, ids: Iterable[int | None]) -> None:
+def add_end_tokens(model: PreTrainedModel | GenerationConfig, ids: Iterable[int | None]) -> None:
     """Let generation end at further tokens."""
     before = end_tokens(model)
     if new := [token for token in ids if token is not None and token not in before]:
-        model.generation_config.eos_token_id = [*before, *new]
+        _generation_config(model).eos_token_id = [*before, *new]
+
+
+def _generation_config(model: PreTrainedModel | GenerationConfig) -> GenerationConfig:
+    return model if isinstance(model, GenerationConfig) else model.generation_config

@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from loopdropout_trainer.arguments import DepthArguments, option
-from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model, use_depth
@@ -53,11 +53,17 @@ class ChatArguments(DepthArguments):
     prompt_template: str | None = option(
         None, "Text with a {field} for the prompt. Default: as in the training, else the chat template."
     )
+    chat_template: str | None = option(
+        None,
+        "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the format of the training, else the tokenizer's own.",
+    )
     max_new_tokens: int = option(256, "Maximum number of tokens of an answer.")
 
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse([ChatArguments], name_words(argv, "model", "prompt"), __doc__)
+    if args.chat_template is not None and args.prompt_template is not None:
+        raise UserError("Set either `chat_template` or `prompt_template`, not both.")
 
     # Model and tokenizer
     source = find_source(args.model)
@@ -66,11 +72,11 @@ def main(argv: list[str] | None = None) -> None:
         source.check_depth(num_loops)
     model = load(source, device=torch.accelerator.current_accelerator(check_available=True))
     looped, is_adapter = find_looped_model(model), source.is_adapter
-    tokenizer = source.load_tokenizer()
+    tokenizer = source.load_tokenizer(args.chat_template)
     add_end_tokens(looped, end_token_ids(tokenizer))
 
     # Format of the prompts
-    prompt_format = source.choose_prompt_format(tokenizer, prompt_template=args.prompt_template)
+    prompt_format = source.choose_prompt_format(tokenizer, args.chat_template, args.prompt_template)
     print(prompt_format.describe())
 
     # Answers

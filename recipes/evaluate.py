@@ -13,6 +13,7 @@ evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     for source in sources.values():
         for num_loops in args.eval_num_loops or []:
             source.check_depth(num_loops)
+    check_conversations(args, sources.values(), model_args.chat_template)
     settings = {**recipe_dict(*arguments), **describe_base(sources, model_args)}
     compared = SourceArguments.__dataclass_fields__
     if difference := find_difference(args.output_dir, settings, UNCOMPARED | {"num_loops"}, compared):
@@ -211,6 +213,20 @@ def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
     for title, tasks in averages.items():
         table.loc[title] = table.reindex(tasks).mean(skipna=False)
     print_table("Results", table.rename_axis("task"), "{:.2f}")
+
+
+def check_conversations(args: EvaluationArguments, sources: Iterable[Source], chat_template: str | None) -> None:
+    """Raise UserError if prompts shall be turns of a chat for a model that was trained on texts."""
+    if not args.apply_chat_template:
+        return
+    for source in sources:
+        tokenizer = source.load_tokenizer(chat_template)
+        text = source.choose_prompt_format(tokenizer, chat_template).text
+        if text is not None and tokenizer.chat_template:
+            raise UserError(
+                f"`apply_chat_template` must not be true for {source.name}, because it was trained on prompts {text!r}. Set "
+                "`chat_template` to evaluate it with conversations anyway."
+            )
 
 
 if __name__ == "__main__":

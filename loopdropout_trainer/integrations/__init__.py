@@ -1,9 +1,21 @@
 """Plugins for other programs, with one module for each program. See docs/integrations.md and docs/serving.md."""
 
+VLLM_PLUGIN = "loop_dropout"
+"""Name of the plugin for vLLM, which the environment variable `VLLM_PLUGINS` selects."""
+
+VLLM_ARCHITECTURES = (
+    "OuroForCausalLM",
+    "RavenForCausalLM",
+    "LDSForCausalLM",
+    "NanbeigeForCausalLM",
+    "ParcaeForCausalLM",
+)
+"""Names in `config.json` of the classes that the plugin serves."""
+
 
 def register_vllm_models() -> None:
     """Register the families with vLLM, which calls this in each of its processes by the entry point `vllm.general_plugins`."""
     from vllm import ModelRegistry
 
-    for architecture in ("OuroForCausalLM", "RavenForCausalLM", "LDSForCausalLM", "NanbeigeForCausalLM"):
+    for architecture in VLLM_ARCHITECTURES:
         ModelRegistry.register_model(architecture, "loopdropout_trainer.integrations.vllm:LoopedForCausalLM")

@@ -202,8 +202,9 @@ def _check_engine(config: PreTrainedConfig) -> None:
     if engine in ENGINES and config.num_loops > 1 and not getattr(config, "caches_by_loop", False):
         raise UserError(
             f"{ENGINES[engine]} keeps one cache of keys and values for each layer, but this model runs each layer in "
-            f"{config.num_loops} loops. Install loopdropout-trainer next to vLLM, whose plugin adds the other caches, and do "
-            "not set `model_impl`. Other engines cannot serve the model."
+            f"{config.num_loops} loops. Install loopdropout-trainer next to vLLM, whose plugin loop_dropout adds the other "
+            "caches, name the plugin in `VLLM_PLUGINS` if you set it, and do not set `model_impl`. Other engines cannot serve "
+            "the model."
         )
 
 

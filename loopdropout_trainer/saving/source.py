@@ -152,6 +152,11 @@ class Source:
                 f"loop, got {num_loops}."
             )
 
+    def check_gates(self, gates: str | None) -> None:
+        """Raise UserError if gates are given, and it has no adapter that they could multiply."""
+        if gates is not None and not self.is_adapter:
+            raise UserError(f"`gates` must be left out, because {self.name} has no adapter to gate, got {gates!r}.")
+
     def check_mergeable(self) -> None:
         """Raise UserError if it cannot be merged."""
         if not self.is_mergeable:

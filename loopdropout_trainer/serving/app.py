@@ -26,6 +26,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import Ending
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.prompts import PromptFormat
+from loopdropout_trainer.saving.source import Source
 from loopdropout_trainer.serving.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -46,8 +47,8 @@ class Server:
     """A model that answers requests.
 
     Args:
-        name: Name of the model in requests.
-        model: Looped model at its own depth, with or without an adapter.
+        source: Source of the model, whose name is the model's in requests.
+        model: The loaded model, at the depth of the plain name.
         prompt_format: Format of conversations, with the tokenizer of the model.
         gates: Gates of the plain name, such as "1-0-0-0". Default: unit gates.
         batch_size: Largest number of completions that run together.
@@ -55,15 +56,15 @@ class Server:
 
     def __init__(
         self,
-        name: str,
+        source: Source,
         model: PreTrainedModel | PeftModel,
         prompt_format: PromptFormat,
         gates: str | None = None,
         batch_size: int = 32,
     ) -> None:
-        self.names = ModelNames(name, model, gates)
-        self.prompt_format, self.tokenizer = prompt_format, prompt_format.tokenizer
         self.looped = find_looped_model(model)
+        self.names = ModelNames(source, self.looped.num_loops, gates)
+        self.prompt_format, self.tokenizer = prompt_format, prompt_format.tokenizer
         self.num_tokens = len(self.looped.get_input_embeddings().weight)
         self.context = getattr(self.looped.config, "max_position_embeddings", None)
         self.started = int(time.time())
@@ -289,13 +290,14 @@ class Endpoints:
 
     async def complete(self, request: CompletionRequest, http: HTTPRequest) -> Response:
         """Complete raw prompts."""
-        return await self._respond(request, http)
+        return await self.respond(request, http)
 
     async def chat(self, request: ChatRequest, http: HTTPRequest) -> Response:
         """Answer a conversation."""
-        return await self._respond(request, http)
+        return await self.respond(request, http)
 
-    async def _respond(self, request: CompletionRequest | ChatRequest, http: HTTPRequest) -> Response:
+    async def respond(self, request: CompletionRequest | ChatRequest, http: HTTPRequest) -> Response:
+        """Answer a request, in pieces if it asks for a stream."""
         exchange = Exchange(self.server, request)
         exchange.watch(http)
         if request.stream:
@@ -375,20 +377,13 @@ def make_app(server: Server, api_key: str | None = None) -> FastAPI:
     return app
 
 
-def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Port 0 chooses a free port.
-
-    Raises:
-        UserError: If the address cannot be used.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"`host` and `port` must be a free address, got {host} and {port} ({error}).") from error
-
-
 def serve(server: Server, listener: socket.socket, api_key: str | None = None) -> None:
-    """Answer requests on a socket until the process is interrupted."""
+    """Answer requests on a socket until the process is interrupted.
+
+    Args:
+        server: Model that answers.
+        listener: Socket that listens.
+        api_key: Key that requests must have. None: all requests are answered.
+    """
     config = uvicorn.Config(make_app(server, api_key), timeout_graceful_shutdown=SECONDS_TO_STOP)
     uvicorn.Server(config).run(sockets=[listener])

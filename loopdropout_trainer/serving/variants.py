@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import parse_gates
-from loopdropout_trainer.looped import check_num_loops, find_looped_model, use_depth
-from loopdropout_trainer.lora import kind_of, use_gates
+from loopdropout_trainer.looped import check_num_loops, use_depth
+from loopdropout_trainer.lora import use_gates
+from loopdropout_trainer.saving.source import Source
 
 
 class UnknownModelError(UserError):
@@ -38,17 +39,14 @@ class ModelNames:
     """Names of one model at different depths and gates.
 
     Args:
-        name: Name of the model at its own depth and gates.
-        model: Looped model, set to its own depth.
-        gates: Gates of the plain name, such as "1-0-0-0". Default: unit gates.
+        source: Source of the model, whose name is the model's at its own depth and gates.
+        num_loops: Own depth.
+        gates: Own gates, such as "1-0-0-0". Default: unit gates.
     """
 
-    def __init__(self, name: str, model: PreTrainedModel | PeftModel, gates: str | None = None) -> None:
-        self.name = name
-        self.has_adapter = isinstance(model, PeftModel)
-        self.num_loops = find_looped_model(model).num_loops
-        self.has_one_depth = self.has_adapter and kind_of(model, model.active_adapters[0]).one_depth
-        self.own_variant = self._make_variant(self.num_loops, gates)
+    def __init__(self, source: Source, num_loops: int, gates: str | None = None) -> None:
+        self.source, self.name, self.num_loops = source, source.name, num_loops
+        self.own_variant = self._make_variant(num_loops, gates)
 
     def find(self, name: str) -> Variant:
         """Return the depth and the gates of a name.
@@ -59,9 +57,9 @@ class ModelNames:
         """
         if name == self.name:
             return self.own_variant
-        own, _, text = name.partition("@")
+        text = name.removeprefix(f"{self.name}@")
         options = dict(option.partition("=")[::2] for option in text.split(","))
-        if own != self.name or not options.keys() <= {"K", "gates"} or "" in options.values():
+        if text == name or not options.keys() <= {"K", "gates"} or "" in options.values():
             raise UnknownModelError(
                 f"`model` must be {self.name}, {self.name}@K=8, {self.name}@gates=1-0-0-0 or another name of /v1/models, got "
                 f"{short_repr(name)}."
@@ -75,9 +73,9 @@ class ModelNames:
         """Return names with the depths 1, 2, 4, ... up to twice the own depth, and with the adapter in one loop or none."""
         depths = [2**power for power in range(11) if 2**power <= 2 * self.num_loops]
         names = [self.name]
-        if not self.has_one_depth:
+        if not self.source.has_one_depth:
             names += [f"{self.name}@K={depth}" for depth in depths]
-        if self.has_adapter:
+        if self.source.is_adapter:
             loops = range(self.num_loops)
             active = [[int(loop == other) for other in loops] for loop in (*loops, None)]
             names += [f"{self.name}@gates={'-'.join(map(str, gates))}" for gates in active]
@@ -85,11 +83,7 @@ class ModelNames:
 
     def _make_variant(self, num_loops: int, gates: str | None) -> Variant:
         check_num_loops(num_loops)
-        if self.has_one_depth and num_loops != self.num_loops:
-            raise UserError(
-                f"`num_loops` must be {self.num_loops}, because the adapter has parameters for each loop, got {num_loops}."
-            )
-        if gates is not None and not self.has_adapter:
-            raise UserError(f"`gates` must be left out, because the model has no adapter to gate, got {gates!r}.")
+        self.source.check_depth(num_loops)
+        self.source.check_gates(gates)
         numbers = parse_gates(gates, num_loops)
         return Variant(num_loops, None if numbers is None else tuple(numbers))

@@ -6,6 +6,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import openai
 import psutil
@@ -18,8 +19,9 @@ from helpers.tiny import tiny_hrm, varied, with_adapter
 from loopdropout_trainer import load_model, use_gates
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.generation import Ending, generate_greedy
-from loopdropout_trainer.looped import use_depth
+from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
+from loopdropout_trainer.saving.source import find_source, write_metadata
 from loopdropout_trainer.serving.scheduler import Completion, Result, Sampling, Scheduler
 from loopdropout_trainer.serving.streams import TextStream
 from loopdropout_trainer.serving.variants import ModelNames, UnknownModelError, Variant
@@ -32,13 +34,15 @@ PROMPTS = [f"Tom has {number} boxes with 6 pens each. How many pens does Tom hav
 KEY = "secret-of-the-tests"
 START = """
 import sys
-from loopdropout_trainer import load_model
-from loopdropout_trainer.prompts import choose_prompt_format
-from loopdropout_trainer.serving.app import Server, open_socket, serve
-from loopdropout_trainer.tokenizers import load_tokenizer
+from dataclasses import replace
+from loopdropout_trainer.saving.loading import load
+from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.serving.address import open_socket
+from loopdropout_trainer.serving.app import Server, serve
 folder, key = sys.argv[1:]
-prompt_format = choose_prompt_format(load_tokenizer("tiny-ouro"), "Question: {question}\\nAnswer:")
-server = Server("run", load_model(folder), prompt_format, batch_size=8)
+source = replace(find_source(folder), name="run")
+prompt_format = source.choose_prompt_format(source.load_tokenizer())
+server = Server(source, load(source), prompt_format, batch_size=8)
 listener = open_socket("127.0.0.1", 0)
 print("port", listener.getsockname()[1], flush=True)
 serve(server, listener, key)
@@ -51,6 +55,7 @@ def adapted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "run"
     torch.manual_seed(0)
     with_adapter(load_model("tiny-ouro"), scale=0.1).save_pretrained(folder)
+    write_metadata(folder, {"prompt_template": "Question: {question}\nAnswer:"})
     return folder, load_model(folder)
 
 
@@ -327,7 +332,7 @@ def test_completions_run_together(adapted, ouro_tokenizer):
 
 def test_model_without_slots_answers_as_generate(tokenizer):
     model = varied(tiny_hrm())
-    scheduler, depth = Scheduler(model, batch_size=4), Variant(ModelNames("hrm", model).num_loops)
+    scheduler, depth = Scheduler(model, batch_size=4), Variant(find_looped_model(model).num_loops)
     _, results = decode(scheduler, model, tokenizer, PROMPTS, variant=depth)
     drawn = [
         decode(scheduler, model, tokenizer, PROMPTS[:2], variant=depth, sampling=Sampling(3.0, 0.9, seed))[1]
@@ -348,17 +353,20 @@ def test_error_ends_a_batch_and_not_the_server(adapted, ouro_tokenizer):
     scheduler.stop()
 
 
-def test_one_depth_adapter_has_its_own_depth_only():
+def test_one_depth_adapter_has_its_own_depth_only(tmp_path):
     model = with_adapter(load_model("tiny-ouro"))
     add_gates(model, rule=make_rule("independent"))
-    names = ModelNames("run", model)
+    model.save_pretrained(tmp_path)
+    names = ModelNames(replace(find_source(tmp_path), name="run"), 4)
     assert not any("K=" in name for name in names.listed())
-    with user_error("`num_loops` must be 4, because the adapter has parameters for each loop, got 8"):
+    with user_error("`num_loops` must be 4 for run, .* parameters for each loop, got 8"):
         names.find("run@K=8")
+    base = ModelNames(find_source("tiny-ouro"), 4)
     with user_error("no adapter to gate"):
-        ModelNames("base", load_model("tiny-ouro")).find("base@gates=1-0-0-0")
-    with pytest.raises(UnknownModelError):
-        names.find("base")
+        base.find("tiny-ouro@gates=1-0-0-0")
+    for name in ("run", "tiny-ouroK=2", "K=2"):
+        with pytest.raises(UnknownModelError):
+            base.find(name)
 
 
 def test_pieces_hold_back_half_characters_and_stop_strings(ouro_tokenizer):

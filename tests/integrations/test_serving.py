@@ -2,30 +2,37 @@
 
 import copy
 import json
+import re
 import runpy
+import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import openai
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
-from transformers import AutoModel
+from transformers import AutoModel, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from helpers.errors import user_error
 from helpers.files import load_script
-from helpers.processes import ENVIRONMENT, Program, free_port, python, wait_for
-from helpers.tiny import TINY, tiny_ouro, varied, with_adapter
+from helpers.processes import ENVIRONMENT, Program, python, wait_for
+from helpers.tiny import TINY, tiny_hrm, tiny_ouro, varied, with_adapter
 from loopdropout_trainer import load_model, merge_and_save, use_gates
-from loopdropout_trainer.files import model_path
+from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models.layers import Attention
-from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.tokenizers import load_tokenizer
+from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.saving.merging import export_authors_format
+from loopdropout_trainer.saving.source import find_source, write_metadata
+from loopdropout_trainer.serving import vllm_command
+from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
 
 
 SERVE = load_script("recipes/serve.py")
@@ -138,52 +145,51 @@ def test_plugin_refuses_parallelism(make_engine, family, kind):
         make_engine(TINY[family]().config, **{f"{kind}_parallel_size": 2})
 
 
+PENS = "Tom has {} boxes with {} pens each. How many pens does Tom have?"
+CHAT = "{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}\n{% endfor %}"
+
+
 @pytest.fixture
-def adapter(tokenizer, tmp_path):
+def adapter(tmp_path):
     """The folder of a run of `tiny-ouro`, and the loaded model with its tokenizer."""
+    torch.manual_seed(0)
     model = with_adapter(load_model("tiny-ouro"), scale=0.02)
     tokenizer = load_tokenizer("tiny-ouro")
+    tokenizer.chat_template = CHAT  # of the base model, which the training did not use
     for saved in (model, tokenizer):
         saved.save_pretrained(tmp_path / "run")
     (tmp_path / "run" / "recipe.yaml").write_text("preparation: arithmetic\n")
     return tmp_path / "run", model, tokenizer
 
 
-PENS = "Tom has {} boxes with {} pens each. How many pens does Tom have?"
+def start_server(folder, *options, **environment):
+    """Start the command `serve` on a free port, and return its process and a client."""
+    words = ["serve", folder, "--port", 0, "--engine", "transformers", *options]
+    program = Program("-m", "loopdropout_trainer", *words, env={**ENVIRONMENT, **environment})
+    wait_for(lambda: "startup complete" in program.stderr, program)
+    port = re.search(r"Address: http://127.0.0.1:([1-9]\d*)/v1\n", program.stdout)[1]
+    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in program.stdout
+    return program, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key", max_retries=0)
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_chats_have_the_format_of_the_training(adapter, begins):
-    folder, _, tokenizer = adapter
-    text = '{% "ü" {# Q: {Question Text}\\n\n'
-    (folder / "recipe.yaml").write_text(json.dumps({"prompt_template": text}))
-    if begins:
-        token = tokenizer.eos_token, tokenizer.eos_token_id
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{token[0]} $A", special_tokens=[token])
-    tokenizer.chat_template = SERVE.find_chat_template(find_source(folder), tokenizer)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": PENS}], return_dict=False)
-    assert ids == tokenizer(text.replace("{Question Text}", PENS))["input_ids"]
-    assert (ids[0] == tokenizer.eos_token_id) == begins
-    (folder / "recipe.yaml").unlink()  # a chat template of the tokenizer stays
-    assert SERVE.find_chat_template(find_source(folder), tokenizer) == tokenizer.chat_template
+needs_fastapi = pytest.mark.skipif(find_spec("fastapi") is None, reason="the extra `serve` is not installed")
 
 
-@pytest.mark.parametrize("port", ["0", "-1", "99999", "1e30"])
+@pytest.mark.parametrize("port", ["-1", "65536", "99999", "1e30"])
 def test_ports_that_do_not_exist_raise(port):
     with user_error("`port` must be "):
         SERVE.main(["tiny-ouro", "--port", port])
 
 
-@pytest.mark.skipif(find_spec("fastapi") is None, reason="the extra `serve` is not installed")
+@needs_fastapi
 def test_server_answers_as_generate(adapter):
     folder, model, tokenizer = adapter
-    model.base_model.model.config.num_loops, port = 2, free_port()
-    program = Program("-m", "loopdropout_trainer", "serve", folder, "--num_loops", 2, "--gates", "1-0", "--port", port)
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")  # retries a closed connection
-    wait_for(lambda: "Uvicorn running" in program.stderr, program)
-    assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in program.stdout
+    model.base_model.model.config.num_loops = 2
+    program, client = start_server(folder, "--num_loops", 2, "--gates", "1-0", LOOPDROPOUT_API_KEY="key")
+    assert "Format of the prompts: 'Question: {question}\\nAnswer:'\nExample: 'Question: What is 7" in program.stdout
+    assert f"{folder}@gates=0-0" in program.stdout
     settings = {"model": str(folder), "max_tokens": 16, "temperature": 0}
-    ask = lambda prompt, **options: client.completions.create(prompt=prompt, **settings, **options)
+    ask = lambda prompt, **options: client.completions.create(prompt=prompt, **{**settings, **options})
     prompts = [PENS.format(a, 9 - a) + "\n" for a in (3, 4, 5)]
     question = f"Question: {PENS.format(3, 4)}\nAnswer:"
     with use_gates(model, [1, 0]):
@@ -195,15 +201,138 @@ def test_server_answers_as_generate(adapter):
     assert "".join(chunk.choices[0].text for chunk in ask(prompts[1], stream=True)) == want[1]
     start, stop, rest = want[2].partition(":")
     assert rest
-    assert ask(prompts[2], stop=[stop]).choices[0].text == start + stop
+    assert ask(prompts[2], stop=[stop]).choices[0].text == start
     turns = [{"role": "user", "content": PENS.format(3, 4)}]
     assert client.chat.completions.create(messages=turns, **settings).choices[0].message.content == chat
-    for bad in ({"prompt": ["a", "b"]}, {"prompt": "a", "model": "other"}, {"prompt": "a", "extra_body": {"x": 1}}):
-        with pytest.raises(openai.APIStatusError, match="40|422"):
-            client.completions.create(**{**settings, **bad})
-    with pytest.raises(openai.InternalServerError):
-        ask("a", extra_body={"max_tokens": "many"})
-    assert ask(prompts[0]).choices[0].text == want[0]
+    unit = ask(prompts[0], model=f"{folder}@gates=1-1").choices[0].text
+    assert unit == generate_greedy(model, tokenizer, prompts[:1], 16, progress=False)[0]
+    for bad in ({"prompt": []}, {"model": "other"}, {"extra_body": {"x": 1, "max_tokens": "many"}}):
+        with pytest.raises(openai.APIStatusError, match="Error code: 40[04]"):
+            ask(**{"prompt": "a", **bad})
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="other").models.list()
+
+
+@needs_fastapi
+def test_chat_template_option_allows_conversations(adapter, tmp_path):
+    folder, _, _ = adapter
+    (tmp_path / "own.jinja").write_text(CHAT)
+    turns = [{"role": role, "content": PENS.format(3, 4)} for role in ("system", "user")]
+    settings = {"model": str(folder), "max_tokens": 12, "temperature": 0}
+    _, client = start_server(folder)
+    with pytest.raises(openai.BadRequestError, match="one turn of the role user, got the roles system, user"):
+        client.chat.completions.create(messages=turns, **settings)
+    program, client = start_server(folder, "--chat_template", tmp_path / "own.jinja")
+    assert "Format of the prompts: the tokenizer's chat template\nExample: '[user] What" in program.stdout
+    raw = "".join(f"[{turn['role']}] {turn['content']}\n" for turn in turns)
+    answer = client.chat.completions.create(messages=turns, **settings)
+    completion = client.completions.create(prompt=raw, **settings)
+    assert answer.choices[0].message.content == completion.choices[0].text
+    assert answer.usage == completion.usage
+
+
+# The choice of the engine, and the command line of vLLM.
+
+
+@pytest.fixture
+def installed_vllm(monkeypatch):
+    """Let vLLM count as installed. Nothing here runs it."""
+    monkeypatch.setattr(vllm_command, "find_spec", lambda name: name)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+def choose(model, *words):
+    """Return the engine for a command line."""
+    own, options = SERVE.split_options([str(model), *map(str, words)])
+    (args,) = parse([SERVE.ServeArguments], name_words(own, "model"))
+    return SERVE.choose_engine(args, find_source(args.model), options)
+
+
+def test_engine_is_vllm_where_it_can_serve(adapter, installed_vllm, monkeypatch, tmp_path):
+    folder = adapter[0]
+    merge_and_save(adapter[1], tmp_path / "merged", adapter[2])
+    for model in (folder, tmp_path / "merged", "tiny-ouro"):
+        assert choose(model) == "vllm"
+        assert choose(model, "--engine", "transformers") == "transformers"
+    assert choose(folder, "--", "--max-model-len", 64) == "vllm"
+    assert choose(folder, "--gates", "1-0-0-0") == "transformers"
+    with user_error("vLLM cannot serve .*, because vLLM does not gate adapters. Use `--engine transformers`"):
+        choose(folder, "--gates", "1-0-0-0", "--engine", "vllm")
+    with user_error("`engine` must be vllm, because options after `--` are vLLM's, got transformers"):
+        choose(folder, "--engine", "transformers", "--", "--max-model-len", 64)
+    monkeypatch.undo()
+    if find_spec("vllm") is None:
+        assert choose(folder) == "transformers"
+        with user_error("because vLLM is not installed"):
+            choose(folder, "--", "--max-model-len", 64)
+
+
+@pytest.mark.parametrize("rule", ["independent", "learned"])
+def test_vllm_refuses_updates_that_differ_between_loops(installed_vllm, tmp_path, rule):
+    model = with_adapter(load_model("tiny-ouro"))
+    add_gates(model, rule=make_rule(rule))
+    model.save_pretrained(tmp_path)
+    write_metadata(tmp_path, {"rule": rule, "num_loops": 4})
+    assert choose(tmp_path) == "transformers"
+    with user_error(f"the update of the rule '{rule}' differs between loops, and vLLM's LoRA has one update for all"):
+        choose(tmp_path, "--engine", "vllm")
+
+
+def test_vllm_refuses_other_adapters(adapter, installed_vllm, tmp_path, tokenizer):
+    write_metadata(adapter[0], {"rule": "lora", "num_loops": 4})
+    export_authors_format(adapter[0], tmp_path / "authors")
+    with user_error("the adapter has the format of the paper authors' program, so it must be merged first"):
+        choose(tmp_path / "authors", "--engine", "vllm")
+    with_adapter(load_model("tiny-ouro"), r=513).save_pretrained(tmp_path / "large")
+    with user_error("the adapter has rank 513, and vLLM's largest is 512, so it must be merged first"):
+        choose(tmp_path / "large", "--engine", "vllm")
+    tiny_hrm().save_pretrained(tmp_path / "hrm")
+    tokenizer.save_pretrained(tmp_path / "hrm")
+    with user_error("the plugin for vLLM has no class for this model"):
+        choose(tmp_path / "hrm", "--engine", "vllm")
+
+
+@pytest.mark.parametrize("plugins", ["", "lora_filesystem_resolver"])
+def test_vllm_needs_the_plugin(adapter, installed_vllm, monkeypatch, plugins):
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    with user_error("`VLLM_PLUGINS` must contain loop_dropout, the plugin that gives each loop its own cache, got"):
+        choose(adapter[0])
+    monkeypatch.setenv("VLLM_PLUGINS", f"{plugins},loop_dropout")
+    assert choose(adapter[0]) == "vllm"
+    for option in ("--model-impl=transformers", "--model_impl"):
+        with user_error("`--model-impl` must be left out, because loop_dropout, the plugin of this package"):
+            choose(adapter[0], "--", option, "transformers")
+    with user_error("`--port` must not come after `--`. Set `--port` before it"):
+        choose(adapter[0], "--", "--port", 1)
+
+
+def test_vllm_command_serves_an_adapter_at_its_depth(adapter, installed_vllm, tmp_path):
+    folder, model, tokenizer = adapter
+    write_metadata(folder, {"num_loops": 6, "eos_token_id": [7]})
+    source = find_source(folder)
+    prompt_format = source.choose_prompt_format(source.load_tokenizer())
+    make = partial(vllm_command.vllm_command, host="::1", port=5)
+    options = parse_options(make(source, prompt_format, options=["--max-model-len", "64"]))
+    assert json.loads(options["--lora-modules"]) == {"name": str(folder), "path": str(folder)}
+    assert json.loads(options["--hf-overrides"]) == {"num_loops": 6}
+    assert (options["--max-lora-rank"], options["--dtype"], options["--max-model-len"]) == ("16", "float32", "64")
+    assert (options["--host"], options["--port"], options["--tokenizer"]) == ("::1", "5", str(folder))
+    assert options["--chat-template"] == prompt_format.chat_template
+    ends = GenerationConfig.from_pretrained(options["--generation-config"]).eos_token_id
+    assert {*ends} == {7, *end_tokens(load_model("tiny-ouro"))}
+    assert 'num_loops": 2' in parse_options(make(source, prompt_format, num_loops=2))["--hf-overrides"]
+
+    merge_and_save(model.to(torch.bfloat16), tmp_path / "merged", tokenizer)
+    source = find_source(tmp_path / "merged")
+    options = parse_options(make(source, source.choose_prompt_format(source.load_tokenizer())))
+    assert options["--served-model-name"] == str(tmp_path / "merged")
+    assert not {"--lora-modules", "--hf-overrides", "--dtype", "--generation-config", "--tokenizer"} & {*options}
+
+
+def parse_options(command):
+    """Return the options of a command line by name."""
+    names = [place for place, word in enumerate(command) if word.startswith("--")]
+    return {command[place]: (command[place + 1 : place + 2] or [""])[0] for place in names}
 
 
 # vLLM itself, by `.ci/serving`.
@@ -244,23 +373,99 @@ def check_vllm(folder, model, tokenizer, adapter=None, least=15, **options):
 needs_vllm = [pytest.mark.peer, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=needs_vllm) for name in TINY if name != "parcae"])
+def tiny_model(family):
+    """A random model of a family, in sizes that vLLM's kernels accept."""
+    width = "n_embd" if family in ("huginn", "parcae", "raven_llama", "raven_olmo") else "hidden_size"
+    head = {} if family == "parcae" else {"head_dim": 32}  # whose heads share the width
+    return varied(TINY[family](**{width: 128, **head}), 0.12)
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs_vllm) for name in TINY])
 def test_vllm_generates_as_transformers(family, tokenizer, tmp_path):
-    make, standalone = TINY[family], family in ("ouro", "huginn")
-    width = "n_embd" if "raven" in family or family == "huginn" else "hidden_size"
-    size = {width: 128, "head_dim": 32}
-    model = with_adapter(varied(make(**size), 0.12), scale=0.02).eval()
-    merge_and_save(model, tmp_path, tokenizer, standalone=standalone)
+    model = with_adapter(tiny_model(family), scale=0.02).eval()
+    merge_and_save(model, tmp_path, tokenizer, standalone=family in ("ouro", "huginn"))
     model = load_model(tmp_path, num_loops=3)
     check_vllm(tmp_path, model, tokenizer, dtype="float32", hf_overrides={"num_loops": 3})
 
 
-@pytest.mark.parametrize("form", [pytest.param(form, marks=needs_vllm) for form in ("bfloat16", "adapter")])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs_vllm) for name in TINY])
+def test_vllm_serves_unmerged_adapters(family, tokenizer, tmp_path):
+    for saved in (tiny_model(family), tokenizer):
+        saved.save_pretrained(tmp_path / "base")
+    with_adapter(load_model(tmp_path / "base"), scale=0.05).save_pretrained(tmp_path / "run")
+    model, options = load_model(tmp_path / "run", num_loops=3), {"dtype": "float32", "enable_lora": True}
+    ids = tokenizer("Tom has 3 boxes.", return_tensors="pt").input_ids
+    with torch.no_grad(), model.disable_adapter():
+        base = model(ids).logits
+    assert (model(ids).logits - base).abs().max() > 0.01
+    check_vllm(tmp_path / "base", model, tokenizer, tmp_path / "run", hf_overrides={"num_loops": 3}, **options)
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, marks=needs_vllm) for form in ("bfloat16", "two processes")])
 def test_vllm_serves_tiny_ouro(adapter, form, tmp_path):
-    folder, model, tokenizer = adapter
-    if form == "adapter":
-        check_vllm(model_path("tiny-ouro"), model.eval(), tokenizer, folder, dtype="float32", enable_lora=True)
-    else:
-        merge_and_save(model, tmp_path / "merged", tokenizer)
+    _, model, tokenizer = adapter
+    merge_and_save(model, tmp_path / "merged", tokenizer)
+    if form == "bfloat16":
         merged = load_model(tmp_path / "merged", dtype="bfloat16")
         check_vllm(tmp_path / "merged", merged, tokenizer, least=12, dtype="bfloat16")  # rounding differs
+    else:
+        merged = load_model(tmp_path / "merged")
+        check_vllm(tmp_path / "merged", merged, tokenizer, dtype="float32", tensor_parallel_size=2)
+
+
+def start_vllm(folder, *options, **environment):
+    """Start the command `serve` with vLLM, and return its process and a client."""
+    env = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", **environment}
+    words = ["-m", "loopdropout_trainer", "serve", folder, "--port", 0, "--engine", "vllm"]
+    program = Program(*words, "--", "--enforce-eager", "--max-model-len", 256, *options, env=env, fresh=True)
+    wait_for(lambda: "startup complete" in program.stderr, program)
+    address = re.search(r"Address: (\S+)\n", program.stdout)[1]
+    return program, openai.OpenAI(base_url=address, api_key="key", max_retries=0, timeout=300)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs_vllm) for kind in ("adapter", "merged")])
+def test_vllm_command_answers_thirty_clients(adapter, kind, tmp_path):
+    folder, model, tokenizer = adapter
+    source = folder
+    if kind == "merged":
+        source = tmp_path / "merged"
+        merge_and_save(model, source, tokenizer)
+        write_metadata(source, {"prompt_template": "Question: {question}\nAnswer:"})
+    questions = [PENS.format(a, b) for a in range(2, 8) for b in range(3, 8)]
+    texts = [f"Question: {question}\nAnswer:" for question in questions]
+    want = generate_greedy(model, tokenizer, texts, 12, progress=False)
+    program, client = start_vllm(source, LOOPDROPOUT_API_KEY="key")
+    assert "Engine: vllm\nFormat of the prompts: 'Question: {question}\\nAnswer:'" in program.stdout
+    settings = {"model": str(source), "max_tokens": 12, "temperature": 0}
+    ask = lambda question: client.chat.completions.create(messages=[{"role": "user", "content": question}], **settings)
+    with ThreadPoolExecutor(30) as clients:
+        answers = list(clients.map(ask, questions))
+    assert [answer.choices[0].message.content for answer in answers] == want
+    parts = [{"role": "user", "content": [{"type": "text", "text": questions[0]}]}]
+    assert client.chat.completions.create(messages=parts, **settings).choices[0].message.content == want[0]
+
+    turns = [{"role": role, "content": questions[0]} for role in ("system", "user")]
+    with pytest.raises(openai.BadRequestError, match="one turn of the role user, got the roles system, user"):
+        client.chat.completions.create(messages=turns, **settings)
+    with pytest.raises(openai.BadRequestError):  # vLLM has its options
+        client.completions.create(prompt=[5] * 300, **settings)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="other").models.list()
+
+    running = lambda: re.search(r"^vllm:num_requests_running\S* (\S+)", read_metrics(client), re.MULTILINE)[1]
+    stream = client.completions.create(
+        prompt="a", stream=True, extra_body={"ignore_eos": True}, **settings | {"max_tokens": 250}
+    )
+    next(iter(stream))
+    assert float(running()) == 1
+    stream.close()
+    began = time.monotonic()
+    wait_for(lambda: float(running()) == 0)
+    assert time.monotonic() - began < 5
+    program.end(signal.SIGTERM)
+
+
+def read_metrics(client):
+    """Return vLLM's metrics as text."""
+    address = client.base_url.copy_with(path="/metrics")
+    return client._client.get(address).text
