@@ -4,4 +4,6 @@
 - `variants.py`: the model names, which select a depth and gates.
 - `scheduler.py`: one thread that decodes all running requests together.
 - `app.py`: the endpoints over HTTP.
+- `address.py`: the address and the API key.
+- `vllm_command.py`: whether vLLM can serve a model instead, and its command line.
 """

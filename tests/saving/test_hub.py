@@ -396,6 +396,7 @@ SERVED = [  # family, with the base's code, with a tokenizer, the beginnings of 
     ("ouro", True, False, []),
     ("nanbeige", False, True, [VLLM, MLX, "python llama.cpp/convert_hf_to_gguf.py . --outfile", OWN]),
     ("huginn", True, True, [VLLM, OWN]),
+    ("parcae", False, True, [VLLM, OWN]),
 ]
 
 
