@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import runpy
 import signal
@@ -362,6 +363,9 @@ def check_vllm(folder, model, tokenizer, adapter=None, least=15, **options):
         row = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         want.append(row[0, ids.shape[1] :].tolist())
     env = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if "tensor_parallel_size" in options:  # by itself vLLM asks for a NUMA node for each process
+        cores = sorted(os.sched_getaffinity(0))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
     argument = json.dumps([str(folder), adapter and str(adapter), prompts, options])
     output = python("-c", RUN_VLLM, argument, env=env, fresh=True)
     passes = [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT")]
