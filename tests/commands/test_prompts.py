@@ -5,7 +5,11 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from helpers.errors import user_error
+from helpers.files import load_script
+from helpers.tiny import with_adapter
+from loopdropout_trainer import load_model
 from loopdropout_trainer.prompts import PromptFormat, choose_prompt_format
+from loopdropout_trainer.saving.source import write_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -98,3 +102,25 @@ def test_start_prints_format_and_example(tokenizer):
     tokenizer.chat_template = CHAT
     expected = ["the tokenizer's chat template", "'[user] What is 7 times 8?[assistant]'"]
     assert [line.split(": ", 1)[1] for line in choose_prompt_format(tokenizer).describe().splitlines()] == expected
+
+
+def test_evaluation_and_chat_ask_for_a_choice(tokenizer, tmp_path):
+    with_adapter(load_model("tiny-ouro")).save_pretrained(tmp_path)
+    write_metadata(tmp_path, {"prompt_template": TEXT})
+    tokenizer.chat_template = CHAT  # of the base model
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "own.jinja").write_text(CHAT)
+    words = ["--benchmarks", "arithmetic_easy_test", "--apply_chat_template", "true"]
+    words += ["--output_dir", str(tmp_path / "results")]
+    with user_error("`apply_chat_template` must not be true for .*, because it was trained on prompts 'Question"):
+        load_script("recipes/evaluate.py").main(["--adapter", str(tmp_path), *words])
+    templates = ["--chat_template", str(tmp_path / "own.jinja"), "--prompt_template", TEXT]
+    with user_error("Set either `chat_template` or `prompt_template`, not both"):
+        load_script("recipes/chat.py").main([str(tmp_path), "1 + 2?", *templates])
+
+
+def test_chat_template_option_changes_the_prompt(tokenizer, tmp_path, capsys):
+    (tmp_path / "own.jinja").write_text(CHAT)
+    words = ["tiny-ouro", "1 + 2?", "--chat_template", str(tmp_path / "own.jinja"), "--max_new_tokens", "1"]
+    load_script("recipes/chat.py").main(words)
+    assert "Example: '[user] What is 7 times 8?[assistant]'" in capsys.readouterr().out
