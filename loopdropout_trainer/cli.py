@@ -134,7 +134,6 @@ def run(argv: list[str]) -> None:
         case [name, *arguments] if name in scripts():
             script = scripts()[name]
             sys.argv = [str(script), *arguments]
-            sys.path.append(str(script.parent))  # scripts import one another
             runpy.run_path(str(script), run_name="__main__")
         case [name, *_]:
             hint = closest_match(name, [*scripts(), "recipes"])

@@ -115,6 +115,35 @@ def _count_layers(layers: int | list[int], kind: str) -> int:
     return count
 
 
+def read_depth(config: Mapping[str, Any]) -> int | None:
+    """Return the recurrence depth K of a model of a known family, or None for another model."""
+    family = FAMILIES.get(config.get("model_type"))
+    return None if family is None else config.get(family.num_loops)
+
+
+def count_parameters(config: Mapping[str, Any], rank: int) -> int | None:
+    """Return the number of parameters of an adapter on all linear projections of the recurrent block.
+
+    Args:
+        config: Content of a config.json.
+        rank: Rank of the adapter.
+
+    Returns:
+        The number, or None for a model that is not in `FAMILIES`, or whose configuration has other fields.
+    """
+    if config.get("model_type") not in FAMILIES:
+        return None
+    try:
+        shape = read_shape(config)
+    except KeyError:
+        return None
+    return _count_adapter(shape, rank)
+
+
+def _count_adapter(shape: Shape, rank: int) -> int:
+    return shape.looped * rank * sum(rows + columns for rows, columns in shape.projections)
+
+
 def estimate_memory(
     config: Mapping[str, Any],
     num_tokens: int,
@@ -143,7 +172,7 @@ def estimate_memory(
     layers = shape.looped + shape.outside
     linear = layers * sum(rows * columns for rows, columns in shape.projections)
     num_embeddings = 1 if shape.has_tied_head else 2
-    factors = shape.looped * rank * sum(rows + columns for rows, columns in shape.projections)
+    factors = _count_adapter(shape, rank)
 
     runs = (num_loops or shape.num_loops) * shape.looped + shape.outside  # of layers, in a forward pass
     kept = family.kept * shape.hidden + 6 * shape.mlp  # bytes of a token in a run

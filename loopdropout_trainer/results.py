@@ -15,7 +15,7 @@ import platform
 from collections.abc import Collection, Iterable, Mapping, Sized
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
@@ -150,13 +150,24 @@ def is_finished(output_dir: str | Path) -> bool:
     return read_run(output_dir).get("status") == "finished"
 
 
+class Difference(NamedTuple):
+    """A field in which two recipes differ. Its text is a clause, "`learning_rate` changed from 0.001 to 0.0003"."""
+
+    field: str
+    saved: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"`{self.field}` changed from {short_repr(self.saved)} to {short_repr(self.new)}"
+
+
 def compare_recipes(
     saved: Mapping[str, Any],
     new: Mapping[str, Any],
     ignored: Collection[str] = UNCOMPARED,
     fields: Collection[str] | None = None,
-) -> str | None:
-    """Describe the first difference between two recipes.
+) -> Difference | None:
+    """Find the first difference between two recipes.
 
     Args:
         saved: settings of the earlier run. new: settings of the later run.
@@ -164,11 +175,11 @@ def compare_recipes(
         fields: fields to compare. Default: all.
 
     Returns:
-        A clause such as "`learning_rate` changed from 0.001 to 0.0003", or None without a difference.
+        The first field that differs, with its values, or None without a difference.
     """
     for name in fields or {**saved, **new}:
         if name not in ignored and saved.get(name) != new.get(name):
-            return f"`{name}` changed from {short_repr(saved.get(name))} to {short_repr(new.get(name))}"
+            return Difference(name, saved.get(name), new.get(name))
     return None
 
 
@@ -177,7 +188,7 @@ def find_difference(
     new: Mapping[str, Any],
     ignored: Collection[str] = UNCOMPARED,
     fields: Collection[str] | None = None,
-) -> str | None:
+) -> Difference | None:
     """Compare the recipe of the run in a folder, if there is one, with a new recipe, as `compare_recipes` does."""
     saved = read_recipe(folder)
     return compare_recipes(saved, new, ignored, fields) if saved else None

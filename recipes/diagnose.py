@@ -199,7 +199,7 @@ class DiagnosedData:
 
 def print_results(rows: list[dict]) -> None:
     """Print the curvature, and the loss reductions with the profile of LoRA, or the other losses instead of them."""
-    from _tables import print_by_method
+    from loopdropout_trainer.tables import print_by_method
 
     results = pd.DataFrame(rows)
     if "adapter" in results:

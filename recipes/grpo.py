@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, option
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import parse
 from loopdropout_trainer.rewards import REWARDS
-from loopdropout_trainer.runs import Job
+from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 
 
@@ -37,9 +38,15 @@ def add_answer(example: dict) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> None:
     # Settings and plan
     types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutGRPOConfig, RewardArguments)
-    arguments = parse(types, argv, __doc__)
-    script_args, model_args, adapter_args, data_args, training_args, reward_args = arguments
-    job = Job(*arguments)
+    script_args, model_args, adapter_args, data_args, training_args, reward_args = parse(types, argv, __doc__)
+    job = Job(
+        script=script_args,
+        model=model_args,
+        adapter=adapter_args,
+        data=data_args,
+        training=training_args,
+        extra=[reward_args],
+    )
 
     # Tokenizer and data
     tokenizer = job.load_tokenizer()
@@ -52,13 +59,10 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     # These imports take seconds, so they come after the checks.
-    from _tables import show_results
-
     from loopdropout_trainer.training.grpo import LoopDropoutGRPOTrainer
 
-    job.load_tasks(dataset.get("eval"))
-    for run in job.unfinished():
-        trainer = LoopDropoutGRPOTrainer(
+    def make_trainer(run: Run) -> LoopDropoutGRPOTrainer:
+        return LoopDropoutGRPOTrainer(
             model=job.load_model(run),
             reward_funcs=[REWARDS[name] for name in reward_args.rewards],
             args=run.args,
@@ -67,14 +71,8 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        job.train(trainer, run)
-        job.save(trainer, run)
-        job.measure(trainer, run)
-        job.finish_run(trainer, run)
 
-    if training_args.process_index == 0:
-        show_results(job)
-    job.push()
+    job.run(make_trainer, dataset.get("eval"))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from _tables import (
+
+from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.files import check_links, recipe_names
+from loopdropout_trainer.gates import Draw, make_rule
+from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
     accuracy_table,
     average,
@@ -67,11 +72,6 @@ from _tables import (
     print_table,
     select,
 )
-
-from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.files import check_links, recipe_names
-from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.recipe import load_recipe
 
 
 COSTS = ["trainable_parameters", "train_seconds", "tokens_per_second", "peak_memory_gb"]

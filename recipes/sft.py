@@ -15,16 +15,17 @@ from __future__ import annotations
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview
 from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import parse
-from loopdropout_trainer.runs import Job
+from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 def main(argv: list[str] | None = None) -> None:
     # Settings and plan
     types = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
-    arguments = script_args, _, adapter_args, data_args, training_args = parse(types, argv, __doc__)
-    job = Job(*arguments)
+    script_args, model_args, adapter_args, data_args, training_args = parse(types, argv, __doc__)
+    job = Job(script=script_args, model=model_args, adapter=adapter_args, data=data_args, training=training_args)
 
     # Tokenizer and data
     tokenizer = job.load_tokenizer()
@@ -41,14 +42,11 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     # These imports take seconds, so they come after the checks.
-    from _tables import show_results
-
     from loopdropout_trainer.progress import SampleCompletionsCallback
     from loopdropout_trainer.training.multipass import LoRADropoutSFTTrainer
     from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 
-    job.load_tasks(dataset.get("eval"))
-    for run in job.unfinished():
+    def make_trainer(run: Run) -> LoopDropoutSFTTrainer:
         trainer_class = LoRADropoutSFTTrainer if run.args.rule == "lora_dropout" else LoopDropoutSFTTrainer
         trainer = trainer_class(
             model=job.load_model(run),
@@ -60,14 +58,9 @@ def main(argv: list[str] | None = None) -> None:
         )
         if "eval" in dataset:
             trainer.add_callback(SampleCompletionsCallback(trainer))
-        job.train(trainer, run)
-        job.save(trainer, run)
-        job.measure(trainer, run)
-        job.finish_run(trainer, run)
+        return trainer
 
-    if training_args.process_index == 0:
-        show_results(job)
-    job.push()
+    job.run(make_trainer, dataset.get("eval"))
 
 
 if __name__ == "__main__":

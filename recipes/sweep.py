@@ -316,7 +316,7 @@ class Sweep:
 
         They are also written to `summary.json`, with the choices of other sweeps in the same folder.
         """
-        from _tables import ACCURACY_TITLE, accuracy_table, load_results, print_table
+        from loopdropout_trainer.tables import ACCURACY_TITLE, accuracy_table, load_results, print_table
 
         path = Path(self.output_dir, "summary.json")
         own_choices = {}

@@ -16,9 +16,9 @@ from loopdropout_trainer.bounds import Bounds
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.fields import metadata_of, single_types
+from loopdropout_trainer.job import Job
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.recipe import parse
-from loopdropout_trainer.runs import Job
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
 
@@ -86,7 +86,8 @@ def try_values(command, name, out):
                 wrong.append((name, text, f"became {value!r}"))
             if command in ("sft", "dpo", "grpo"):
                 with contextlib.redirect_stdout(io.StringIO()):
-                    Job(*instances)
+                    script, model, adapter, data, training, *extra = instances
+                    Job(script=script, model=model, adapter=adapter, data=data, training=training, extra=extra)
         except UserError as error:
             if name not in str(error) or "\n" in str(error):
                 wrong.append((name, text, str(error)))

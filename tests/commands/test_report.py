@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+import report
+import sweep
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
@@ -23,11 +25,6 @@ from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.plots import line_plot, save_figure
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
-
-
-sys.path.append(str(ROOT / "recipes"))
-import report  # noqa: E402
-import sweep  # noqa: E402
 
 
 PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]

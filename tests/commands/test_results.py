@@ -73,10 +73,11 @@ def test_write_results_survives_a_failed_write(tmp_path, monkeypatch):
 def test_compare_recipes_names_the_first_difference(tmp_path):
     compare_recipes = results.compare_recipes
     assert compare_recipes({"seed": 1, "output_dir": "a"}, {"seed": 1, "output_dir": "b"}) is None
-    assert compare_recipes({"p": [0.5]}, {}) == "`p` changed from [0.5] to None"
-    assert compare_recipes({}, {"rule": "lora"}) == "`rule` changed from None to 'lora'"
+    assert str(compare_recipes({"p": [0.5]}, {})) == "`p` changed from [0.5] to None"
+    assert compare_recipes({}, {"rule": "lora"}).field == "rule"
+    assert str(compare_recipes({}, {"rule": "lora"})) == "`rule` changed from None to 'lora'"
     saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
-    assert compare_recipes(saved, new) == "`seed` changed from 1 to 2"
+    assert str(compare_recipes(saved, new)) == "`seed` changed from 1 to 2"
     assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None
     (tmp_path / "recipe.yaml").write_text("depths: [2, 8]\n")  # a former name
     assert results.read_recipe(tmp_path) == {"eval_num_loops": [2, 8]}

@@ -17,8 +17,8 @@ from helpers.errors import user_error
 from helpers.files import load_script
 from helpers.results import expected_results
 from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.job import load_state
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
-from loopdropout_trainer.runs import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
@@ -52,7 +52,7 @@ def quickstart(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Only the short quickstart draws its figure."""
-    monkeypatch.setattr("_tables.find_spec", lambda name: None)
+    monkeypatch.setattr("loopdropout_trainer.tables.find_spec", lambda name: None)
 
 
 @pytest.fixture
@@ -97,11 +97,30 @@ def test_sft_saves_recipe_card_and_merged_model(quickstart):
 
 def test_sft_prints_plan_and_tables(quickstart):
     folder, text = quickstart
-    lines = ["rules       Loop Dropout (p = 0.5), Input dropout", "6 steps, 16 examples per step", "completion: "]
+    lines = [f"trainings   Loop Dropout (p = 0.5) in {folder}\n            Input dropout in {folder}/lora\n"]
+    lines += ["model       tiny-ouro, K = 4 loops\n", "device      the CPU, as `use_cpu` says\n", "completion: "]
+    lines += ["6 steps, 16 examples per step", "examples    32, 8 held out, 6 optimizer steps, 3 epochs\n"]
+    lines += ["afterwards  evaluate arithmetic_easy_test, 2 problems each\n", f"  loopdropout chat {folder} "]
     lines += ["Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod", f"Everything is in {folder}"]
     assert [line for line in (*lines, "loop 1  loop 2  loop 3  loop 4  all loops") if line not in text] == []
     for method in ("Loop Dropout", "Input dropout"):
         assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
+
+
+def test_plan_counts_parameters_and_estimates_memory_for_gpus_only(quickstart, tmp_path):
+    """The number of parameters is the trainer's. A recipe that may run on a GPU has an estimate of its memory."""
+    folder, text = quickstart
+    (number,) = {row["value"] for row in read_results(folder) if row["metric"] == "trainable_parameters"}
+    assert f"adapter     new, rank 16, alpha 32, {number:,.0f} parameters\n" in text and "memory " not in text
+    for words, is_estimated in {"--bf16 true": True, "--bf16 false": False}.items():
+        plan = run(WORDS, "--use_cpu false", words, "--dry_run true --output_dir", tmp_path)
+        assert ("memory      about" in plan) is is_estimated
+        assert torch.cuda.is_available() or "device      the CPU, no GPU found\n" in plan
+
+
+def test_shrunken_number_of_held_out_examples_is_explained(tmp_path):
+    plan = run(WORDS, "--max_length 40 --num_eval_examples 40 --dry_run true --output_dir", tmp_path)
+    assert re.search(r" held out of the 40 asked for, because the others have more than 40 tokens, 6 optimizer", plan)
 
 
 def test_sft_never_saves_tokens(quickstart):
@@ -115,7 +134,7 @@ def test_finished_run_is_made_longer(copy):
     with user_error("`max_steps` changed from 6 to 8.*resume_from_checkpoint true"):
         run(*words)
     text = run(*words, "--resume_from_checkpoint", "true")
-    assert f"continues   {copy / 'checkpoint-6'}" in text and "memory      about" in text
+    assert f"continues   {copy / 'checkpoint-6'}" in text
     assert {row["step"] for row in read_results(copy) if row["folder"] == str(copy)} == {None, 8}
     assert is_finished(copy) and "max_steps: 8" in (copy / "recipe.yaml").read_text()
 

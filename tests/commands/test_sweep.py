@@ -5,23 +5,19 @@ import math
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import sweep  # noqa: E402
 import yaml
 
 from helpers.errors import user_error
 from helpers.files import ROOT, read_lines
 from helpers.processes import PATIENCE, Program, python, wait_for
 from loopdropout_trainer.recipe import load_recipe, parse
-
-
-sys.path.append(str(ROOT / "recipes"))
-import sweep  # noqa: E402
 
 
 RECIPE = {

@@ -14,7 +14,6 @@ GOLDEN, SAMPLES = ROOT / "tests" / "golden", ROOT / "tests" / "samples"
 def load_script(path):
     """A script of the repository, such as `recipes/sft.py`, as a module."""
     name = f"script_{Path(path).stem}"  # a package is called `evaluate`, too
-    sys.path.append(str((ROOT / path).parent))  # scripts import one another
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

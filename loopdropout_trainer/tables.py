@@ -1,9 +1,10 @@
-"""Results as tables and figures, for the scripts of this folder."""
+"""Results as tables and figures, for the commands that print them."""
 
 from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from loopdropout_trainer.saving.cards import read_card_fields
 
 
 if TYPE_CHECKING:
-    from loopdropout_trainer.runs import Job
+    from loopdropout_trainer.runs import Run
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
 """Fields of recipes in which the results of one mean may differ. The last two are columns of the results as well."""
@@ -44,7 +45,7 @@ ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA i
 
 
 def load_results(*folders: str | Path) -> pd.DataFrame:
-    """Return all results below the folders, with the columns that the comment at the top of this file lists.
+    """Return all results below the folders, with the columns that the comment at the top of recipes/report.py lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep).
 
@@ -60,9 +61,10 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         settings = {name for name in row if name.startswith("recipe_")}
         recipe = read_recipe(row["run"]) if row.get("adapter") else {}
         if recipe:
-            row |= dict.fromkeys(settings) | {f"recipe_{name}": value for name, value in recipe.items()}
+            row.update(dict.fromkeys(settings))
+            row.update({f"recipe_{name}": value for name, value in recipe.items()})
         if row["method"] == "base model":
-            row |= dict.fromkeys(settings - OF_BASE)
+            row.update(dict.fromkeys(settings - OF_BASE))
     results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
     columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
     results = results.reindex(columns=list(dict.fromkeys(columns)))
@@ -281,12 +283,13 @@ def print_by_method(title: str, rows: pd.DataFrame, columns: Any, cell_format: s
         print_table(title, rows.pivot_table("value", "method", columns, sort=False), cell_format)
 
 
-def show_results(job: Job) -> None:
-    """Print tables of the results of a job, and draw them if they have other depths or single loops.
+def show_results(runs: Sequence[Run]) -> None:
+    """Print tables of the results of a job's runs, and draw them if they have other depths or single loops.
 
     Figures need plotnine.
     """
-    rows = pd.DataFrame([row for folder in job.folders for row in read_card_fields(folder)["results"]])
+    folders = [run.args.output_dir for run in runs]
+    rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder)["results"]])
     rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
@@ -307,8 +310,8 @@ def show_results(job: Job) -> None:
     for task, own in reductions.groupby("task", sort=False):
         examples = "" if task == DEVELOPMENT else f" on {task}"
         print_by_method(f"Loss reduction{examples} with the adapter in one loop only, in %", own, "gates")
-    print(f"\nEverything is in {', '.join(job.folders)}")
-    options, folder = job.script_args, Path(job.args.output_dir)
+    print(f"\nEverything is in {', '.join(folders)}")
+    options, folder = runs[0].script_args, Path(folders[0])
     if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
         from loopdropout_trainer.plots import save_figure
 

@@ -1,0 +1,364 @@
+"""The job of a training script: the trainings, measurements and files of its runs.
+
+A job trains the rule of its recipe, and the rules of `compare_with` in subfolders. Each of them is a run. Libraries that only
+trainings and measurements need are imported in the functions, so that mistakes in a recipe are found within seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.plan import describe_examples, print_next_commands, print_plan
+from loopdropout_trainer.recipe import build, dump_recipe, override, recipe_dict
+from loopdropout_trainer.results import (
+    RECIPE_FILE,
+    RUN_FILE,
+    result_columns,
+    write_results,
+    write_run,
+)
+from loopdropout_trainer.runs import Run
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint
+from loopdropout_trainer.saving.integrity import adapter_patterns
+from loopdropout_trainer.saving.integrity import record as record_files
+from loopdropout_trainer.training.distributed import check_devices
+
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerState
+
+    from loopdropout_trainer.progress import JobProgressCallback
+    from loopdropout_trainer.training.config import GateConfig
+
+
+class Job:
+    """The runs of a training script.
+
+    Args:
+        script: Steps around the training.
+        model: Base model.
+        adapter: New adapter, or the adapter that the training starts from.
+        data: Source of the examples.
+        training: Settings of the training.
+        extra: Further dataclasses of the script, whose settings belong to the recipe.
+
+    Attributes:
+        runs: The runs. The first one is the rule of the recipe.
+        tasks: Tasks to evaluate, from `load_tasks`.
+        references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
+
+    Raises:
+        UserError: If settings exclude each other, or the folder of a run holds another run.
+    """
+
+    def __init__(
+        self,
+        *,
+        script: ScriptArguments,
+        model: ModelArguments,
+        adapter: AdapterArguments,
+        data: DataArguments,
+        training: GateConfig,
+        extra: Sequence[Any] = (),
+    ) -> None:
+        self.script_args, self.model_args, self.adapter_args = script, model, adapter
+        self.data_args, self.args = data, training
+        if script.push_merged_to_hub and not training.hub_model_id:
+            raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
+        check_trackers(training.report_to)
+        check_devices(training)
+        recipe = recipe_dict(script, model, adapter, data, training, *extra)
+        self.runs = [Run(script, training, recipe)]
+        for rule in script.compare_with or ():
+            if rule != training.rule:
+                self.runs.append(self._compared_run(rule, recipe))
+        for run in self.runs:
+            run.check()
+            run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
+            run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
+        self.tasks: list[Task | Group] = []
+        self.references: list[dict[str, str]] = []
+        self.progress: JobProgressCallback | None = None
+        if training.process_index == 0:
+            print_plan(self.runs, model, adapter)
+
+    def _compared_run(self, rule: str, recipe: dict) -> Run:
+        """Return the run of a rule of `compare_with`, in a subfolder."""
+        changes = {"rule": rule, "output_dir": f"{self.args.output_dir}/{rule}", "compare_with": None}
+        changes |= {"evaluate_base": False}  # whose results the first run has
+        if self.args.resume_from_checkpoint:
+            changes["resume_from_checkpoint"] = "true"
+        own_recipe = override({name: recipe[name] for name in recipe if name not in names_of("output")}, changes)
+        return Run(*build([type(self.script_args), type(self.args)], own_recipe), own_recipe)
+
+    # Data
+
+    def print_examples(self, dataset: DatasetDict) -> None:
+        """Print the numbers of examples and steps."""
+        if self.args.process_index == 0:
+            print(describe_examples(dataset, self.data_args, self.args), flush=True)
+
+    def load_tasks(self, held_out: Any) -> None:
+        """Load the tasks to evaluate and the reference solutions to score.
+
+        Args:
+            held_out: Held-out examples, which the task `development` asks, or None.
+        """
+        from loopdropout_trainer.diagnostics import reference_examples
+        from loopdropout_trainer.evaluation import check_programs, load_benchmarks
+
+        options = self.script_args
+        sources = (
+            options.own_benchmarks,
+            options.benchmark_revisions,
+            options.benchmark_limit,
+            self.runs[0].recipe.get("preparation"),
+            held_out,
+        )
+        self.tasks = load_benchmarks(options.benchmarks or (), *sources)
+        check_programs(self.tasks, options.allow_unsafe_code)
+        if name := getattr(options, "diagnose_task", None):
+            self.references = reference_examples(load_benchmarks([name], *sources)[0])
+
+    # Trainings
+
+    def run(self, make_trainer: Callable[[Run], Trainer], held_out: Any = None) -> None:
+        """Train, save and measure each run that is not finished. Then print the results and the next commands.
+
+        Args:
+            make_trainer: Function that returns the trainer of a run.
+            held_out: Held-out examples, which the task `development` asks, or None.
+        """
+        self.load_tasks(held_out)
+        for run in self.unfinished():
+            trainer = make_trainer(run)
+            self.train(trainer, run)
+            self.save(trainer, run)
+            self.measure(trainer, run)
+            self.finish_run(trainer, run)
+        if self.args.process_index == 0:
+            from loopdropout_trainer.tables import show_results
+
+            show_results(self.runs)
+            print_next_commands(self.runs)
+        self.push()
+
+    def unfinished(self) -> Iterator[Run]:
+        """Yield the runs that are not trained, or not measured as their recipe says. Their folders are locked meanwhile."""
+        for run in self.runs:
+            lock = lock_folder(run.args.output_dir) if self.args.process_index == 0 else nullcontext()
+            with lock:
+                if not run.is_complete:
+                    yield run
+
+    def load_model(self, run: Run) -> PreTrainedModel | PeftModel:
+        """Load the base model of a run, with the adapter that the training starts from, if there is one.
+
+        `model_init_kwargs` of the run override the settings of the model.
+        """
+        from loopdropout_trainer.saving.loading import load_adapter, load_model
+
+        load_kwargs = {**self.model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
+        model = load_model(self.model_args.model_name_or_path, **load_kwargs)
+        adapter = self.adapter_args.adapter_name_or_path
+        return model if adapter is None else load_adapter(model, adapter, is_trainable=True)
+
+    def train(self, trainer: Trainer, run: Run) -> None:
+        """Evaluate the base model, train an adapter, and write the results of the training.
+
+        An adapter that is already trained is loaded instead.
+        """
+        import torch
+
+        from loopdropout_trainer.progress import JobProgressCallback
+        from loopdropout_trainer.training.stopping import NonFiniteGradientError
+
+        trainer.saved_facts |= {"method": run.title, "prompt_template": self.data_args.prompt_format}
+        if run.script_args.evaluate_base:
+            with trainer.model.disable_adapter():
+                self._evaluate(trainer, run, self.tasks)
+        folder = Path(trainer.args.output_dir)
+        if self.progress is None:
+            self.progress = JobProgressCallback(sum(not run.is_trained for run in self.runs))
+        self.progress.attach(trainer, run.title)
+        is_trained = run.is_trained
+        if trainer.is_world_process_zero():
+            if (folder / RUN_FILE).exists():  # it is measured further, or made longer
+                write_run(folder, status="trained" if is_trained else "stopped")
+            dump_recipe(run.recipe, folder / RECIPE_FILE)
+        if is_trained:
+            load_trained(trainer, folder)
+            return
+        trainer.method = run.title
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # of the run before
+        try:
+            trainer.train(trainer.args.resume_from_checkpoint)
+        except NonFiniteGradientError:
+            if trainer.is_world_process_zero():
+                write_run(folder, status="non-finite")
+            raise
+
+    def save(self, trainer: Trainer, run: Run) -> None:
+        """Save a new adapter with its training settings, its card and the state of its training.
+
+        Add a file of an adapter here, or in `save_model` if other training programs are to write it, too.
+        """
+        import torch
+
+        from loopdropout_trainer.training.resuming import describe_data
+
+        if run.is_trained:
+            return
+        trainer.save_model()
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            # A finished run is measured further with its adapter and the state of its training.
+            record_files(trainer.args.output_dir, [*adapter_patterns(trainer.model.peft_config), STATE_FILE])
+            write_run(
+                trainer.args.output_dir,
+                status="trained",
+                model_revision=trainer.looped.trained_with.get("base_revision"),
+                training_data=describe_data(trainer.callback_handler.train_dataloader.dataset),
+                device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                num_processes=trainer.args.world_size,
+            )
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of the base model, with the recipe's chat template and end token."""
+        from loopdropout_trainer.saving.source import MODELS, find_source
+        from loopdropout_trainer.tokenizers import load_tokenizer
+
+        model_args = self.model_args
+        source = find_source(model_args.model_name_or_path, revision=model_args.model_revision, accept=MODELS)
+        end_token = getattr(self.args, "eos_token", None)
+        return load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
+
+    # After the training
+
+    def measure(self, trainer: Trainer, run: Run) -> None:
+        """Measure a trained adapter as the recipe says, and write the results."""
+        import torch
+        from torch.utils.data import DataLoader
+
+        from loopdropout_trainer.diagnostics import label_batches, readouts, single_loop
+        from loopdropout_trainer.evaluation import DEVELOPMENT
+
+        # The loss of reference solutions and held-out examples in one loop only, and of each loop's readout
+        diagnosed, batch_size = {}, trainer.args.per_device_eval_batch_size
+        if self.references:
+            diagnosed[run.script_args.diagnose_task] = label_batches(
+                self.references, trainer.processing_class, batch_size
+            )
+        if num_batches := getattr(run.script_args, "single_loop_batches", 0):
+            loader = DataLoader(trainer.eval_dataset, batch_size, collate_fn=trainer.data_collator)
+            diagnosed[DEVELOPMENT] = [*islice(loader, num_batches)]
+        for task, batches in diagnosed.items():
+            record(trainer, run, [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)], task=task)
+
+        # All tasks, and the first one at other depths and in one loop only. They come last, because a sweep chooses as soon as
+        # it finds an accuracy, and breaks ties by the loss.
+        self._evaluate(trainer, run, self.tasks)
+        for depth in run.script_args.eval_num_loops or ():
+            if depth != trainer.num_loops:
+                self._evaluate(trainer, run, self.tasks[:1], num_loops=depth)
+        if run.script_args.single_loop_accuracy:
+            for gates in torch.eye(trainer.num_loops).tolist():
+                self._evaluate(trainer, run, self.tasks[:1], gates=gates)
+
+    def _evaluate(self, trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:
+        """Write the results of tasks. `place`: `num_loops` or `gates` [K] of the evaluation."""
+        from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks
+
+        if not tasks:
+            return
+        folder, options = Path(trainer.args.output_dir), run.script_args
+        lm = LoopedLM(trainer.model, trainer.processing_class, batch_size=options.benchmark_batch_size, **place)
+        results = evaluate_tasks(
+            lm,
+            tasks,
+            limit=options.benchmark_limit,
+            cache_dir=folder / "cache",
+            output_dir=folder,
+            allow_unsafe_code=options.allow_unsafe_code,
+        )
+        record(trainer, run, results)
+
+    def finish_run(self, trainer: Trainer, run: Run) -> None:
+        """Write the card with the results and, if `merge` is set, the merged model. Mark the run as finished."""
+        from loopdropout_trainer.progress import finish_run
+        from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
+        from loopdropout_trainer.saving.merging import merge_and_save
+
+        folder, hub_model_id = Path(trainer.args.output_dir), trainer.args.hub_model_id
+        if not trainer.is_world_process_zero():
+            return
+        card = read_card_fields(folder)
+        write_model_card(folder, trainer.model, repo_id=hub_model_id, **card)
+        if run.script_args.merge:
+            merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, hub_model_id)
+        finish_run(trainer, card["results"])
+        write_run(folder)
+
+    def push(self) -> None:
+        """Push the merged model if `push_merged_to_hub` is set."""
+        from loopdropout_trainer.saving.merging import push_merged_to_hub
+
+        if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
+            folder = Path(self.args.output_dir, "merged")
+            print(f"Pushed to {push_merged_to_hub(folder, self.args.hub_model_id, token=self.args.hub_token)}")
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise UserError for a tracker that is unknown or not installed."""
+    if not names:
+        return
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"`report_to`: {error}") from error
+
+
+def load_state(folder: str | Path) -> TrainerState:
+    """Return the state of a training, or of its checkpoint."""
+    from transformers import TrainerState
+
+    return TrainerState.load_from_json(str(Path(folder, STATE_FILE)))
+
+
+def load_trained(trainer: Trainer, folder: str | Path) -> None:
+    """Load a trained adapter and the state of its training."""
+    from loopdropout_trainer.saving.source import find_source
+
+    trainer.model.load_adapter(str(folder), "default")
+    trainer.state = load_state(folder)
+    trainer.training_id = find_source(folder).training_id
+
+
+def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
+    """Write results of a trainer's model, with the columns that they share."""
+    facts |= result_columns(trainer, run.title)
+    of_base = {"method": "base model", "seed": None, "step": None, "training": None}
+    results = []
+    for row in rows:
+        result = {**facts, **row}
+        if row["gates"] == "none":
+            result |= of_base
+        results.append(result)
+    if trainer.is_world_process_zero():
+        write_results(trainer.args.output_dir, results, facts["step"])

@@ -1,0 +1,227 @@
+"""The plan of a training script: the lines that it prints before it trains, and the commands for afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments
+from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.preparations import PREPARATIONS
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import model_path
+from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
+from loopdropout_trainer.runs import Run
+from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+
+    from loopdropout_trainer.training.config import GateConfig
+
+
+def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> None:
+    """Print the model, the trainings, the data, the steps afterwards, and the checkpoint that is used or could be used.
+
+    Args:
+        runs: Runs of the job. The first one is the rule of the recipe.
+        model: Base model.
+        adapter: New adapter, or the adapter that the training starts from.
+    """
+    args, recipe = runs[0].args, runs[0].recipe
+    config = read_config(model)
+    rank = find_rank(adapter)
+    plan = {
+        "model": describe_model(model, config),
+        "trainings": "\n".join(describe_training(run) for run in runs),
+        "adapter": describe_adapter(runs[0], adapter, config, rank),
+        "data": _join(recipe, "preparation", "dataset_name", "train_files"),
+        "training": f"{describe_length(args)}, {args.examples_per_step} examples per step, learning rate "
+        f"{args.learning_rate:g}, seed {args.seed}",
+        "device": describe_device(runs[0]),
+        "memory": describe_memory(runs[0], model, config, rank),
+        "afterwards": describe_steps_afterwards(runs[0]),
+        "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
+        "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
+        "not used": describe_unused_checkpoints(runs),
+    }
+    for title, text in plan.items():
+        if text:
+            print(f"{title:<12}{text}".replace("\n", "\n" + " " * 12), flush=True)
+
+
+def _join(recipe: Mapping[str, Any], *fields: str) -> str:
+    """Return the values of the fields that a recipe sets."""
+    texts = []
+    for field in fields:
+        value = recipe.get(field)
+        if value:
+            texts.append(", ".join(map(str, value)) if isinstance(value, list) else str(value))
+    return " ".join(texts)
+
+
+def read_config(model: ModelArguments) -> dict[str, Any]:
+    """Return the content of a model's config.json, or an empty dict without a network."""
+    from transformers import PreTrainedConfig
+
+    try:
+        name = model_path(model.model_name_or_path)
+        return PreTrainedConfig.get_config_dict(name, revision=model.model_revision)[0]
+    except OSError:
+        return {}
+
+
+def find_rank(adapter: AdapterArguments) -> int | None:
+    """Return the rank of the adapter that is trained, or None if the adapter to start from cannot be read yet."""
+    name = adapter.adapter_name_or_path
+    if name is None:
+        return adapter.lora_r
+    from loopdropout_trainer.saving.source import find_source, read_adapter_config
+
+    try:
+        return read_adapter_config(find_source(name, accept=("adapter",), what="adapter").folder).r
+    except (OSError, UserError):  # loading it says why
+        return None
+
+
+def describe_model(model: ModelArguments, config: Mapping[str, Any]) -> str:
+    """Return the name of a model, its revision and the recurrence depth K."""
+    name = model.model_name_or_path
+    if model.model_revision != "main":
+        name += f" {model.model_revision}"
+    depth = model.num_loops or read_depth(config)
+    return f"{name}, K = {depth} loops" if depth else f"{name}, at its own depth K"
+
+
+def describe_training(run: Run) -> str:
+    """Return the method of a run, and the folder of its adapter."""
+    probability = "" if run.args.p is None else f" (p = {run.args.p})"
+    return f"{run.title}{probability} in {run.args.output_dir}"
+
+
+def describe_adapter(run: Run, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None) -> str:
+    """Return the rank, the scale and the number of trained parameters of an adapter, as far as they are known."""
+    if adapter.adapter_name_or_path is not None:
+        return f"starts from {adapter.adapter_name_or_path}" + (f", rank {rank}" if rank else "")
+    text = f"new, rank {rank}, alpha {adapter.lora_alpha}"
+    if adapter.lora_target_modules:
+        return f"{text}, on {', '.join(adapter.lora_target_modules)}"
+    number = count_parameters(config, rank)
+    if number is None or run.args.make_rule().lora_kind != "gated":
+        return text
+    return f"{text}, {number:,} parameters"
+
+
+def describe_length(args: GateConfig) -> str:
+    """Return the length of a training."""
+    if args.max_steps > 0:
+        return f"{args.max_steps:,} steps"
+    return f"{args.num_train_epochs:g} epoch" + ("" if args.num_train_epochs == 1 else "s")
+
+
+def describe_device(run: Run) -> str:
+    """Return the device of a training, such as "the CPU, no GPU found"."""
+    import torch
+
+    args = run.args
+    if run.recipe.get("use_cpu"):  # transformers sets the field of `args` also if it finds no GPU
+        return "the CPU, as `use_cpu` says"
+    if args.device.type == "cpu":
+        return "the CPU, no GPU found"
+    name = torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type
+    return name if args.world_size == 1 else f"{args.world_size} processes, the first one on {name}"
+
+
+def describe_memory(run: Run, model: ModelArguments, config: Mapping[str, Any], rank: int | None) -> str:
+    """Return the estimated GPU memory of the training, or an empty text without an estimate or for a training on the CPU."""
+    args = run.args
+    max_length = getattr(args, "max_length", None)  # GRPO has none
+    if run.recipe.get("use_cpu") or not args.bf16 or max_length is None or rank is None:
+        return ""
+    try:
+        sizes = estimate_memory(
+            config,
+            args.per_device_train_batch_size * max_length,
+            num_loops=model.num_loops,
+            rank=rank,
+            checkpointing=args.gradient_checkpointing,
+            four_bit="load_in_4bit" in str(args.model_init_kwargs),
+        )
+    except KeyError:  # a configuration with other fields
+        return ""
+    if not sizes:
+        return ""
+    total = sizes.pop("total")
+    parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
+    return f"about {total:.1f} GB on a GPU in bfloat16 ({parts})"
+
+
+def describe_steps_afterwards(run: Run) -> str:
+    """Return the steps that follow the training, one in a line."""
+    options, steps = run.script_args, []
+    if options.benchmarks:
+        limit = "" if options.benchmark_limit is None else f", {options.benchmark_limit:,} problems each"
+        steps.append(f"evaluate {', '.join(options.benchmarks)}{limit}")
+    if options.eval_num_loops:
+        steps.append(f"evaluate {options.benchmarks[0]} at K = {', '.join(map(str, options.eval_num_loops))}")
+    if options.single_loop_accuracy:
+        steps.append(f"evaluate {options.benchmarks[0]} with the adapter in one loop only")
+    if getattr(options, "diagnose_task", None):
+        steps.append(f"measure losses on {options.diagnose_task}")
+    if getattr(options, "single_loop_batches", 0):
+        steps.append("measure losses on held-out examples")
+    if options.merge:
+        steps.append("merge")
+    if run.args.push_to_hub or options.push_merged_to_hub:
+        steps.append(f"push to {run.args.hub_model_id or 'the Hub'}")
+    return "\n".join(steps) or "no tasks"
+
+
+def describe_unused_checkpoints(runs: Sequence[Run]) -> str:
+    """Return the checkpoints that trainings would continue from if they were asked to."""
+    unused = []
+    for run in runs:
+        if not run.is_trained and not run.args.resume_from_checkpoint:
+            checkpoint = newest_checkpoint(run.args.output_dir)
+            if checkpoint:
+                unused.append(checkpoint)
+    if not unused:
+        return ""
+    return f"{', '.join(unused)}. Add `--resume_from_checkpoint true` to continue from there."
+
+
+def describe_examples(dataset: DatasetDict, data: DataArguments, args: GateConfig) -> str:
+    """Return the line about the examples, the optimizer steps and the epochs.
+
+    If fewer examples are held out than the recipe asks for, the rest was too long, and the line says so.
+    """
+    num_examples, num_held_out = len(dataset["train"]), len(dataset.get("eval") or ())
+    held_out = f"{num_held_out:,} held out"
+    asked = 0 if data.eval_files else data.num_eval_examples
+    if asked is None:
+        asked = PREPARATIONS[data.preparation].num_eval_examples
+    if num_held_out < asked:
+        held_out += f" of the {asked:,} asked for, because the others have more than {args.max_length:,} tokens"
+    steps_per_epoch = math.ceil(num_examples / args.examples_per_step)
+    num_steps, num_epochs = args.max_steps, args.num_train_epochs
+    if num_steps > 0:
+        num_epochs = num_steps / steps_per_epoch
+    else:
+        num_steps = math.ceil(num_epochs * steps_per_epoch)
+    return f"{'examples':<12}{num_examples:,}, {held_out}, {num_steps:,} optimizer steps, {num_epochs:.3g} epochs"
+
+
+def print_next_commands(runs: Sequence[Run]) -> None:
+    """Print commands that use the adapter of the first run."""
+    folder, rule = runs[0].args.output_dir, runs[0].args.make_rule()
+    commands = {"chat": "ask it", "evaluate": "measure a task", "serve": "answer over HTTP"}
+    if rule.mergeable and not runs[0].script_args.merge:
+        commands["merge"] = "make a model of it"
+    print("\nNext:")
+    for command, purpose in commands.items():
+        line = f"loopdropout {command} {folder}"
+        if command == "evaluate" and not runs[0].script_args.benchmarks:
+            line += " --benchmarks gsm8k"
+        print(f"  {line}   # {purpose}")
