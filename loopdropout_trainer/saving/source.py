@@ -31,6 +31,7 @@ from loopdropout_trainer.files import (
     read_json_object,
     write_file,
 )
+from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.recipe import name_words
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE, RUN_FILE, read_recipe, recipe_path
 from loopdropout_trainer.saving import integrity
@@ -542,6 +543,12 @@ def _depth_of_parameters(folder: Path) -> int | None:
 
 def config_depth(folder: Path) -> int | None:
     """Return the depth that a model's configuration names, or None for a model that is not looped."""
+    try:
+        depth = read_depth(read_json_object(folder / "config.json"))
+    except (OSError, UserError):  # loading it says what is wrong
+        return None
+    if depth is not None:  # without the import of modeling code, which takes seconds
+        return depth
     from transformers import AutoConfig
 
     from loopdropout_trainer.looped import DESCRIPTIONS
