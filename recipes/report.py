@@ -295,6 +295,21 @@ def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str]
     path.with_suffix(".md").write_text(markdown, encoding="utf-8")
     table.to_latex(path.with_suffix(".tex"), index=False, escape=True, caption=title, label=f"tab:{path.name}")
     table.to_csv(path.with_suffix(".csv"), index=False)
+    print(f"Wrote {path}.md, .tex and .csv")
+
+
+def draw_figure(plot: Any, path: Path) -> None:
+    """Save a figure as PNG, PDF and SVG, and print its path. `path` has no ending."""
+    from loopdropout_trainer.plots import save_figure
+
+    save_figure(plot, path)
+    print(f"Wrote {path}.png, .pdf and .svg")
+
+
+def held_out_losses(losses: pd.DataFrame) -> pd.DataFrame:
+    """Return the held-out losses by method, from the results with the metric `eval_loss`."""
+    rows = [[label, mean_sd(average(own), 4)] for label, own in labelled(losses).groupby("label", sort=False)]
+    return pd.DataFrame(rows, columns=["method", "loss"]).set_index("method")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -316,9 +331,7 @@ def main(argv: list[str] | None = None) -> None:
         path = output_dir / Path(name).stem
         try:
             if "figure" in spec:
-                from loopdropout_trainer.plots import save_figure
-
-                save_figure(build_figure(spec, results), path)
+                draw_figure(build_figure(spec, results), path)
             else:
                 table, missing = build_table(spec, results)
                 save_layout(spec, table, path, [*missing, *(spec["made_by"] if missing else [])])
@@ -329,12 +342,17 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.tables:
         costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
         save_table(costs.round(2).map("{:.12g}".format), "Costs of the training", output_dir / "costs")
+        losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
+        if len(losses):
+            table = held_out_losses(losses)
+            note = "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better."
+            save_table(
+                table, "Held-out loss in nats per token, mean ± SD over seeds", output_dir / "held_out_loss", [note]
+            )
         if "accuracy" in {*results["metric"]}:
             note = "The 95% intervals are over seeds, or over problems if there is one seed."
             save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
-            from loopdropout_trainer.plots import save_figure
-
-            save_figure(overview_figure(results), output_dir / "overview")
+            draw_figure(overview_figure(results), output_dir / "overview")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,11 @@ class Sweep:
     extend_grid: bool = option(
         False, "Add up to four learning rates while the best one is the smallest or the largest."
     )
-    select_on: str = option(DEVELOPMENT, "Task that chooses the learning rate, or `eval_loss`.")
+    select_on: str | None = option(
+        None,
+        "Task that chooses the learning rate, or `eval_loss`. Default: `development`, the accuracy on held-out examples, or "
+        "`eval_loss` if `benchmarks` is not set.",
+    )
     script: str = option("sft", "Training script: sft, dpo or grpo.")
     output_dir: str = option("outputs/sweep", "Folder of all runs.")
     launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
@@ -124,11 +128,26 @@ class Sweep:
         if not self.learning_rates or not self.seeds:
             raise UserError("`learning_rates` and `seeds` must be set.")
         self.full_grid = self.full_grid or len(self.learning_rates) == 1
+        self.chose_loss = self.select_on is None and not self._has_benchmarks(methods)
+        if self.select_on is None:
+            self.select_on = "eval_loss" if self.chose_loss else DEVELOPMENT
         self.recipes = {name: self._make_recipes(definition) for name, definition in methods.items()}
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[Run] = set()
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
+
+    def _has_benchmarks(self, methods: dict[str, Any]) -> bool:
+        """Return whether a recipe of the sweep has a benchmark."""
+        recipes = [self.settings, self.measure]
+        if self.recipe:
+            recipes.append(load_recipe(self.recipe))
+        for definition in methods.values():
+            if isinstance(definition, dict):
+                recipes.append(definition)
+            elif definition.endswith(".yaml"):
+                recipes.append(load_recipe(definition))
+        return any(recipe.get("benchmarks") for recipe in recipes)
 
     def _make_recipes(self, definition: str | dict) -> dict[bool, dict]:
         """Return the settings of a method's runs without learning rate and seed, by `selects`."""
@@ -138,6 +157,11 @@ class Sweep:
         recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
         recipe = {**override(recipe, self.settings), "evaluate_base": False}
         has_held_out = recipe.get("num_eval_examples") or recipe.get("eval_files")
+        if self.chose_loss and not self.full_grid and not has_held_out:
+            raise UserError(
+                "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
+                "learning rate."
+            )
         if has_held_out and self.script == "dpo":
             recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties
         final = override({**recipe, **self.measure}, definition)
@@ -183,8 +207,11 @@ class Sweep:
             best = max(scores, key=scores.get)
             if best not in (rates[0], rates[-1]) or len(rates) == limit:
                 return Choice(rates, best, self._remark(scores, best))
-            last, outermost = rates[1::-1] if best == rates[0] else rates[-2:]
-            rates = sorted([*rates, _rounded(outermost**2 / last)])
+            if best == rates[0]:
+                outermost, neighbor = rates[0], rates[1]
+            else:
+                outermost, neighbor = rates[-1], rates[-2]
+            rates = sorted([*rates, _rounded(outermost**2 / neighbor)])
 
     def _remark(self, scores: dict[float, tuple[float, float]], best: float) -> str:
         """Return a remark if the best learning rate is at the edge of its grid, or others have the same score."""
@@ -192,7 +219,7 @@ class Sweep:
         ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
         if len(ties) > 1:
             remark += f"The selection was uninformative. {' and '.join(ties)} have equal scores on {self.select_on}. "
-            remark += "The held-out loss decided, or the size if it is equal, too."
+            remark += "The tie was broken by the held-out loss, then by the smaller rate."
         return remark
 
     def pending(self) -> list[Run]:
@@ -320,9 +347,12 @@ class Sweep:
 
         path = Path(self.output_dir, "summary.json")
         own_choices = {}
+        if self.chose_loss and not self.full_grid:
+            print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
         for method in () if self.full_grid else self.recipes:
             choice = self.choice(method)
             print(f"{method}: learning rate {choice.best}. {choice.remark}")
+            self._print_losses(method, choice.rates)
             own_choices[method] = choice._asdict()
         table = accuracy_table(load_results(self.output_dir))
         if len(table):
@@ -331,6 +361,15 @@ class Sweep:
             choices = json.loads(path.read_bytes())["choices"] if path.exists() else {}
             summary = {"choices": choices | own_choices, "accuracy": table.reset_index().to_dict("records")}
             write_file(path, json.dumps(summary, indent=1) + "\n")
+
+    def _print_losses(self, method: str, rates: list[float]) -> None:
+        """Print the held-out losses of a method's candidates, if they choose."""
+        if self.select_on != "eval_loss":
+            return
+        for rate in rates:
+            loss = -self.score(Run(method, rate, self.seeds[0], True))[1]
+            text = f"{loss:.4f} nats per token" if math.isfinite(loss) else "not finite"
+            print(f"  {rate:<10g} held-out loss {text}")
 
 
 def _gpus() -> list[dict[str, str]]:

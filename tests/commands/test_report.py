@@ -10,8 +10,6 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
-import report
-import sweep
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
@@ -19,7 +17,7 @@ from matplotlib.text import Text
 from scipy import stats
 
 from helpers.errors import user_error
-from helpers.files import ROOT, write_lines
+from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.plots import line_plot, save_figure
@@ -27,6 +25,7 @@ from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 
 
+report, sweep = load_script("recipes/report.py"), load_script("recipes/sweep.py")
 PAPER = json.loads(gzip.decompress((ROOT / "tests/golden/eval_stats.json.gz").read_bytes()))["paper"]
 FILES = {*(ROOT / "recipes/tables").glob("*.yaml")}
 FIGURES = sorted((ROOT / "recipes/tables").glob("figure_*.yaml"))
@@ -392,6 +391,26 @@ def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
     assert "Missing: Loss reduction with the adapter in one loop only" in printed
     text = (tmp_path / "report/recipes.md").read_text()
     assert "Maximum sequence length" in text and "1024" in text and "101, 102, 103" in text
+
+
+def test_report_shows_held_out_losses_and_its_files(tmp_path, capsys):
+    folder = tmp_path / "run"
+    for method, seed, value in [("LoRA", 1, 0.5), ("LoRA", 2, 0.7), ("Loop Dropout", 1, 0.25)]:
+        row = {
+            "metric": "eval_loss",
+            "value": value,
+            "unit": "nats",
+            "task": "training",
+            "method": method,
+            "seed": seed,
+        }
+        cost = {**row, "metric": "train_seconds"}
+        write_results(folder / f"{method}{seed}", [{**each, "num_loops": 4, "gates": "unit"} for each in (row, cost)])
+    report.main([str(folder), "--output_dir", str(tmp_path / "report")])
+    printed = capsys.readouterr().out
+    assert "LoRA          0.6000 ± 0.1414\nLoop Dropout           0.2500\n" in printed
+    assert f"Wrote {tmp_path}/report/held_out_loss.md, .tex and .csv\n" in printed
+    assert (tmp_path / "report/held_out_loss.md").is_file()
 
 
 def test_tables_do_not_need_plotnine(quickstart, tmp_path, monkeypatch):

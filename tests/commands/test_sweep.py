@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import sweep  # noqa: E402
 import yaml
 
 from helpers.errors import user_error
-from helpers.files import ROOT, read_lines
+from helpers.files import ROOT, load_script, read_lines
 from helpers.processes import PATIENCE, Program, python, wait_for
 from loopdropout_trainer.recipe import load_recipe, parse
 
 
+sweep = load_script("recipes/sweep.py")
 RECIPE = {
     "model_name_or_path": "tiny-ouro", "preparation": "arithmetic", "num_eval_examples": 2, "max_steps": 1,
     "benchmarks": ["arithmetic_test"], "single_loop_batches": 1, "compare_with": ["lora"],
@@ -155,11 +155,25 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
     assert [row["accuracy"] for row in rows] == ["15.00 ± 7.07"] * 2
 
 
-def test_sweep_without_benchmarks_prints_its_choice(lab, capsys):
+@pytest.mark.parametrize("fields", [{"select_on": "eval_loss"}, {}], ids=["asked", "default"])
+def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "benchmarks": []}))
     lab.set_world(losses={"0.01": 0.3, "0.02": 0.2, "0.04": 0.4})
-    lab.run(settings={"benchmarks": []}, select_on="eval_loss").write_summary()
-    assert capsys.readouterr().out.endswith("lora: learning rate 0.02. \n")
+    lab.run(**fields).write_summary()
+    out = capsys.readouterr().out
+    assert out.endswith(
+        "lora: learning rate 0.02. \n  0.01       held-out loss 0.3000 nats per token\n"
+        "  0.02       held-out loss 0.2000 nats per token\n  0.04       held-out loss 0.4000 nats per token\n"
+    )
+    assert ("because no `benchmarks` are set" in out) is not bool(fields)
     assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []
+
+
+def test_sweep_without_any_score_asks_for_held_out_examples(lab):
+    recipe = {name: value for name, value in RECIPE.items() if name not in ("benchmarks", "num_eval_examples")}
+    lab.recipe.write_text(yaml.safe_dump(recipe))
+    with user_error("`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss"):
+        lab.sweep()
 
 
 TIES = [
