@@ -549,13 +549,14 @@ def config_depth(folder: Path) -> int | None:
         return None
     if depth is not None:  # without the import of modeling code, which takes seconds
         return depth
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     from loopdropout_trainer.looped import DESCRIPTIONS
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError):  # loading it says what is wrong
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError):  # loading it says what is wrong
         return None
     for model_class, description in DESCRIPTIONS.items():
         if isinstance(config, model_class.config_class):
