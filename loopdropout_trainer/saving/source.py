@@ -7,7 +7,8 @@ A training writes `loop_dropout.json` next to its adapter, and merging writes it
 that a later command needs, so that a folder that was renamed, copied or uploaded gives the same `Source`. Older folders
 without the file, or with an older version of it, are read from `adapter_config.json` and from the recipe of their run.
 
-To add a kind of folder, add it to `Kind` and `_find_files`, with a row in the table of tests/saving/test_source.py.
+To add a kind of folder, add it to `Kind` and `_find_files`, with a row in `TABLE` of tests/saving/test_source.py. A kind that
+no command can load also needs its sentence in `_refusal`, and a row in `WRONG` instead.
 """
 
 from __future__ import annotations
