@@ -42,7 +42,7 @@ from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_chec
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from loopdropout_trainer.prompts import PromptFormat
 
@@ -550,19 +550,26 @@ def config_depth(folder: Path) -> int | None:
         return None
     if depth is not None:  # without the import of modeling code, which takes seconds
         return depth
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
     from loopdropout_trainer.looped import DESCRIPTIONS
 
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError):  # loading it says what is wrong
+    config = read_model_config(folder)
+    if config is None:
         return None
     for model_class, description in DESCRIPTIONS.items():
         if isinstance(config, model_class.config_class):
             return getattr(config, description.depth_field, None)
     return getattr(config, "num_loops", None)
+
+
+def read_model_config(name_or_path: str | Path, revision: str | None = None) -> PreTrainedConfig | None:
+    """Return the configuration of a model, or None if it cannot be read, which loading the model explains."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name_or_path, revision=revision or "main", trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError):
+        return None
 
 
 def _prompt_template(recipe: Mapping[str, Any]) -> str | None:

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.integrations import VLLM_ARCHITECTURES, VLLM_PLUGIN
 from loopdropout_trainer.prompts import PromptFormat
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE, read_authors_config
-from loopdropout_trainer.saving.source import Source, read_adapter_config
+from loopdropout_trainer.saving.source import Source, read_adapter_config, read_model_config
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids, end_tokens
 
 
@@ -50,20 +49,12 @@ def find_obstacle(source: Source, gates: str | None) -> str | None:
     obstacle = _find_adapter_obstacle(source) if source.is_adapter else None
     if obstacle is not None:
         return obstacle
-    config = _read_config(source)
+    config = read_model_config(source.base, source.revision)
     if config is None:
         return f"the config.json of {source.base} cannot be read"
     if config.architectures is None or config.architectures[0] not in VLLM_ARCHITECTURES:
         return "the plugin for vLLM has no class for this model"
     return None
-
-
-def _read_config(source: Source) -> Any:
-    """Return the configuration of the model, or None if it cannot be read, which loading the model explains."""
-    try:
-        return AutoConfig.from_pretrained(source.base, revision=source.revision or "main", trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _find_adapter_obstacle(source: Source) -> str | None:
@@ -158,24 +149,25 @@ def _model_options(source: Source, tokenizer: PreTrainedTokenizerBase) -> list[s
         options += ["--tokenizer", name]
         if revision is not None:
             options += ["--tokenizer-revision", revision]
-    if str(_read_config(source).dtype).endswith("float32"):  # which vLLM reads in 16 bits by default
+    config = read_model_config(source.base, source.revision)
+    if str(config.dtype).endswith("float32"):  # which vLLM reads in 16 bits by default
         options += ["--dtype", "float32"]
-    config = _generation_config(source)
-    known = {*end_tokens(config), tokenizer.eos_token_id}
-    add_end_tokens(config, [*source.metadata.get("eos_token_id", ()), *end_token_ids(tokenizer)])
-    if not known >= {*end_tokens(config)}:
+    generation_config = _generation_config(source, config)
+    known = {*end_tokens(generation_config), tokenizer.eos_token_id}
+    add_end_tokens(generation_config, [*source.metadata.get("eos_token_id", ()), *end_token_ids(tokenizer)])
+    if not known >= {*end_tokens(generation_config)}:
         folder = tempfile.mkdtemp(prefix="loopdropout-")  # stays, because vLLM replaces this process
-        config.save_pretrained(folder)
+        generation_config.save_pretrained(folder)
         options += ["--generation-config", folder]
     return options
 
 
-def _generation_config(source: Source) -> GenerationConfig:
+def _generation_config(source: Source, config: PreTrainedConfig) -> GenerationConfig:
     """Return the generation settings of the base model, with its end tokens."""
     try:
         return GenerationConfig.from_pretrained(source.base, revision=source.revision or "main")
     except OSError:  # there is no file
-        return GenerationConfig.from_model_config(_read_config(source))
+        return GenerationConfig.from_model_config(config)
 
 
 def _adapter_options(source: Source) -> list[str]:

@@ -291,6 +291,10 @@ def test_vllm_refuses_other_adapters(adapter, installed_vllm, tmp_path, tokenize
     tokenizer.save_pretrained(tmp_path / "hrm")
     with user_error("the plugin for vLLM has no class for this model"):
         choose(tmp_path / "hrm", "--engine", "vllm")
+    config = tmp_path / "hrm" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": "wide"}))
+    with user_error("the config.json of .* cannot be read"):
+        choose(tmp_path / "hrm", "--engine", "vllm")
 
 
 @pytest.mark.parametrize("plugins", ["", "lora_filesystem_resolver"])
