@@ -100,6 +100,7 @@ class Server:
             top_p=float(_first(request.top_p, defaults.top_p, 1.0)),
             seed=request.seed,
         )
+        ending = Ending(self.looped, self.tokenizer, request.stop_strings)
         completions = []
         for index, prompt in enumerate(self.encode(request)):
             completions.append(
@@ -108,7 +109,7 @@ class Server:
                     variant,
                     self.find_max_tokens(request, len(prompt)),
                     sampling,
-                    Ending(self.looped, self.tokenizer, request.stop_strings),
+                    ending,
                     TextStream(self.tokenizer, request.stop_strings) if request.stream else None,
                     lambda event, index=index: send(index, event),
                 )
