@@ -6,6 +6,7 @@ import json
 import socket
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.prompts import EXAMPLE_QUESTION
 
 
 API_KEY_VARIABLE = "LOOPDROPOUT_API_KEY"
@@ -29,7 +30,7 @@ def describe_address(host: str, port: int, model: str, has_key: bool) -> str:
     """Return two lines for the start of a server: its address and a request."""
     netloc = f"[{host}]" if ":" in host else host
     address = f"http://{netloc}:{port}/v1"
-    turn = {"role": "user", "content": "What is 7 times 8?"}
+    turn = {"role": "user", "content": EXAMPLE_QUESTION}
     body = json.dumps({"model": model, "messages": [turn], "max_tokens": 64, "temperature": 0})
     key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_key else ""
     request = f"curl {address}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
