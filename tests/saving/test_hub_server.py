@@ -24,7 +24,6 @@ for name, standalone in (("merged", False), ("alone", True)):
 """
 READ = """
 import sys
-from huggingface_hub import ModelCard
 from loopdropout_trainer import load_model
 from loopdropout_trainer.tokenizers import load_tokenizer
 
