@@ -8,7 +8,7 @@ The recipe is the recipe of the training, by default of the first adapter's
 training. Its other fields are ignored. Losses are measured on its held-out
 examples, or on the reference solutions of a task. The results are added to
 `results.jsonl` in `output_dir`. The loss reductions with the adapter in one loop
-only are printed, with advice for a LoRA adapter.
+only are printed, and for LoRA a sentence on their profile.
 """
 
 from __future__ import annotations
