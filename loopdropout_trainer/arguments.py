@@ -15,6 +15,24 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
+def attention_option() -> Any:
+    """Return the field `attn_implementation` of a dataclass that loads models."""
+    return option("sdpa", "sdpa, eager, flash_attention_2, ...")
+
+
+def threads_option() -> Any:
+    """Return the field `num_threads` of a dataclass that loads models."""
+    return option(None, "CPU threads per process. Default: torch's own.", "never", at_least=1, at_most=1024)
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Set the number of CPU threads of this process, if one is given."""
+    if num_threads is not None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+
+
 def names_of(*moments: str) -> set[str]:
     """Return the names of the fields that matter at one of the moments of `option`."""
     own = {field.name: field.metadata for cls in (SFTArguments, ModelArguments) for field in fields(cls)}
@@ -23,6 +41,9 @@ def names_of(*moments: str) -> set[str]:
 
 DEPTH_BOUNDS = {"at_least": 1, "at_most": MOST_LOOPS}
 """Bounds of a recurrence depth."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Data types of base weights."""
 
 
 @dataclass(kw_only=True)
@@ -46,23 +67,16 @@ class ModelArguments:
     model_name_or_path: str = option(..., "Hub name or folder of a looped model, or `tiny-ouro`.")
     model_revision: str = option("main", "Branch, tag or commit on the Hub.")
     num_loops: int | None = option(None, "Recurrence depth K. Default: the model's own.", **DEPTH_BOUNDS)
-    dtype: str = option(
-        "bfloat16", "Data type of the frozen base weights.", choices=("bfloat16", "float16", "float32")
-    )
-    attn_implementation: str = option("sdpa", "sdpa, eager, flash_attention_2, ...")
+    dtype: str = option("bfloat16", "Data type of the frozen base weights.", choices=DTYPES)
+    attn_implementation: str = attention_option()
     chat_template: str | None = option(
         None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the tokenizer's own."
     )
-    num_threads: int | None = option(
-        None, "CPU threads per process. Default: torch's own.", "never", at_least=1, at_most=1024
-    )
+    num_threads: int | None = threads_option()
 
     def __post_init__(self):
         check_fields(self)
-        if self.num_threads is not None:
-            import torch
-
-            torch.set_num_threads(self.num_threads)
+        set_threads(self.num_threads)
 
     @property
     def load_kwargs(self) -> dict[str, Any]:
@@ -87,20 +101,17 @@ class SourceArguments:
     dtype: str | None = option(
         None,
         "Data type of the base weights. Default: as in each training, else bfloat16.",
-        choices=("bfloat16", "float16", "float32"),
+        choices=DTYPES,
     )
-    attn_implementation: str = option("sdpa", "sdpa, eager, flash_attention_2, ...")
+    attn_implementation: str = attention_option()
     chat_template: str | None = option(
         None, "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: as in each training."
     )
-    num_threads: int | None = option(None, "CPU threads per process. Default: torch's own.", "never")
+    num_threads: int | None = threads_option()
 
     def __post_init__(self):
         check_fields(self)
-        if self.num_threads is not None:
-            import torch
-
-            torch.set_num_threads(self.num_threads)
+        set_threads(self.num_threads)
 
 
 @dataclass

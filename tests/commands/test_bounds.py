@@ -11,7 +11,13 @@ import pytest
 
 from helpers.errors import user_error
 from helpers.files import load_script
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments
+from loopdropout_trainer.arguments import (
+    AdapterArguments,
+    ModelArguments,
+    ScriptArguments,
+    SFTArguments,
+    SourceArguments,
+)
 from loopdropout_trainer.bounds import Bounds
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError
@@ -35,9 +41,9 @@ COMMANDS = {
     ),
     "chat": ((SCRIPTS["chat"].ChatArguments,), "--model x"),
     "serve": ((SCRIPTS["serve"].ServeArguments,), "--model x"),
-    "evaluate": ((SCRIPTS["evaluate"].EvaluationArguments, ModelArguments), "--benchmarks x --model_name_or_path x"),
+    "evaluate": ((SCRIPTS["evaluate"].EvaluationArguments, SourceArguments), "--benchmarks x --model_name_or_path x"),
     "diagnose": (
-        (SCRIPTS["diagnose"].DiagnoseArguments, ModelArguments, DataArguments),
+        (SCRIPTS["diagnose"].DiagnoseArguments, SourceArguments, DataArguments),
         "--model_name_or_path x --preparation arithmetic",
     ),
     "sweep": ((SCRIPTS["sweep"].Sweep,), "--recipe quickstart.yaml --learning_rates 1e-4"),
