@@ -342,12 +342,14 @@ def load_state(folder: str | Path) -> TrainerState:
 
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:
-    """Load a trained adapter and the state of its training."""
+    """Load a trained adapter, the state of its training, and the facts that were saved with it."""
     from loopdropout_trainer.saving.source import find_source
 
     trainer.model.load_adapter(str(folder), "default")
     trainer.state = load_state(folder)
-    trainer.training_id = find_source(folder).training_id
+    source = find_source(folder)
+    trainer.training_id = source.training_id
+    trainer.looped.trained_with = source.facts()
 
 
 def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:

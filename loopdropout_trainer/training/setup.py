@@ -408,7 +408,7 @@ class AdapterTrainingMixin:
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir
         step = self.state.global_step if _internal_call else saved_step(self)
-        settings = {**self.looped.trained_with, **self.saved_facts, "step": step}
+        settings = self.looped.trained_with = {**self.looped.trained_with, "step": step}
         save_adapter_metadata(self.model, folder, **settings)  # first: without it, an adapter runs at another depth
         super().save_model(output_dir, _internal_call)
         save_adapter_metadata(self.model, folder, **settings)  # again, with the new adapter_config.json

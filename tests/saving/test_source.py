@@ -395,3 +395,11 @@ def test_damaged_models_are_not_loaded(places, tmp_path):
         (folder / file).write_bytes(content)
         with user_error(f"has a damaged {file}"):
             load_model(folder)
+
+
+def test_finished_run_that_is_merged_later_has_the_facts_of_its_training(hub, tmp_path):
+    run = train(tmp_path / "run", "--model_name_or_path", BASE)
+    train(run, "--model_name_or_path", BASE, "--merge", "true")
+    saved, merged = (json.loads((folder / "loop_dropout.json").read_text()) for folder in (run, run / "merged"))
+    for name in ("training_id", "prompt_template", "method", "seed", "step", "base_revision"):
+        assert merged[name] == saved[name] is not None, name
