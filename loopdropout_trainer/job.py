@@ -26,7 +26,7 @@ from loopdropout_trainer.results import (
     write_run,
 )
 from loopdropout_trainer.runs import Run
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, load_state
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.training.distributed import check_devices
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerState
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
     from loopdropout_trainer.progress import JobProgressCallback
     from loopdropout_trainer.training.config import GateConfig
@@ -332,13 +332,6 @@ def check_trackers(names: list[str]) -> None:
             tracker()
     except (ValueError, RuntimeError) as error:
         raise UserError(f"`report_to`: {error}") from error
-
-
-def load_state(folder: str | Path) -> TrainerState:
-    """Return the state of a training, or of its checkpoint."""
-    from transformers import TrainerState
-
-    return TrainerState.load_from_json(str(Path(folder, STATE_FILE)))
 
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:

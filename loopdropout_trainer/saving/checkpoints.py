@@ -8,6 +8,7 @@ import shutil
 import zipfile
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -15,6 +16,9 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint
 from loopdropout_trainer.saving.integrity import find_damage
 
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,13 @@ _RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
 
 class Checkpoint(str):
     """Folder of a checkpoint that a training can continue from, which is therefore not examined again."""
+
+
+def load_state(folder: str | Path) -> TrainerState:
+    """Return the state of a training, or of its checkpoint."""
+    from transformers import TrainerState
+
+    return TrainerState.load_from_json(str(Path(folder, STATE_FILE)))
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:

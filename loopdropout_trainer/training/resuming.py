@@ -22,7 +22,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, Checkpoint, find_checkpoint
+from loopdropout_trainer.saving.checkpoints import Checkpoint, find_checkpoint, load_state
 
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
     """
     checkpoint = find_checkpoint(name, trainer.args.output_dir)
     if checkpoint is not None:
-        facts = saved_facts(TrainerState.load_from_json(str(Path(checkpoint, STATE_FILE))))
+        facts = saved_facts(load_state(checkpoint))
         _check_settings(checkpoint, facts.get("settings") or {}, training_settings(trainer.args, trainer.model))
         _check_tensors(checkpoint, trainer.model)
         if facts.get("passes", 0) > 1 and not has_length(trainer.train_dataset):

@@ -6,12 +6,10 @@ import functools
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerState
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
 from trl import SFTTrainer
@@ -19,7 +17,7 @@ from trl import SFTTrainer
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.saving.checkpoints import STATE_FILE
+from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
@@ -136,8 +134,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.training_id = uuid.uuid4().hex if checkpoint is None else find_source(checkpoint).training_id
         self.looped.trained_with = {**self.looped.trained_with, "training_id": self.training_id}
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
-        state = TrainerState.load_from_json(str(Path(checkpoint, STATE_FILE))) if checkpoint else None
-        first_step = state.global_step if state else 0
+        first_step = 0 if checkpoint is None else load_state(checkpoint).global_step
         self.tokens_before = self._total_train_tokens
         folder = self.args.output_dir
         try:

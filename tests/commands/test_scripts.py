@@ -17,8 +17,8 @@ from helpers.errors import user_error
 from helpers.files import load_script
 from helpers.results import expected_results
 from loopdropout_trainer.errors import run_script
-from loopdropout_trainer.job import load_state
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
+from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
