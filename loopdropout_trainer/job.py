@@ -185,7 +185,8 @@ class Job:
         from loopdropout_trainer.progress import JobProgressCallback
         from loopdropout_trainer.training.stopping import NonFiniteGradientError
 
-        trainer.saved_facts |= {"method": run.title, "prompt_template": self.data_args.prompt_format}
+        trainer.method = run.title
+        trainer.saved_facts["prompt_template"] = self.data_args.prompt_format
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
                 self._evaluate(trainer, run, self.tasks)
@@ -201,7 +202,6 @@ class Job:
         if is_trained:
             load_trained(trainer, folder)
             return
-        trainer.method = run.title
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # of the run before
         try:

@@ -126,7 +126,7 @@ class AdapterTrainingMixin:
         draw_index: Index of the running draw.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
-            {field}), `is_chat` and `method`.
+            {field}) and `is_chat`.
     """
 
     config_class: type[GateConfig]
@@ -281,7 +281,7 @@ class AdapterTrainingMixin:
             "depths": list(depths),
             "base_revision": self.looped.base_revision,
             **describe_weights(self.looped.config, self.looped.dtype),
-            "method": self.rule.title,
+            "method": self.method or self.rule.title,
             "seed": args.seed,
             "training_id": self.training_id,
             **self.saved_facts,
