@@ -17,13 +17,13 @@ import json
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from loopdropout_trainer.arguments import SourceArguments
-from loopdropout_trainer.errors import UserError, check_type, closest_match, first_line
+from loopdropout_trainer.errors import UserError, check_name, check_type, closest_match, first_line
 from loopdropout_trainer.files import (
     TINY_OURO_PATH,
     checkpoint_step,
@@ -411,12 +411,8 @@ def _download(name: str, revision: str | None, what: str) -> tuple[Path, str]:
     """Download the small files of a repository on the Hub, and return their folder and the commit."""
     from huggingface_hub import snapshot_download
 
-    is_path = (
-        name.startswith((".", "/", "~")) or name.count("/") > 1 or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-    )
     hint = closest_match(name, ["tiny-ouro"])
-    if is_path:
-        raise UserError(f"The folder {name} does not exist.{hint}")
+    check_name(name, hint)
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES)
     except (OSError, ValueError) as error:
@@ -687,7 +683,3 @@ def resolve_commit(name: str | None, revision: str | None) -> str | None:
 def is_hub_name(name: str | None) -> bool:
     """Return whether a name has the form `user/model` and is not a folder here."""
     return name is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
-
-
-FIELDS = tuple(f.name for f in fields(Source))
-"""Names of the fields, which the table of tests goes through."""
