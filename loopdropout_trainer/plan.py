@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments
 from loopdropout_trainer.data.arguments import DataArguments
-from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
@@ -199,11 +198,10 @@ def describe_examples(dataset: DatasetDict, data: DataArguments, args: GateConfi
     """
     num_examples, num_held_out = len(dataset["train"]), len(dataset.get("eval") or ())
     held_out = f"{num_held_out:,} held out"
-    asked = 0 if data.eval_files else data.num_eval_examples
-    if asked is None:
-        asked = PREPARATIONS[data.preparation].num_eval_examples
-    if num_held_out < asked:
-        held_out += f" of the {asked:,} asked for, because the others have more than {args.max_length:,} tokens"
+    if num_held_out < data.num_held_out:
+        held_out += (
+            f" of the {data.num_held_out:,} asked for, because the others have more than {args.max_length:,} tokens"
+        )
     steps_per_epoch = math.ceil(num_examples / args.examples_per_step)
     num_steps, num_epochs = args.max_steps, args.num_train_epochs
     if num_steps > 0:

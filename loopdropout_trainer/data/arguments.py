@@ -70,6 +70,15 @@ class DataArguments:
             raise UserError(f"`arithmetic_steps` must be two numbers from 1 to 5, got {self.arithmetic_steps}.")
 
     @property
+    def num_held_out(self) -> int:
+        """Number of examples to hold out from the source of the training examples. Without a number, the preparation's."""
+        if self.eval_files:
+            return 0  # the files hold them
+        if self.num_eval_examples is not None:
+            return self.num_eval_examples
+        return PREPARATIONS[self.preparation].num_eval_examples
+
+    @property
     def prompt_format(self) -> str | None:
         """Text of a whole prompt with a {field}, or None if the examples have their own prompts."""
         return None if self.template is None else self.template + self.prompt_end

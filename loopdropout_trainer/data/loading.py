@@ -60,11 +60,7 @@ def _split(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     """Return the training and the held-out examples, which may be none."""
     preparation = PREPARATIONS[args.preparation]
     num_train = args.num_train_examples or preparation.num_train_examples
-    num_eval = args.num_eval_examples
-    if num_eval is None:
-        num_eval = preparation.num_eval_examples
-    if args.eval_files:
-        num_eval = 0  # the files hold them
+    num_eval = args.num_held_out
     if preparation.problems:
         num_problems = num_train + num_eval
         rows = arithmetic_problems(preparation.problems, num_problems, args.split_seed, args.arithmetic_steps)
