@@ -96,9 +96,8 @@ class GateLoggingCallback(GatedStepCallback):
     resumed training and in a further call of `train`.
     """
 
-    totals: torch.Tensor | float = (
-        0.0  # number of examples of the running step, and sums over them of the logged values
-    )
+    totals: torch.Tensor | float = 0.0
+    """Number of examples of the running step, and sums over them of the logged values, [2 + K]."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.totals = 0.0
