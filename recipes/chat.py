@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from loopdropout_trainer.arguments import DepthArguments, option
+from loopdropout_trainer.arguments import DEPTH_BOUNDS, DepthArguments, option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.generation import generate_greedy
@@ -46,7 +46,9 @@ class ChatArguments(DepthArguments):
 
     model: str = option(..., "Folder or Hub name of an adapter or a model, or `tiny-ouro`.")
     prompt: str | None = option(None, "Prompt. Default: each line of the standard input.")
-    eval_num_loops: list[int] | None = option(None, "Recurrence depths. Default: the depth of the training.")
+    eval_num_loops: list[int] | None = option(
+        None, "Recurrence depths. Default: the depth of the training.", **DEPTH_BOUNDS
+    )
     gates: list[str] | None = option(
         None, "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."
     )

@@ -23,6 +23,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from loopdropout_trainer.arguments import (
+    DEPTH_BOUNDS,
     AdapterArguments,
     DepthArguments,
     SFTArguments,
@@ -65,7 +66,7 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
     )
     num_examples: int = option(500, "Maximum number of examples.")
     eval_num_loops: list[int] | None = option(
-        None, "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth."
+        None, "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth.", **DEPTH_BOUNDS
     )
     max_length: int | None = option(LoopDropoutConfig.max_length, TRAINING_HELP["max_length"])
     completion_only_loss: bool | None = option(None, "Whether only completions are scored. Default: as in TRL.")

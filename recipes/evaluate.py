@@ -23,6 +23,7 @@ import torch
 from accelerate import PartialState
 
 from loopdropout_trainer.arguments import (
+    DEPTH_BOUNDS,
     AdapterArguments,
     BenchmarkArguments,
     SFTArguments,
@@ -52,7 +53,7 @@ class EvaluationArguments(BenchmarkArguments):
         ["none"], "Adapters and models as PATH or NAME=PATH, folders or Hub names. `none` is the base model."
     )
     eval_num_loops: list[int] | None = option(
-        None, "Recurrence depths. Default: `num_loops`, or the depth of the training."
+        None, "Recurrence depths. Default: `num_loops`, or the depth of the training.", **DEPTH_BOUNDS
     )
     gates: list[str] | None = option(
         None, "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."

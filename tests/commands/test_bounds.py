@@ -154,6 +154,14 @@ def test_number_out_of_bounds_is_explained(words, message):
         parse(COMMANDS["sft"][0], [*START.split(), *words.split()])
 
 
+@pytest.mark.parametrize("command", ["chat", "evaluate", "diagnose"])
+def test_depths_of_all_commands_have_the_same_bounds(command):
+    classes, words = COMMANDS[command]
+    for depth in ("0", "1025"):
+        with user_error(f"`eval_num_loops` must be at least 1 and at most 1,024, got {depth}"):
+            parse(classes, [*words.split(), "--eval_num_loops", "4", depth])
+
+
 def test_numbers_with_a_meaning_of_their_own_are_accepted(config):
     args = config(max_steps=-1, max_grad_norm=math.inf, learning_rate=0, gate_seed=2**40)
     assert (args.max_steps, args.max_grad_norm, args.learning_rate) == (-1, math.inf, 0)
