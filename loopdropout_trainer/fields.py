@@ -48,7 +48,7 @@ def option(
             - `output`: It says what is saved after the training.
             - `never`: It changes no result.
         at_least, above, at_most, below: Bounds of the number, or of each number of a list.
-        **metadata: Further metadata, such as `choices`, or the `former_names` of the field in recipes of finished runs.
+        **metadata: Further metadata, such as `choices`.
     """
     metadata |= {
         "help": help,

@@ -8,10 +8,9 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from loopdropout_trainer.bounds import Bounds
-from loopdropout_trainer.library_fields import LIBRARY_FIELDS
+from loopdropout_trainer.fields import metadata_of
 
 
 GROUPS = ("Model", "Data", "Method", "Adapter", "Training")
@@ -40,7 +39,7 @@ def print_help(dataclass_types: Sequence[type], description: str | None, first_w
         own_title = getattr(cls, "help_title", cls.__doc__.split(".")[0])
         for field in dataclasses.fields(cls):
             is_own = field.name not in inherited
-            text = describe(field, field.metadata if is_own else LIBRARY_FIELDS.get(field.name, {}))
+            text = describe(field)
             if text is None:
                 continue
             head = f"  --{field.name} ".ljust(_INDENT)
@@ -54,8 +53,9 @@ def print_help(dataclass_types: Sequence[type], description: str | None, first_w
     print("", _EPILOG, sep="\n")
 
 
-def describe(field: dataclasses.Field, metadata: dict[str, Any]) -> str | None:
+def describe(field: dataclasses.Field) -> str | None:
     """Return a field's help with its choices, bounds and default, or None if the page leaves it out."""
+    metadata = metadata_of(field)
     text = metadata.get("help")
     if text is None:
         return None

@@ -24,7 +24,7 @@ from loopdropout_trainer.errors import UserError, check_type, closest_match, hid
 from loopdropout_trainer.fields import check_value, single_types
 from loopdropout_trainer.files import check_links, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.help import print_help
-from loopdropout_trainer.library_fields import LIBRARY_FIELDS, SAFE_VALUES
+from loopdropout_trainer.library_fields import SAFE_VALUES
 from loopdropout_trainer.read_yaml import read_yaml, read_yaml_file
 
 
@@ -56,8 +56,6 @@ USUAL_NAMES = {
     "steps": "max_steps",
 }
 """Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
-
-TRAINING_HELP = {name: metadata["help"] for name, metadata in LIBRARY_FIELDS.items()}
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""

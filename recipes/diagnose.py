@@ -43,7 +43,8 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
-from loopdropout_trainer.recipe import TRAINING_HELP, parse, recipe_dict
+from loopdropout_trainer.library_fields import LIBRARY_FIELDS
+from loopdropout_trainer.recipe import parse, recipe_dict
 from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, write_results
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import MODELS, Source, find_source, name_sources
@@ -68,7 +69,7 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth.", **DEPTH_BOUNDS
     )
-    max_length: int | None = option(LoopDropoutConfig.max_length, TRAINING_HELP["max_length"])
+    max_length: int | None = option(LoopDropoutConfig.max_length, LIBRARY_FIELDS["max_length"]["help"])
     completion_only_loss: bool | None = option(None, "Whether only completions are scored. Default: as in TRL.")
     assistant_only_loss: bool = option(False, "Whether only turns of the assistant are scored.")
     per_device_eval_batch_size: int = option(8, "Number of examples that a process scores at a time.")
