@@ -141,10 +141,9 @@ class Ending:
 def supports_slots(model: PreTrainedModel) -> bool:
     """Return whether a model can decode with a `SlotCache`, by attention with a given mask [B, 1, S, columns]."""
     takes_masks = model.config._attn_implementation in ("sdpa", "eager") and model._can_compile_fullgraph
-    is_causal = not getattr(model.config, "prefix_lm", False)
     layers = DynamicCache(config=model.config).layers
     sees_all_columns = all(type(layer) is DynamicLayer for layer in layers)
-    return takes_masks and is_causal and sees_all_columns
+    return takes_masks and not model.reads_prompts and sees_all_columns
 
 
 class SlotCache(Cache):

@@ -37,6 +37,7 @@ class LoopedModelMixin:
         gate_state: Gates in force, and the running loop.
         can_pack: Whether the model uses `BatchOptions`.
         trains_at_one_depth: Whether the model trains only at the depth that it was built for.
+        reads_prompts: Whether the tokens of a prompt attend to each other in both directions, as `mark_prompts` marks them.
         optional_linears: Ends of the names of projections that an adapter has only if you name them.
         trained_with: Training settings of the adapter on the model, which are saved with it.
         base_revision: Commit of the repository on the Hub that the model was loaded from, or None if it is not known.

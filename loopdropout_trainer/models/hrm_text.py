@@ -61,7 +61,7 @@ class HrmTextLoops(LoopDescription):
         trained = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
         if "completion_ids" in batch:  # of GRPO, which joins them to `prompt_ids` later
             return batch
-        if not self.config.prefix_lm or trained is None or "token_type_ids" in batch:
+        if not self.reads_prompts or trained is None or "token_type_ids" in batch:
             return batch
         if "position_ids" in batch:
             raise UserError(
@@ -101,7 +101,7 @@ class HrmTextLoops(LoopDescription):
 def _generate(model: HrmTextForCausalLM, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """Generate from a prompt. It takes the arguments of transformers. `token_type_ids` default to 1 on the input."""
     ids = kwargs.get("input_ids") if inputs is None else inputs
-    if model.config.prefix_lm:
+    if model.loop_description.reads_prompts:
         _refuse_drafts(model, inspect.signature(type(model).generate).bind(model, inputs, *args, **kwargs))
     if ids is not None and kwargs.get("token_type_ids") is None:
         mask = kwargs.get("attention_mask")
