@@ -21,7 +21,10 @@ def open_socket(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        # Connections inherit it. Without it the body of an answer waits 40 ms, until the client confirms the headers.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+        return listener
     except (OSError, OverflowError) as error:
         raise UserError(f"`host` and `port` must be a free address, got {host} and {port} ({error}).") from error
 
