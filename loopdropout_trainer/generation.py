@@ -146,8 +146,11 @@ def supports_slots(model: PreTrainedModel) -> bool:
     return takes_masks and not model.reads_prompts and sees_all_columns
 
 
-class SlotCache(Cache):
-    """Keys and values of slots, with one layer for each (loop, layer) of a looped model.
+class Places:
+    """Where the next call of the model writes, and what it sees. The layers of a `SlotCache` share one object.
+
+    They do not refer to the cache itself, because in a cycle of references the memory of a cache would stay allocated until
+    Python's collector finds it.
 
     Attributes:
         num_slots: Number of allocated slots, which may grow.
@@ -161,8 +164,15 @@ class SlotCache(Cache):
     num_columns: int | None
 
     def __init__(self, num_slots: int) -> None:
-        super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
         self.num_slots = num_slots
+
+
+class SlotCache(Cache):
+    """Keys and values of slots, with one layer for each (loop, layer) of a looped model."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.places = Places(num_slots)
+        super().__init__(layer_class_to_replicate=partial(SlotLayer, self.places))
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other slots."""
@@ -174,28 +184,28 @@ class SlotCache(Cache):
 class SlotLayer(StaticLayer):
     """Keys and values of one layer in one loop, [slots, columns, heads, d]."""
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, places: Places) -> None:
         super().__init__(max_cache_len=0)
-        self.cache = cache
+        self.places = places
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the states [B, heads, S, d] of the next tokens, and return all states that they may attend to."""
-        cache = self.cache
         if not self.is_initialized:  # here, because the number and the size of heads may differ from layer to layer
-            self.keys = _no_columns(key_states, cache.num_slots)
-            self.values = _no_columns(value_states, cache.num_slots)
+            self.keys = _no_columns(key_states, self.places.num_slots)
+            self.values = _no_columns(value_states, self.places.num_slots)
             self.is_initialized = True
-        num_columns = cache.num_columns or cache.positions.shape[1]
-        self._add_slots(cache.num_slots)
+        slots, positions = self.places.slots, self.places.positions
+        num_columns = self.places.num_columns or positions.shape[1]
+        self._add_slots(self.places.num_slots)
         self._add_columns(num_columns)
         # Token s of row b goes to column positions[b, s] of slot slots[b]. Both indices broadcast to [B, S], and select places
         # [B, S, heads, d]. A slice of columns would not do, because rows differ in length.
-        places = cache.slots.to(key_states.device), cache.positions.to(key_states.device)
-        self.keys[places] = key_states.transpose(1, 2)
-        self.values[places] = value_states.transpose(1, 2)
-        if cache.num_columns is None:
+        written = slots.to(key_states.device), positions.to(key_states.device)
+        self.keys[written] = key_states.transpose(1, 2)
+        self.values[written] = value_states.transpose(1, 2)
+        if self.places.num_columns is None:
             return key_states, value_states  # a prompt attends to itself, without older columns
-        keys, values = (states[: len(cache.slots), :num_columns] for states in (self.keys, self.values))
+        keys, values = (states[: len(slots), :num_columns] for states in (self.keys, self.values))
         return keys.transpose(1, 2), values.transpose(1, 2)  # [B, heads, columns, d]
 
     def _add_slots(self, num_slots: int) -> None:
@@ -219,7 +229,7 @@ class SlotLayer(StaticLayer):
         self.values = nn.functional.pad(self.values, padding)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.num_columns or query_length, 0
+        return self.places.num_columns or query_length, 0
 
     def get_seq_length(self) -> int:
         """Return 0. Rows differ in length, so that masks and positions are given in each call."""
@@ -252,9 +262,10 @@ class SlotBatch:
         first_slot = len(self.lengths)
         starts = [0] * len(prompts)
         num_rows = first_slot + len(prompts)
-        if num_rows > self.cache.num_slots:
-            self.cache.num_slots = max(num_rows, 2 * self.cache.num_slots)
-        self.cache.num_columns = None
+        places = self.cache.places
+        if num_rows > places.num_slots:
+            places.num_slots = max(num_rows, 2 * places.num_slots)
+        places.num_columns = None
         self.lengths += [len(prompt) for prompt in prompts]
         return _next_logits(self.model, self.cache, prompts, starts, first_slot)
 
@@ -262,7 +273,7 @@ class SlotBatch:
         """Append a token to each row, and return the logits [B, V] of the next tokens in float32."""
         starts = self.lengths
         self.lengths = [start + 1 for start in starts]
-        self.cache.num_columns = max(self.lengths)
+        self.cache.places.num_columns = max(self.lengths)
         return _next_logits(self.model, self.cache, [[token] for token in tokens], starts, first_slot=0)
 
     def remove(self, ended: Sequence[bool]) -> list[int]:
@@ -332,21 +343,22 @@ def _next_logits(
 
     Args:
         model: Looped model.
-        cache: Cache of the slots. Its `slots` and `positions` are set here.
+        cache: Cache of the slots. The `slots` and `positions` of its places are set here.
         new: The new tokens of each row.
         starts: Position of the first new token of each row.
         first_slot: Slot of the first of these rows. The others follow.
     """
+    places = cache.places
     ids = pad_sequence([torch.tensor(tokens) for tokens in new], batch_first=True).to(model.device)  # [B, S]
-    cache.slots = torch.arange(first_slot, first_slot + len(new), device=model.device).unsqueeze(1)  # [B, 1]
+    places.slots = torch.arange(first_slot, first_slot + len(new), device=model.device).unsqueeze(1)  # [B, 1]
     # Padding comes after a prompt, which does not attend to it, in the columns of the completion, which overwrites them.
-    cache.positions = (torch.tensor(starts).unsqueeze(1) + torch.arange(ids.shape[1])).to(model.device)  # [B, S]
+    places.positions = (torch.tensor(starts).unsqueeze(1) + torch.arange(ids.shape[1])).to(model.device)  # [B, S]
     # A token attends to the columns up to its own position. The mask is a number to add to the scores, because every
     # attention layer of every loop would have to convert a boolean mask.
-    columns = torch.arange(cache.num_columns or ids.shape[1], device=ids.device)
-    unseen = columns > cache.positions[:, None, :, None]  # [B, 1, S, columns]
+    columns = torch.arange(places.num_columns or ids.shape[1], device=ids.device)
+    unseen = columns > places.positions[:, None, :, None]  # [B, 1, S, columns]
     mask = torch.zeros_like(unseen, dtype=model.dtype).masked_fill_(unseen, torch.finfo(model.dtype).min)
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": cache.positions, CACHE: cache}
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places.positions, CACHE: cache}
     hidden = model.base_model(**inputs, use_cache=True).last_hidden_state  # [B, S, H]
     ends = [len(tokens) - 1 for tokens in new]
     return model.get_output_embeddings()(hidden[torch.arange(len(hidden)), ends]).float()

@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -152,6 +152,23 @@ class ClientLeft(RuntimeError):
     """The client of a request has closed the connection."""
 
 
+async def _wait_for_leaving(http: HTTPRequest, events: asyncio.Queue[tuple[int, Event]]) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    events.put_nowait((0, ClientLeft()))
+
+
+def make_sender(events: asyncio.Queue[tuple[int, Event]]) -> Callable[[int, Event], None]:
+    """Return a function that puts the events of the scheduler's thread into a queue of the running event loop."""
+    loop = asyncio.get_running_loop()
+
+    def send(index: int, event: Event) -> None:
+        with suppress(RuntimeError):  # the event loop has ended with the server
+            loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+    return send
+
+
 class Exchange:
     """One request and its completions.
 
@@ -165,15 +182,9 @@ class Exchange:
         self.is_chat = isinstance(request, ChatRequest)
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
-        self.completions = server.make_completions(request, self._send)
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.completions = server.make_completions(request, make_sender(self._events))
         self.results: dict[int, Result] = {}
-
-    def _send(self, index: int, event: Event) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-        except RuntimeError:  # the event loop has ended with the server
-            self.completions[index].cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Start the completions, and yield their events with their indices until all have ended."""
@@ -192,13 +203,7 @@ class Exchange:
 
     def watch(self, http: HTTPRequest) -> None:
         """End the completions when the client leaves, whether or not it reads a stream."""
-
-        async def wait_for_leaving() -> None:
-            while (await http.receive())["type"] != "http.disconnect":
-                pass
-            self._events.put_nowait((0, ClientLeft()))
-
-        self._watcher = asyncio.create_task(wait_for_leaving())
+        self._watcher = asyncio.create_task(_wait_for_leaving(http, self._events))
 
     def cancel(self) -> None:
         """Free the places of the completions that have not ended."""

@@ -293,8 +293,9 @@ class Scheduler:
             self._forget_empty(variant)
         for new in _group(self._take(self.batch_size - self.num_running)):
             variant = new[0].variant
-            rows = self._running.setdefault(variant, SlotRows(self._looped))
-            self._guard(variant, new, partial(rows.read, new))
+            if variant not in self._running:
+                self._running[variant] = SlotRows(self._looped)
+            self._guard(variant, new, partial(self._running[variant].read, new))
         for variant, rows in list(self._running.items()):
             self._guard(variant, rows.rows, rows.step)
 

@@ -1,5 +1,7 @@
 """The small server: its texts, its errors, its places, and its names for depths and gates, over HTTP."""
 
+import asyncio
+import gc
 import json
 import queue
 import socket
@@ -18,17 +20,18 @@ from helpers.processes import Program, wait_for
 from helpers.tiny import tiny_hrm, varied, with_adapter
 from loopdropout_trainer import load_model, use_gates
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.generation import Ending, generate_greedy
+from loopdropout_trainer.generation import Ending, SlotLayer, generate_greedy
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.saving.source import find_source, write_metadata
+from loopdropout_trainer.serving.address import open_socket
 from loopdropout_trainer.serving.scheduler import Completion, Result, Sampling, Scheduler
 from loopdropout_trainer.serving.streams import TextStream
 from loopdropout_trainer.serving.variants import ModelNames, UnknownModelError, Variant
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
-pytest.importorskip("fastapi")
+app = pytest.importorskip("loopdropout_trainer.serving.app")  # needs FastAPI
 QUESTION = "Tom has 3 boxes with 6 pens each. How many pens does Tom have?"
 PROMPTS = [f"Tom has {number} boxes with 6 pens each. How many pens does Tom have?\n" for number in range(2, 8)]
 KEY = "secret-of-the-tests"
@@ -295,7 +298,45 @@ def test_memory_stays(server, adapted):
     assert process.memory_info().rss < 1.05 * before
 
 
+def test_connections_do_not_wait_for_confirmations():
+    with open_socket("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 # The parts, without HTTP
+
+
+async def post(application, path, body):
+    """Post a body to an application, and return the bytes of the answer."""
+    messages, parts = [{"type": "http.request", "body": json.dumps(body).encode()}], []
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()  # the client stays
+
+    async def send(message):
+        parts.append(message.get("body", b""))
+
+    head = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]}
+    await application({**head, "query_string": b""}, receive, send)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ended_requests_leave_no_garbage(adapted, stream):
+    source = replace(find_source(adapted[0]), name="run")
+    server = app.Server(source, adapted[1], source.choose_prompt_format(source.load_tokenizer()))
+    body = {"model": "run", "prompt": "a", "max_tokens": 3, "stream": stream}
+    alive = lambda: [kept for kept in gc.get_objects() if isinstance(kept, app.Exchange | Completion | SlotLayer)]
+    gc.collect()
+    gc.disable()  # it comes late, after the memory of many caches
+    try:
+        assert b"finish_reason" in asyncio.run(post(app.make_app(server), "/v1/completions", body))
+        server.scheduler.stop()
+        assert alive() == []
+    finally:
+        gc.enable()
 
 
 def decode(scheduler, model, tokenizer, prompts, max_tokens=12, **options):
