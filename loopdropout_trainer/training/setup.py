@@ -272,8 +272,14 @@ class AdapterTrainingMixin:
         for callback in self.step_callbacks:
             callback.trainer, callback.rule = self, self.rule
         args = self.args
-        self.looped.trained_with = {
+        depths = args.make_depth_sampler().limits(self.num_loops)
+        return {
             "rule": args.rule,
+        if self.looped.trained_with.get("training_id") in (None, self.training_id):
+            self.looped.trained_with = self.saved_settings()  # else the weights still come from another training
+
+    def saved_settings(self) -> dict[str, Any]:
+        """Return the settings that are saved with an adapter which this trainer has trained."""
             "p": args.p,
             "rule_args": args.rule_args,
             "gate_seed": self.gate_seed,
@@ -408,7 +414,10 @@ class AdapterTrainingMixin:
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir
         step = self.state.global_step if _internal_call else saved_step(self)
-        settings = self.looped.trained_with = {**self.looped.trained_with, "step": step}
+        trained_last = self.looped.trained_with.get("training_id") == self.training_id  # and no other trainer since
+        if trained_last:
+            self.looped.trained_with = {**self.looped.trained_with, "step": step}
+        settings = self.looped.trained_with
         save_adapter_metadata(self.model, folder, **settings)  # first: without it, an adapter runs at another depth
         super().save_model(output_dir, _internal_call)
         save_adapter_metadata(self.model, folder, **settings)  # again, with the new adapter_config.json

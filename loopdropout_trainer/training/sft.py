@@ -17,6 +17,7 @@ from trl import SFTTrainer
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.results import saved_step
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
@@ -132,7 +133,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         checkpoint = find_resumable(self, resume_from_checkpoint)
         self.training_id = uuid.uuid4().hex if checkpoint is None else find_source(checkpoint).training_id
-        self.looped.trained_with = {**self.looped.trained_with, "training_id": self.training_id}
+        self.looped.trained_with = self.saved_settings()
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
         first_step = 0 if checkpoint is None else load_state(checkpoint).global_step
         self.tokens_before = self._total_train_tokens
@@ -142,6 +143,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 self.stop_callback.raise_if_stopped(self.args, self.state)
                 self.record_training(first_step)
+                self.looped.trained_with = {**self.looped.trained_with, "step": saved_step(self)}
             return output
         finally:
             self.stop_callback.restore_handlers()

@@ -16,7 +16,13 @@ import loopdropout_trainer
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recorder, assert_same_weights, logged
-from loopdropout_trainer import LoopDropoutSFTTrainer, LoRADropoutSFTTrainer, default_peft_config, use_gates
+from loopdropout_trainer import (
+    LoopDropoutSFTTrainer,
+    LoRADropoutSFTTrainer,
+    default_peft_config,
+    merge_and_save,
+    use_gates,
+)
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import adapted_layers
@@ -240,6 +246,27 @@ def test_changed_p_and_adapter_take_effect(make_sft):
     assert len(variants) == 2 and all(variant.rule is trainer.rule for variant in variants)
     with use_gates(trainer.model, [0, 2, 0, 2]):
         assert repr(trainer.gate_state) == "GateState(gates=[[0.0], [2.0], [0.0], [2.0]], loop=0)"
+
+
+def test_settings_saved_are_those_of_the_training_of_the_weights(make_sft, tmp_path):
+    """Two trainers of one model: the settings belong to the one that trained last, whichever of them saves."""
+    first = make_sft(max_steps=1, p=0.25, output_dir=str(tmp_path / "first"))
+    first.train()
+    second = make_sft(model=first.model, max_steps=2, p=0.75, output_dir=str(tmp_path / "second"))
+
+    def assert_saved(trainer):
+        """Assert that both trainers, and merging, save the settings of a trainer."""
+        merge_and_save(first.model, tmp_path / "merged")
+        for saving in (first, second):
+            saving.save_model()
+        for folder in ("first", "second", "merged"):
+            saved = json.loads((tmp_path / folder / "loop_dropout.json").read_text())
+            steps, p = trainer.args.max_steps, trainer.args.p
+            assert (saved["p"], saved["training_id"], saved["step"]) == (p, trainer.training_id, steps), folder
+
+    assert_saved(first)
+    second.train()
+    assert_saved(second)
 
 
 def test_optimizer_without_trained_weights_raises(config, dataset, tokenizer):
