@@ -238,7 +238,8 @@ class Job:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer of the base model, with the recipe's chat template and end token."""
-        from loopdropout_trainer.saving.source import MODELS, find_source
+        from loopdropout_trainer.saving.facts import MODELS
+        from loopdropout_trainer.saving.source import find_source
         from loopdropout_trainer.tokenizers import load_tokenizer
 
         model_args = self.model_args
@@ -338,9 +339,9 @@ def load_trained(trainer: Trainer, folder: str | Path) -> None:
     """Load a trained adapter, the state of its training, and the facts that were saved with it."""
     from loopdropout_trainer.saving.source import find_source
 
+    source = find_source(folder)
     trainer.model.load_adapter(str(folder), "default")
     trainer.state = load_state(folder)
-    source = find_source(folder)
     trainer.training_id = source.training_id
     trainer.looped.trained_with = source.facts()
 

@@ -77,10 +77,10 @@ def find_rank(adapter: AdapterArguments) -> int | None:
     name = adapter.adapter_name_or_path
     if name is None:
         return adapter.lora_r
-    from loopdropout_trainer.saving.source import find_source, read_adapter_config
+    from loopdropout_trainer.saving.source import find_source
 
     try:
-        return read_adapter_config(find_source(name, accept=("adapter",), what="adapter").folder).r
+        return find_source(name, accept=("adapter",), what="adapter").adapter.read_config().r
     except (OSError, UserError):  # loading it says why
         return None
 

@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> None:
     # Model and tokenizer
     source = find_source(args.model)
     print(source.describe())
-    for num_loops in args.eval_num_loops or ():
-        source.check_depth(num_loops)
+    for num_loops in args.eval_num_loops or [None]:
+        source.check_run(num_loops, *(args.gates or ()))
     model = load(source, device=torch.accelerator.current_accelerator(check_available=True))
     looped, is_adapter = find_looped_model(model), source.is_adapter
     tokenizer = source.load_tokenizer(args.chat_template)

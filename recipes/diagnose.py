@@ -46,8 +46,10 @@ from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.recipe import parse, recipe_dict
 from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, write_results
+from loopdropout_trainer.saving.command_line import name_sources
+from loopdropout_trainer.saving.facts import MODELS, Source
 from loopdropout_trainer.saving.loading import ModelLoader
-from loopdropout_trainer.saving.source import MODELS, Source, find_source, name_sources
+from loopdropout_trainer.saving.source import find_base, find_source
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -90,6 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         sources = find_sources(args.adapters, model_args)
         dtypes = {source.name: model_args.dtype or source.dtype or "bfloat16" for source in sources}
         check_curvature(args.diagnostics, dtypes)
+        check_depths(args, sources)
         data = DiagnosedData(args, data_args, model_args.chat_template)
         data.check_recipes(sources)
 
@@ -129,12 +132,21 @@ def find_sources(names: list[str], model_args: SourceArguments) -> list[Source]:
     named = [source.with_base(base, revision) if source.is_adapter else source for source in named]
     adapters = [source for source in named if source.is_adapter]
     if adapters:
-        return [adapters[0].as_base(), *named]
+        return [find_base(adapters[0]), *named]
     if base is not None:
         return [find_source(base, revision=revision, accept=MODELS), *named]
     if named:
         return named
     raise UserError("`adapters` must name an adapter or a model, or `model_name_or_path` the base model.")
+
+
+def check_depths(args: DiagnoseArguments, sources: list[Source]) -> None:
+    """Raise UserError if a model does not run at a depth that was asked for."""
+    if "depth_matrix" not in args.diagnostics:
+        return
+    for source in sources:
+        for num_loops in args.eval_num_loops or ():
+            source.check_run(num_loops)
 
 
 def check_curvature(diagnostics: list[str], dtypes: dict[str, str]) -> None:

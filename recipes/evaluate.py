@@ -13,7 +13,7 @@ evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,10 @@ from loopdropout_trainer.gate_state import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import dump_recipe, parse, recipe_dict
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
+from loopdropout_trainer.saving.command_line import name_sources
+from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import ModelLoader
-from loopdropout_trainer.saving.source import Source, find_source, name_sources
+from loopdropout_trainer.saving.source import find_base, find_source
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -101,9 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     # Models and tasks
     with state.main_process_first():
         sources = find_sources(args, model_args)
-    for source in sources.values():
-        for num_loops in args.eval_num_loops or []:
-            source.check_depth(num_loops)
+    check_runs(args, sources.values(), model_args.num_loops)
     check_conversations(args, sources.values(), model_args.chat_template)
     settings = {**recipe_dict(*arguments), **describe_base(sources, model_args)}
     compared = SourceArguments.__dataclass_fields__
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = source.load_tokenizer(model_args.chat_template)
         columns = result_columns(name, args.adapters[name], source)
         for num_loops in args.eval_num_loops or [looped.num_loops]:
-            for gates in expand_gates(args.gates, num_loops) if source.is_adapter else [None]:
+            for gates in expand_gates(own_gates(args, source), num_loops):
                 lm = LoopedLM(
                     model,
                     tokenizer,
@@ -175,12 +175,28 @@ def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict
         elif base is not None:
             sources[name] = find_source(base, revision=revision)
         elif adapters:
-            sources[name] = adapters[0].with_base(None, revision).as_base()
+            sources[name] = find_base(adapters[0].with_base(None, revision))
         else:
             raise UserError(
                 "`model_name_or_path` must be set, because `none` is the base model and no adapter names one."
             )
     return sources
+
+
+def check_runs(args: EvaluationArguments, sources: Collection[Source], num_loops: int | None) -> None:
+    """Raise UserError if a model does not run at one of the depths, or none of them under the gates."""
+    for source in sources:
+        for depth in args.eval_num_loops or [num_loops]:
+            source.check_run(depth, *own_gates(args, source))
+    if not any(source.is_adapter for source in sources):
+        next(iter(sources)).check_run(None, *(args.gates or ()))
+
+
+def own_gates(args: EvaluationArguments, source: Source) -> list[str]:
+    """Return the gates that a source runs with. A model has none, so that it can stand next to adapters in one table."""
+    if source.gates == "none" or args.gates is None:
+        return []
+    return args.gates
 
 
 def result_columns(name: str, path: str, source: Source) -> dict[str, Any]:

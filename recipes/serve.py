@@ -27,8 +27,9 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.prompts import PromptFormat
 from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import load
-from loopdropout_trainer.saving.source import Source, find_source
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.serving.address import API_KEY_VARIABLE, describe_address, open_socket
 from loopdropout_trainer.serving.vllm_command import check_start, find_obstacle, vllm_command
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
@@ -64,9 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     (args,) = parse([ServeArguments], name_words(own, "model"), __doc__)
     source = find_source(args.model)
     print(source.describe(), flush=True)
-    if args.num_loops is not None:
-        source.check_depth(args.num_loops)
-    source.check_gates(args.gates)
+    source.check_run(args.num_loops, args.gates)
     engine = choose_engine(args, source, options)
     tokenizer = source.load_tokenizer(args.chat_template)
     prompt_format = source.choose_prompt_format(tokenizer, args.chat_template)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.recipe import name_words, parse
-from loopdropout_trainer.saving.source import ALL_KINDS, find_source
+from loopdropout_trainer.saving.facts import ALL_KINDS
+from loopdropout_trainer.saving.source import find_source
 
 
 @dataclass

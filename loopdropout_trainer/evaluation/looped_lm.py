@@ -90,6 +90,7 @@ class LoopedLM(HFLM):
             is_usable = torch.device(device or "cpu").type in ("cpu", state.device.type)  # lm-eval's default is "cuda"
             device = device if device and is_usable and state.num_processes == 1 else state.device
             source = find_source_of(pretrained, adapter, revision)
+            source.check_run(num_loops, gates)
             pretrained = load(
                 source, num_loops=num_loops, dtype=dtype, attn_implementation=attn_implementation, device=device
             )

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from loopdropout_trainer.errors import UserError, check_type
-from loopdropout_trainer.files import check_links, read_json_object
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import check_links
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-_FIELD_TYPES = {
+FIELD_TYPES = {
     "rank": int,
     "alpha": int | float,
     "dropout": int | float,
@@ -42,17 +42,13 @@ _FIELD_TYPES = {
     "model_revision": str | None,
     "num_loops": int,
 }
+"""Types of the fields of `adapter_config.json`."""
 _PREFIX = "base_model.model.model."  # of PEFT's names
 
 
-def read_authors_config(folder: Path) -> dict[str, Any] | None:
-    """Return the fields of an adapter's `adapter_config.json`, or None if the adapter is in PEFT's format."""
-    fields = read_json_object(folder / CONFIG_FILE)
-    if "rank" not in fields or "peft_type" in fields:
-        return None
-    for name, hint in _FIELD_TYPES.items():
-        check_type(f"`{name}` in {folder / CONFIG_FILE}", fields.get(name), hint)
-    return fields
+def is_authors_format(fields: Mapping[str, Any]) -> bool:
+    """Return whether the content of an `adapter_config.json` has the authors' format, and not PEFT's."""
+    return "rank" in fields and "peft_type" not in fields
 
 
 def to_peft_config(fields: Mapping[str, Any]) -> LoraConfig:
@@ -71,14 +67,14 @@ def to_peft_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def to_metadata(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training settings of an adapter in the authors' format, as `source.read_metadata` does."""
+    """Return the training settings of an adapter in the authors' format, as `read_metadata` does."""
     p = fields["dropout"]
     return {"rule": "loop_dropout" if p else "lora", "p": p, "num_loops": fields["num_loops"]}
 
 
-def to_peft_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of an adapter in the authors' format, under PEFT's names."""
-    return {f"{_PREFIX}{name}.weight": tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+def to_peft_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an adapter in the authors' format under PEFT's names."""
+    return {f"{_PREFIX}{name}.weight": tensor for name, tensor in weights.items()}
 
 
 def write_authors_format(

@@ -16,7 +16,7 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.results import read_own_results, read_recipe, recipe_path
-from loopdropout_trainer.saving.source import is_hub_name
+from loopdropout_trainer.saving.hub import is_hub_name
 
 
 CARD_FILE = "README.md"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -24,15 +23,11 @@ from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, chec
 from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config, remove_gates
 from loopdropout_trainer.models.external import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
-from loopdropout_trainer.saving.authors_format import CONFIG_FILE, WEIGHTS_FILE, read_authors_config, to_peft_weights
-from loopdropout_trainer.saving.source import (
-    Source,
-    find_source,
-    find_source_of,
-    read_adapter_config,
-    resolve_commit,
-    write_metadata,
-)
+from loopdropout_trainer.saving.authors_format import CONFIG_FILE
+from loopdropout_trainer.saving.facts import Source
+from loopdropout_trainer.saving.hub import resolve_commit
+from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
 from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens
 
 
@@ -111,8 +106,8 @@ def load_base(source: Source, *, num_loops: int | None = None, **kwargs: Any) ->
         num_loops = source.num_loops
     if num_loops is not None:
         check_num_loops(num_loops)
-        source.check_depth(num_loops)
-    _check_base(source)
+        source.check_run(num_loops)
+    _check_base_exists(source)
     if not source.is_adapter:
         source.check_files()
     revision = source.revision or "main"
@@ -160,7 +155,7 @@ class ModelLoader:
         looped = attach_looped_model(self._base)
         depth = num_loops or source.num_loops or self._own_depth
         check_num_loops(depth)
-        source.check_depth(depth)
+        source.check_run(depth)
         looped.num_loops = depth
         if not source.is_adapter:
             return self._base
@@ -171,8 +166,8 @@ class ModelLoader:
     def _load_base(self, source: Source, dtype: str) -> None:
         self._key = self._base = self._adapted = None  # frees the memory first
         with explain_loading(source.name):
-            _check_base(source)
-            base = load_base(source.as_base(), dtype=dtype, attn_implementation=self.attn_implementation)
+            _check_base_exists(source)
+            base = load_base(find_base(source), dtype=dtype, attn_implementation=self.attn_implementation)
         self._base = base.to(self.device).eval()
         self._own_depth = attach_looped_model(base).num_loops
         self._own_end_tokens = copy.deepcopy(base.generation_config.eos_token_id)
@@ -191,7 +186,7 @@ class ModelLoader:
             self._key = None  # the embeddings were resized
 
 
-def _check_base(source: Source) -> None:
+def _check_base_exists(source: Source) -> None:
     """Raise UserError, which says where the name comes from, if the base model of an adapter is not there."""
     if not source.is_adapter:
         return
@@ -228,7 +223,7 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     source.check_files()
     folder, metadata = source.folder, source.facts()
     with explain_loading(str(folder)):
-        config = read_adapter_config(folder)
+        config = source.adapter.read_config()
     check_peft_config(config)
     looped = attach_looped_model(model)
     looped.trained_with = {**metadata, "initial_adapter": source.name} if is_trainable else metadata
@@ -237,13 +232,13 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     if base and trained_on and base != trained_on:
         logger.warning(f"The adapter in {folder} was trained on {trained_on}, but the model is {base}.")
     num_loops = looped.num_loops
-    source.check_depth(num_loops)
+    source.check_run(num_loops)
     low, high = source.depths or [source.num_loops or num_loops] * 2
     if not low <= num_loops <= high:
         depths = f"depth {low}" if low == high else f"depths {low} to {high}"
         logger.warning(f"The adapter in {folder} was trained at {depths}, but the model runs {num_loops} loops.")
     try:
-        weights = read_weights(folder)
+        weights = source.adapter.read_weights()
         _fit_vocabulary(model, weights)
         return attach_adapter(model, folder, is_trainable, config, weights)
     except UserError:
@@ -279,8 +274,3 @@ def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any)
         config = own / CONFIG_FILE
         if config.is_file() and str(TINY_OURO_PATH) in (text := config.read_text(encoding="utf-8")):
             write_file(config, text.replace(json.dumps(str(TINY_OURO_PATH)), '"tiny-ouro"'))
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return a saved adapter's tensors under PEFT's names."""
-    return load_file(folder / WEIGHTS_FILE) if read_authors_config(folder) is None else to_peft_weights(folder)

@@ -28,17 +28,13 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
 from loopdropout_trainer.saving import integrity
-from loopdropout_trainer.saving.authors_format import read_authors_config, write_authors_format
+from loopdropout_trainer.saving.adapter_files import holds_adapter, read_adapter_files
+from loopdropout_trainer.saving.authors_format import write_authors_format
 from loopdropout_trainer.saving.cards import base_name, name_repository, without_folders, write_model_card
-from loopdropout_trainer.saving.loading import read_weights
-from loopdropout_trainer.saving.source import (
-    Source,
-    find_source,
-    holds_adapter,
-    is_hub_name,
-    read_adapter_config,
-    write_metadata,
-)
+from loopdropout_trainer.saving.facts import Source
+from loopdropout_trainer.saving.hub import is_hub_name
+from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
 
@@ -62,11 +58,11 @@ def export_authors_format(adapter: str | Path | Source, output_dir: str | Path) 
     source, output_dir = adapter, Path(output_dir)
     if not isinstance(source, Source):
         source = find_source(adapter, accept=("adapter",), what="adapter")
-    if holds_adapter(output_dir) and read_authors_config(output_dir) is None:
+    if holds_adapter(output_dir) and not read_adapter_files(output_dir).is_authors:
         raise UserError(f"`output_dir` must not hold an adapter in PEFT's format, got {output_dir}.")
-    config = read_adapter_config(source.folder)
+    config, weights = source.adapter.read_config(), source.adapter.read_weights()
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_authors_format(output_dir, config, source.metadata, read_weights(source.folder))
+    write_authors_format(output_dir, config, source.metadata, weights)
     return output_dir
 
 
@@ -236,7 +232,7 @@ def push_merged_to_hub(
         UserError: If the folder does not hold a merged model, or the push fails.
     """
     folder = Path(folder)
-    if not any(folder.glob("*.safetensors")):
+    if holds_adapter(folder) or not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
     if not name_repository(folder, repo_id):
         logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")

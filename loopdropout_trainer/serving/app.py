@@ -26,7 +26,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.generation import Ending
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.prompts import PromptFormat
-from loopdropout_trainer.saving.source import Source
+from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.serving.protocol import (
     ChatRequest,
     CompletionRequest,

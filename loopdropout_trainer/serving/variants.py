@@ -14,7 +14,7 @@ from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import parse_gates
 from loopdropout_trainer.looped import check_num_loops, use_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.saving.source import Source
+from loopdropout_trainer.saving.facts import Source
 
 
 class UnknownModelError(UserError):
@@ -73,9 +73,9 @@ class ModelNames:
         """Return names with the depths 1, 2, 4, ... up to twice the own depth, and with the adapter in one loop or none."""
         depths = [2**power for power in range(11) if 2**power <= 2 * self.num_loops]
         names = [self.name]
-        if not self.source.has_one_depth:
+        if self.source.gates != "at its own depth":
             names += [f"{self.name}@K={depth}" for depth in depths]
-        if self.source.is_adapter:
+        if self.source.gates != "none":
             loops = range(self.num_loops)
             active = [[int(loop == other) for other in loops] for loop in (*loops, None)]
             names += [f"{self.name}@gates={'-'.join(map(str, gates))}" for gates in active]
@@ -83,7 +83,6 @@ class ModelNames:
 
     def _make_variant(self, num_loops: int, gates: str | None) -> Variant:
         check_num_loops(num_loops)
-        self.source.check_depth(num_loops)
-        self.source.check_gates(gates)
+        self.source.check_run(num_loops, gates)
         numbers = parse_gates(gates, num_loops)
         return Variant(num_loops, None if numbers is None else tuple(numbers))

@@ -16,8 +16,9 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.integrations import VLLM_ARCHITECTURES, VLLM_PLUGIN
 from loopdropout_trainer.prompts import PromptFormat
-from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE, read_authors_config
-from loopdropout_trainer.saving.source import Source, read_adapter_config, read_model_config
+from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
+from loopdropout_trainer.saving.facts import Source
+from loopdropout_trainer.saving.source import read_model_config
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids, end_tokens
 
 
@@ -61,9 +62,9 @@ def _find_adapter_obstacle(source: Source) -> str | None:
     """Return why vLLM cannot serve an adapter without merging it."""
     from safetensors import safe_open
 
-    if source.has_one_depth:
+    if source.gates == "at its own depth":
         return f"the update of the rule {source.rule!r} differs between loops, and vLLM's LoRA has one update for all loops"
-    if read_authors_config(source.folder) is not None:
+    if source.adapter.is_authors:
         return "the adapter has the format of the paper authors' program, so it must be merged first"
     rank = largest_rank(source)
     if rank > LORA_RANKS[-1]:
@@ -76,7 +77,7 @@ def _find_adapter_obstacle(source: Source) -> str | None:
 
 def largest_rank(source: Source) -> int:
     """Return the largest rank of the layers of an adapter."""
-    config = read_adapter_config(source.folder)
+    config = source.adapter.read_config()
     return max([config.r, *(config.rank_pattern or {}).values()])
 
 

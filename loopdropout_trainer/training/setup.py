@@ -45,9 +45,10 @@ from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.results import result_columns, saved_step, training_results, write_results
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
+from loopdropout_trainer.saving.facts import MODELS
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.source import MODELS, find_source
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
@@ -249,7 +250,7 @@ class AdapterTrainingMixin:
             raise UserError("`use_liger_kernel` needs a missing package. Install it with `pip install liger-kernel`.")
 
     def _record_base(self) -> None:
-        """Record which commit of the base model the adapter is trained on, also in PEFT's configuration, which saves it."""
+        """Record the commit and the weights of the base model. PEFT's configuration saves the commit, too."""
         looped, config = self.looped, self.model.peft_config[self.model.active_adapters[0]]
         revision = self.saved_facts.pop("base_revision", None) or looped.base_revision or config.revision
         looped.base_revision = config.revision = revision
@@ -271,15 +272,15 @@ class AdapterTrainingMixin:
         self.batch_options = self.find_batch_options()
         for callback in self.step_callbacks:
             callback.trainer, callback.rule = self, self.rule
-        args = self.args
-        depths = args.make_depth_sampler().limits(self.num_loops)
-        return {
-            "rule": args.rule,
         if self.looped.trained_with.get("training_id") in (None, self.training_id):
             self.looped.trained_with = self.saved_settings()  # else the weights still come from another training
 
     def saved_settings(self) -> dict[str, Any]:
         """Return the settings that are saved with an adapter which this trainer has trained."""
+        args = self.args
+        depths = args.make_depth_sampler().limits(self.num_loops)
+        return {
+            "rule": args.rule,
             "p": args.p,
             "rule_args": args.rule_args,
             "gate_seed": self.gate_seed,

@@ -9,7 +9,7 @@ from helpers.files import load_script
 from helpers.tiny import with_adapter
 from loopdropout_trainer import load_model
 from loopdropout_trainer.prompts import PromptFormat, choose_prompt_format
-from loopdropout_trainer.saving.source import write_metadata
+from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 

@@ -23,7 +23,8 @@ from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.generation import Ending, SlotLayer, generate_greedy
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
-from loopdropout_trainer.saving.source import find_source, write_metadata
+from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.serving.address import open_socket
 from loopdropout_trainer.serving.scheduler import Completion, Result, Sampling, Scheduler
 from loopdropout_trainer.serving.streams import TextStream

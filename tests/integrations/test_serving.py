@@ -31,7 +31,8 @@ from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.merging import export_authors_format
-from loopdropout_trainer.saving.source import find_source, write_metadata
+from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.serving import vllm_command
 from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
 

@@ -17,7 +17,8 @@ from helpers.files import GOLDEN, TINY_OURO_PATH, load_script
 from helpers.tiny import tiny_ouro, with_adapter
 from loopdropout_trainer import load_adapter
 from loopdropout_trainer.saving.merging import export_authors_format
-from loopdropout_trainer.saving.source import METADATA_FILE, read_metadata
+from loopdropout_trainer.saving.metadata import METADATA_FILE
+from loopdropout_trainer.saving.source import find_source
 
 
 AUTHORS = GOLDEN / "authors"
@@ -48,7 +49,7 @@ def test_load_adapter_gives_logits_of_authors(tmp_path):
     assert_golden_logits(model)
     with pytest.raises(AssertionError), model.disable_adapter():
         assert_golden_logits(model)
-    assert read_metadata(ADAPTER) == METADATA
+    assert find_source(ADAPTER).metadata == METADATA
     damaged = shutil.copytree(ADAPTER, tmp_path / "adapter")
     (damaged / WEIGHTS).write_bytes(b"nothing")
     with user_error("does not fit this model"):

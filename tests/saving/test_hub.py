@@ -24,9 +24,9 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.cards import write_model_card
+from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
-from loopdropout_trainer.saving.source import name_sources
 from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import end_tokens
 
@@ -271,10 +271,19 @@ def test_merged_bfloat16_weights_are_rounded_once(tmp_path):
     assert torch.equal(merged.get_submodule(name).weight, exact.bfloat16())
 
 
-@pytest.mark.parametrize("rule", ["independent", "learned"])
-def test_unmergeable_adapters_raise(train, tmp_path, rule):
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("independent", "Independent adapters cannot be merged, since each loop has a different update"),
+        (
+            "learned",
+            "An adapter with learned gates .* cannot be merged, since each loop scales the update differently",
+        ),
+    ],
+)
+def test_unmergeable_adapters_raise(train, tmp_path, rule, message):
     trainer = train(rule=rule, p=None, max_steps=2)
-    with user_error(""):
+    with user_error(message):
         merge_and_save(trainer.model, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     trainer.save_model()

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from helpers.errors import user_error
 from helpers.files import TINY_OURO_PATH, load_script
 from loopdropout_trainer import load_adapter, load_model, merge_and_save
+from loopdropout_trainer.evaluation import LoopedLM
+from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.loading import ModelLoader, load
-from loopdropout_trainer.saving.source import ALL_KINDS, find_source, find_source_of
+from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -133,9 +135,9 @@ def places(hub, tmp_path_factory):
 
 
 TRAINED = {"base": BASE, "revision": V1, "num_loops": 4, "prompt_template": PROMPT, "dtype": "float32"}
-IS_ADAPTER = {**TRAINED, "kind": "adapter", "rule": "loop_dropout", "has_one_depth": False, "is_mergeable": True}
-IS_BASE = {"kind": "base model", "num_loops": 4, "prompt_template": None, "training_id": None, "is_mergeable": False}
-IS_MERGED = {"kind": "merged model", "num_loops": 4, "prompt_template": PROMPT, "is_mergeable": False}
+IS_ADAPTER = {**TRAINED, "kind": "adapter", "rule": "loop_dropout", "gates": "at any depth", "is_mergeable": True}
+IS_BASE = {"kind": "base model", "num_loops": 4, "prompt_template": None, "training_id": None, "gates": "none"}
+IS_MERGED = {"kind": "merged model", "num_loops": 4, "prompt_template": PROMPT, "gates": "none", "is_mergeable": False}
 TABLE = {
     "base folder": {**IS_BASE, "base": str(TINY_OURO_PATH), "revision": None},
     "base at a tag": {**IS_BASE, "base": BASE, "revision": V1, "commit": V1, "tokenizer": (BASE, V1)},
@@ -148,7 +150,7 @@ TABLE = {
         "revision": MAIN,
         "rule": "independent",
         "num_loops": 3,
-        "has_one_depth": True,
+        "gates": "at its own depth",
         "is_mergeable": False,
     },
     "moved": {**IS_ADAPTER, "tokenizer": ("{place}", None)},
@@ -342,11 +344,44 @@ def test_adapters_of_one_depth_do_not_run_at_another(places, tmp_path):
             str(tmp_path),
         ],
         "serve": [name, "--num_loops", "2"],
+        "diagnose": [name, "--eval_num_loops", "1", "2", "--output_dir", str(tmp_path), "--use_cpu", "true"],
     }.items():
         with user_error(sentence):
             load_script(f"recipes/{main}.py").main(words)
     with user_error(sentence):
         load_model(name, num_loops=2)
+    with user_error(sentence):
+        LoopedLM(name, num_loops=2)
+
+
+GATED = {
+    "chat": lambda name, out: [name, "1", "--gates"],
+    "serve": lambda name, out: [name, "--gates"],
+    "evaluate": lambda name, out: [name, "--benchmarks", "arithmetic_easy_test", "--output_dir", str(out), "--gates"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "gates", "message"),
+    [
+        ("merged", "1-0-0-0", "`gates` must be left out, because .*merged has no adapter to gate, got '1-0-0-0'"),
+        ("base folder", "1-0-0-0", "`gates` must be left out, because .* has no adapter to gate, got '1-0-0-0'"),
+        (
+            "independent",
+            "1-0-0-0",
+            r"`gates` must have one number for each loop \(K = 3\), such as 1-0-0, got '1-0-0-0'",
+        ),
+        ("run", "loop 5", r"`gates` must have one number for each loop \(K = 4\), such as 1-0-0-0, got 'loop 5'"),
+    ],
+)
+def test_gates_that_do_not_run_are_refused_before_loading(places, tmp_path, monkeypatch, kind, gates, message):
+    name = str(places[kind])
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+    for command, words in GATED.items():
+        with user_error(message):
+            load_script(f"recipes/{command}.py").main([*words(name, tmp_path), gates])
+    with user_error(message):
+        LoopedLM(name, gates=gates)
 
 
 def test_order_and_current_directory_change_nothing(places, tmp_path, monkeypatch):
@@ -376,7 +411,7 @@ def test_base_models_replace_those_of_an_adapter(places):
     source = find_source_of("tiny-ouro", places["run"])
     assert (source.base, source.revision) == (str(TINY_OURO_PATH), None)
     assert find_source_of(places["run"], revision="main").revision == "main"
-    assert replace(source, name="x").as_base().kind == "base model"
+    assert find_base(replace(source, name="x")).kind == "base model"
 
 
 def test_newer_settings_ask_for_an_update(places, tmp_path):

@@ -1,0 +1,262 @@
+"""The facts about the model or adapter that a name stands for: what it is, and what it runs with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import TINY_OURO_PATH, is_checkpoint, model_path
+from loopdropout_trainer.gate_state import expand_gates, parse_gates
+from loopdropout_trainer.saving import integrity
+from loopdropout_trainer.saving.adapter_files import AdapterFiles
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from loopdropout_trainer.prompts import PromptFormat
+
+Kind = Literal["base model", "merged model", "standalone model", "adapter", "unfinished run"]
+MODELS: tuple[Kind, ...] = ("base model", "merged model", "standalone model")
+"""Kinds that are loaded without another model."""
+LOADABLE: tuple[Kind, ...] = (*MODELS, "adapter")
+ALL_KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Gates = Literal["none", "at any depth", "at its own depth"]
+"""Gates that a source runs with: none without an adapter, any at any depth if all loops share the update, and any at its own
+depth if it has parameters for each loop."""
+
+
+@dataclass(frozen=True, repr=False)
+class Source:
+    """What a name given to a command is, and what it runs with.
+
+    Attributes:
+        name: Name as typed.
+        kind: "base model", "merged model", "standalone model" (merged, with the code of its class), "adapter", or
+            "unfinished run" (a run that has only checkpoints, or nothing yet).
+        folder: Absolute folder of the model's or adapter's files, a snapshot for a repository on the Hub.
+        repository: Name of the repository on the Hub, or None for a folder.
+        commit: Resolved commit of `repository`.
+        saved_in: Folder that was saved in one piece: `folder`, or the folder that contains it for a named adapter.
+        run: Folder with the recipe and the results of the training.
+        base: Folder or Hub name of the model that is loaded: the base model of an adapter, else the model itself.
+        revision: Resolved commit of `base`, or the branch or tag of an older adapter, or None.
+        rule: Name of the rule of the training.
+        num_loops: Recurrence depth K that the source runs at unless another one is asked for: the depth of the training, or a
+            model's own.
+        depths: Smallest and largest depth of the training.
+        gates: Gates that it runs with.
+        tokenizer: Folder or Hub name of the tokenizer, and its revision.
+        chat_template: Chat template of the training, if `tokenizer` does not have it.
+        prompt_template: Format of the training's prompts, a text with a {field}.
+        is_chat: Whether the training's examples were conversations, or None if unknown.
+        dtype: Data type of the base weights in the training.
+        quantization: Quantization of the base weights in the training.
+        recipe: Settings of the training.
+        columns: Columns that identify the results: `method`, `seed`, `step`, and `adapter` or `model`.
+        training_id: Identifier of the training, the same in all copies of its adapter.
+        metadata: All fields of `loop_dropout.json`.
+        adapter: Files of an adapter, or None for a model.
+    """
+
+    name: str
+    kind: Kind
+    folder: Path
+    repository: str | None = None
+    commit: str | None = None
+    saved_in: Path = Path()
+    run: Path = Path()
+    base: str = ""
+    revision: str | None = None
+    rule: str | None = None
+    num_loops: int | None = None
+    depths: tuple[int, int] | None = None
+    gates: Gates = "none"
+    tokenizer: tuple[str, str | None] = ("", None)
+    chat_template: str | None = None
+    prompt_template: str | None = None
+    is_chat: bool | None = None
+    dtype: str | None = None
+    quantization: Mapping[str, Any] | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    training_id: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    adapter: AdapterFiles | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter, which is loaded over a base model."""
+        return self.kind == "adapter"
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether every loop uses the same update."""
+        return self.gates == "at any depth"
+
+    @property
+    def has_one_depth(self) -> bool:
+        """Whether it runs at `num_loops` only."""
+        return self.gates == "at its own depth"
+
+    @property
+    def results_folder(self) -> Path:
+        """Folder with the results of this adapter or model: the run's, or the checkpoint's own."""
+        return self.folder if is_checkpoint(self.folder) else self.run
+
+    def check_run(self, num_loops: int | None = None, *gates: Any) -> None:
+        """Raise UserError if it does not run at a depth, or there under gates.
+
+        Args:
+            num_loops: Recurrence depth K. Default: its own.
+            *gates: Gates such as "1-0-0-0", "loop 1" or "single_loop". None: unit gates, under which everything runs.
+        """
+        if num_loops is not None and self.has_one_depth and num_loops != self.num_loops:
+            raise UserError(
+                f"`num_loops` must be {self.num_loops} for {self.name}, whose rule {self.rule!r} has parameters for each "
+                f"loop, got {num_loops}."
+            )
+        depth = num_loops or self.num_loops
+        for text in gates:
+            if text is None:
+                continue
+            if self.gates == "none":
+                raise UserError(f"`gates` must be left out, because {self.name} has no adapter to gate, got {text!r}.")
+            if depth is not None:  # which loading tells for an adapter without its settings
+                parse_gates(expand_gates([text], depth)[0], depth)
+
+    def check_mergeable(self) -> None:
+        """Raise UserError if it cannot be merged."""
+        if not self.is_mergeable:
+            raise UserError(
+                f"{self.name} cannot be merged, because the update of its rule {self.rule!r} differs between loops. Serve and "
+                "evaluate it as an adapter."
+            )
+
+    def check_files(self) -> None:
+        """Raise UserError if files of a folder are damaged, or were not saved to the end."""
+        if self.repository is None:  # the Hub's client compares the digests of what it downloads
+            integrity.check(self.saved_in)
+
+    def with_base(self, base: str | None, revision: str | None = None) -> Source:
+        """Return the same adapter over another copy of its base model, such as a folder that has moved.
+
+        Without another base model, only a given `revision` replaces the revision of the training.
+        """
+        base = self.base if base is None else str(model_path(base))
+        if base == self.base:
+            return replace(self, revision=revision or self.revision)
+        own_tokenizer = self.tokenizer[0] != self.base
+        tokenizer = self.tokenizer if own_tokenizer else (base, revision)
+        return replace(self, base=base, revision=revision, tokenizer=tokenizer)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of `loop_dropout.json`, complete also for an adapter that was saved without some of them."""
+        facts = {
+            **self.metadata,
+            "base_revision": self.revision,
+            "num_loops": self.num_loops,
+            "prompt_template": self.prompt_template,
+            "is_chat": self.is_chat,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "training_id": self.training_id,
+            **{name: self.columns.get(name) for name in ("method", "seed", "step")},
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def load_tokenizer(self, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of the training, with another chat template if one is given."""
+        from loopdropout_trainer.tokenizers import load_tokenizer
+
+        return load_tokenizer(*self.tokenizer, chat_template or self.chat_template)
+
+    def choose_prompt_format(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, prompt_template: str | None = None
+    ) -> PromptFormat:
+        """Return the format of the prompts: the user's choice, else the training's, else the tokenizer's, else plain text.
+
+        Args:
+            tokenizer: Tokenizer from `load_tokenizer`.
+            chat_template: The user's choice of a chat template, which `tokenizer` has.
+            prompt_template: The user's choice of a text with a {field}.
+        """
+        from loopdropout_trainer.prompts import choose_prompt_format
+
+        return choose_prompt_format(tokenizer, prompt_template or self.prompt_template, self.is_chat, chat_template)
+
+    def lines(self) -> dict[str, str]:
+        """Return the facts that `loopdropout show` prints, by title."""
+        facts = {
+            "name": self.name,
+            "kind": self.kind,
+            "folder": str(self.folder),
+            "repository": _at(self.repository, self.commit),
+            "run": str(self.run) if self.recipe else None,
+            "base model": _at(public_name(self.base), self.revision) if self.is_adapter else None,
+            "rule": self.rule,
+            "depth": self._depth_text(),
+            "gates": self._gates_text(),
+            "tokenizer": _at(public_name(self.tokenizer[0]), self.tokenizer[1]) if self.tokenizer[0] else None,
+            "prompts": self._prompts_text(),
+            "data type": self.dtype,
+            "quantization": json.dumps(self.quantization) if self.quantization else None,
+            "results": ", ".join(f"{name}={value}" for name, value in self.columns.items() if value is not None),
+            "training": self.training_id,
+        }
+        return {title: text for title, text in facts.items() if text}
+
+    def describe(self) -> str:
+        """Return the line that each command prints: what the name is, and what it runs with."""
+        facts = self.lines()
+        base = facts.get("base model") or _at(public_name(self.base), self.revision)
+        parts = [
+            f"base model {base}",
+            facts["depth"],
+            f"tokenizer {facts.get('tokenizer')}",
+            f"prompts {facts['prompts']}",
+        ]
+        return f"{self.name}: {self.kind}, {', '.join(parts)}"
+
+    def _depth_text(self) -> str:
+        if self.num_loops is None:
+            return "the model's own"
+        text = f"K = {self.num_loops}"
+        if self.has_one_depth:
+            return f"{text} only"
+        if self.depths and self.depths[0] != self.depths[1]:
+            return f"{text}, trained at {self.depths[0]} to {self.depths[1]}, runs at any"
+        return f"{text}, runs at any"
+
+    def _gates_text(self) -> str:
+        if self.gates == "none":
+            return "none, since it has no adapter"
+        if self.has_one_depth:
+            return f"unit gates, or any, at K = {self.num_loops}"
+        return "unit gates, or any"
+
+    def _prompts_text(self) -> str:
+        if self.prompt_template is not None:
+            return repr(self.prompt_template)
+        if self.is_chat is False:
+            return "plain text"
+        if self.chat_template is not None:
+            return f"chat template {self.chat_template}"
+        return "the tokenizer's chat template, else plain text"
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{title:<14}{text}" for title, text in self.lines().items())
+
+
+def _at(name: str | None, revision: str | None) -> str | None:
+    return f"{name} at {revision}" if name and revision else name
+
+
+def public_name(name: str) -> str:
+    """Return the name of a model for people: `tiny-ouro` instead of its folder."""
+    return "tiny-ouro" if name == str(TINY_OURO_PATH) else name

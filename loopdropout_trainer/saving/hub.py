@@ -1,0 +1,58 @@
+"""Repositories on the Hub: their names, their commits, and the files that tell what they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line
+from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
+
+
+_SMALL_FILES = ["*.json", "*.jinja", "*token*", "*adapter_*", "looped.py", RECIPE_FILE, RESULTS_FILE]
+"""Files of a repository that tell what it is. The weights of an adapter are among them, a model's are not."""
+_LARGE_FILES = ["*checkpoint-*/*", "global_step*/*"]
+
+
+def download_small_files(name: str, revision: str | None, what: str) -> tuple[Path, str]:
+    """Download the small files of a repository, and return their folder and the commit.
+
+    Args:
+        name: Name of the repository, as the user typed it.
+        revision: Branch, tag or commit.
+        what: Noun for the thing in messages.
+
+    Raises:
+        UserError: If the repository cannot be read.
+    """
+    from huggingface_hub import snapshot_download
+
+    hint = closest_match(name, ["tiny-ouro"])
+    check_name(name, hint)
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "
+            f"Hub ({first_line(error)}).{hint}"
+        ) from error
+    return Path(folder), Path(folder).name
+
+
+def resolve_commit(name: str | None, revision: str | None) -> str | None:
+    """Return the commit of a model on the Hub that was loaded from a branch, tag or commit; None for a folder."""
+    from transformers.utils import cached_file
+
+    if not name or Path(name).is_dir():
+        return None
+    try:
+        file = cached_file(name, "config.json", revision=revision or "main", local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    commit = re.search(r"/snapshots/([0-9a-f]{40})/", Path(file or "").as_posix())
+    return commit[1] if commit else None
+
+
+def is_hub_name(name: str | None) -> bool:
+    """Return whether a name has the form `user/model` and is not a folder here."""
+    return name is not None and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()

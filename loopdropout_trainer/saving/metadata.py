@@ -1,0 +1,58 @@
+"""The settings of a training that later commands need, in `loop_dropout.json` next to its adapter and its merged model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loopdropout_trainer.errors import UserError, check_type
+from loopdropout_trainer.files import read_json_object, write_file
+
+
+METADATA_FILE = "loop_dropout.json"
+METADATA_VERSION = 1
+"""Version of the fields of `METADATA_FILE`. A file without a version is older than version 1."""
+
+_TYPES = {
+    "version": int | None,
+    "kind": str | None,
+    "rule": str | None,
+    "num_loops": int | None,
+    "depths": list[int] | None,
+    "eos_token_id": list[int] | None,
+    "prompt_template": str | None,
+    "is_chat": bool | None,
+    "base_revision": str | None,
+    "dtype": str | None,
+    "quantization": dict[str, Any] | None,
+    "training_id": str | None,
+}
+"""Types of the fields that commands read."""
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """Return the settings that were saved with an adapter or a merged model; an empty dict if there are none.
+
+    Raises:
+        UserError: If the file is damaged, or a newer release of this package wrote it.
+    """
+    path = folder / METADATA_FILE
+    if not path.is_file():
+        return {}
+    metadata = read_json_object(path)
+    version = metadata.get("version") or 0
+    check_type(f"`version` in {path}", version, int)
+    if version > METADATA_VERSION:
+        raise UserError(
+            f"{path} has version {version}, but this release reads versions up to {METADATA_VERSION}. Update the package."
+        )
+    for name, hint in _TYPES.items():
+        check_type(f"`{name}` in {path}", metadata.get(name), hint)
+    return metadata
+
+
+def write_metadata(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Write the settings of a training next to its adapter or merged model."""
+    write_file(folder / METADATA_FILE, json.dumps({"version": METADATA_VERSION, **metadata}, indent=1) + "\n")
