@@ -337,9 +337,11 @@ def check_trackers(names: list[str]) -> None:
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:
     """Load a trained adapter, the state of its training, and the facts that were saved with it."""
+    from loopdropout_trainer.saving.base_model import check_base
     from loopdropout_trainer.saving.source import find_source
 
     source = find_source(folder)
+    check_base(source, trainer.model)
     trainer.model.load_adapter(str(folder), "default")
     trainer.state = load_state(folder)
     trainer.training_id = source.training_id

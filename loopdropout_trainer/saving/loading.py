@@ -24,6 +24,7 @@ from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_confi
 from loopdropout_trainer.models.external import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE
+from loopdropout_trainer.saving.base_model import check_base, describe_difference
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import resolve_commit
 from loopdropout_trainer.saving.metadata import write_metadata
@@ -225,12 +226,10 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     with explain_loading(str(folder)):
         config = source.adapter.read_config()
     check_peft_config(config)
+    check_base(source, model)
     looped = attach_looped_model(model)
     looped.trained_with = {**metadata, "initial_adapter": source.name} if is_trainable else metadata
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
-    base, trained_on = model.config.name_or_path, config.base_model_name_or_path
-    if base and trained_on and base != trained_on:
-        logger.warning(f"The adapter in {folder} was trained on {trained_on}, but the model is {base}.")
     num_loops = looped.num_loops
     source.check_run(num_loops)
     low, high = source.depths or [source.num_loops or num_loops] * 2
@@ -244,7 +243,10 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     except UserError:
         raise
     except (RuntimeError, ValueError, SafetensorError, re.error) as error:  # `target_modules` may be a pattern
-        raise UserError(f"The adapter in {folder} does not fit this model: {first_line(error)}") from error
+        hint = describe_difference(source, model) or ""
+        raise UserError(
+            f"The adapter in {folder} does not fit this model: {first_line(error)} {hint}".strip()
+        ) from error
 
 
 def _fit_vocabulary(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

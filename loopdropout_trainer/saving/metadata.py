@@ -25,6 +25,7 @@ _TYPES = {
     "prompt_template": str | None,
     "is_chat": bool | None,
     "base_revision": str | None,
+    "base_weights": str | None,
     "dtype": str | None,
     "quantization": dict[str, Any] | None,
     "training_id": str | None,

@@ -22,7 +22,9 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
+from loopdropout_trainer.saving.base_model import check_base
 from loopdropout_trainer.saving.checkpoints import Checkpoint, find_checkpoint, load_state
+from loopdropout_trainer.saving.source import find_source
 
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
         facts = saved_facts(load_state(checkpoint))
         _check_settings(checkpoint, facts.get("settings") or {}, training_settings(trainer.args, trainer.model))
         _check_tensors(checkpoint, trainer.model)
+        check_base(find_source(checkpoint), trainer.model)
         if facts.get("passes", 0) > 1 and not has_length(trainer.train_dataset):
             raise UserError(
                 f"`resume_from_checkpoint` must be a checkpoint of the first pass over a stream, but {checkpoint} is in pass "

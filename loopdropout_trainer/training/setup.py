@@ -43,6 +43,7 @@ from loopdropout_trainer.models.external import external_skeleton, loading_field
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.results import result_columns, saved_step, training_results, write_results
+from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.facts import MODELS
@@ -127,7 +128,7 @@ class AdapterTrainingMixin:
         draw_index: Index of the running draw.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
-            {field}) and `is_chat`.
+            {field}), `is_chat`, and `base_weights` (a digest).
     """
 
     config_class: type[GateConfig]
@@ -254,6 +255,7 @@ class AdapterTrainingMixin:
         looped, config = self.looped, self.model.peft_config[self.model.active_adapters[0]]
         revision = self.saved_facts.pop("base_revision", None) or looped.base_revision or config.revision
         looped.base_revision = config.revision = revision
+        self.saved_facts["base_weights"] = digest_weights(self.model)
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
