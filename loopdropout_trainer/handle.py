@@ -77,7 +77,8 @@ class LoopDropoutHandle:
     drawn = renamed_attribute("drawn", "last_gates")
 
     def __init__(self, model: PeftModel, rule: GateRule, seed: int | None) -> None:
-        if rule.lora_kind != "gated" or rule.uses_steps or rule.wants_sensitivity:
+        needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
+        if rule.lora_kind != "gated" or needs_trainer:
             raise UserError(
                 f"`rule` must only draw gates, got {rule.name!r}, which needs `LoopDropoutSFTTrainer` and its training steps."
             )

@@ -232,7 +232,7 @@ class Job:
                 status="trained",
                 model_revision=trainer.looped.trained_with.get("base_revision"),
                 training_data=describe_data(trainer.callback_handler.train_dataloader.dataset),
-                device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                device=torch.cuda.get_device_name() if torch.cuda.is_available() else trainer.args.device.type,
                 num_processes=trainer.args.world_size,
             )
 
@@ -318,8 +318,11 @@ class Job:
         from loopdropout_trainer.saving.merging import push_merged_to_hub
 
         if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
-            folder = Path(self.args.output_dir, "merged")
-            print(f"Pushed to {push_merged_to_hub(folder, self.args.hub_model_id, token=self.args.hub_token)}")
+            folder, args = Path(self.args.output_dir, "merged"), self.args
+            address = push_merged_to_hub(
+                folder, args.hub_model_id, token=args.hub_token, private=args.hub_private_repo
+            )
+            print(f"Pushed to {address}")
 
 
 def check_trackers(names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Figures in the style of the paper, with plotnine (`pip install "loopdropout-trainer[reports]"`)."""
+"""Figures in the style of the paper, with plotnine (`pip install -e ".[reports]"` in a clone)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 
 The first word is the `model` of each request. The engine is vLLM if it is
 installed and can serve the model, and otherwise a small server of this package,
-which needs `pip install "loopdropout-trainer[serve]"`. Options after `--` are
+which needs `pip install fastapi uvicorn`. Options after `--` are
 vLLM's. Conversations get the format of the training, unless you set
 `--chat_template`. Only this computer can connect unless you set `--host`.
 No code of the model's repository runs.
@@ -115,7 +115,7 @@ def start_vllm(
 def start_own_server(args: ServeArguments, source: Source, prompt_format: PromptFormat, api_key: str | None) -> None:
     """Serve by the decoding of this package until the process is interrupted."""
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
-        raise UserError("The server needs other packages: pip install 'loopdropout-trainer[serve]'")
+        raise UserError("The server needs other packages: pip install fastapi uvicorn")
     from loopdropout_trainer.serving.app import Server, serve
 
     with open_socket(args.host, args.port) as listener:

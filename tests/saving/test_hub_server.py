@@ -2,6 +2,7 @@
 
 import pytest
 
+from helpers.files import ROOT
 from helpers.hub import running_hub
 from helpers.processes import ENVIRONMENT, python
 
@@ -21,6 +22,11 @@ trainer.push_to_hub(tags=["sums"], dataset_name="me/sums")
 for name, standalone in (("merged", False), ("alone", True)):
     folder = merge_and_save(trainer.model, name, trainer.processing_class, standalone=standalone)
     push_merged_to_hub(folder, f"me/{name}", token="hf_mine")
+"""
+PRIVATE_RUN = """
+--max_steps 1 --num_train_examples 8 --num_eval_examples 8 --benchmarks null --eval_num_loops null
+--single_loop_accuracy false --compare_with null --output_dir run
+--push_merged_to_hub true --hub_model_id me/secret --hub_private_repo true --hub_token hf_mine
 """
 READ = """
 import sys
@@ -61,6 +67,16 @@ def test_pushes_have_settings_and_no_locks(pushed):
         assert {"adapter_model.safetensors", "loop_dropout.json", "adapter_config.json"} <= {*files}
     for *_, files in hub.commits:
         assert not [name for name in files if "lock" in name]
+
+
+def test_merged_model_of_a_private_run_is_private(tmp_path):
+    with running_hub() as hub:
+        env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        env["HF_HOME"] = str(tmp_path / "home")
+        words = [ROOT / "recipes/sft.py", ROOT / "recipes/quickstart.yaml", *PRIVATE_RUN.split()]
+        python(*words, cwd=tmp_path, env=env, fresh=True)  # the endpoint is read at the import
+    assert "model.safetensors" in hub.files("me/secret")
+    assert hub.repositories["me/secret"]["visibility"] == "private"
 
 
 def test_cards_name_their_repository(pushed):

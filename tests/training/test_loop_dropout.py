@@ -16,7 +16,7 @@ from helpers.files import ROOT
 from helpers.tiny import DORY, tiny_hrm, tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recorder
 from loopdropout_trainer import default_peft_config, handle, loop_dropout, use_gates
-from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.gates import LoopDropout, make_rule
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import gated_layers
 
@@ -201,6 +201,15 @@ def test_recomputation_without_its_gates_raises(make, use_reentrant):
 def test_rules_of_trainers_raise(name):
     with user_error("`rule` must only draw gates"):
         loop_dropout(with_adapter(), rule=make_rule(name))
+
+
+def test_rule_of_two_draws_raises():
+    class TwoDraws(LoopDropout):
+        name = "two_draws"
+        draws_per_batch = 2
+
+    with user_error("`rule` must only draw gates"):
+        loop_dropout(with_adapter(), rule=TwoDraws())
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
