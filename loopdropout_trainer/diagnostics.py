@@ -226,12 +226,12 @@ def describe_profile(rho: Sequence[float]) -> str:
     rho = list(rho)
     first, last = rho[0], rho[-1]
     if max(rho[:-1]) < 0.1 * last:
-        return "rho_t is near zero in all loops but the last."
+        return "The loss reduction is near zero in all loops but the last."
     if first > 1.1 * last:
-        return "rho_t falls from the first to the last loop."
+        return "The loss reduction falls from the first to the last loop."
     if last > 1.1 * first:
-        return "rho_t rises towards the last loop, as for LoRA in the paper."
-    return "rho_t is similar in the first and the last loop."
+        return "The loss reduction rises towards the last loop, as for LoRA in the paper."
+    return "The loss reduction is similar in the first and the last loop."
 
 
 recommend_method = renamed_function("recommend_method", describe_profile)

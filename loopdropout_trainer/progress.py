@@ -22,7 +22,7 @@ from loopdropout_trainer.training.distributed import IGNORED, shards_weights
 CURVES = {
     ("accuracy", "num_loops"): "test_accuracy_by_depth",
     ("accuracy", "loop"): "test_accuracy_by_loop",
-    ("loss_reduction", "loop"): "test_rho_by_loop",
+    ("loss_reduction", "loop"): "test_loss_reduction_by_loop",
 }
 """Curves by metric and axis: over depths, or over the loop that alone has the adapter."""
 

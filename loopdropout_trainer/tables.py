@@ -283,6 +283,19 @@ def print_by_method(title: str, rows: pd.DataFrame, columns: Any, cell_format: s
         print_table(title, rows.pivot_table("value", "method", columns, sort=False), cell_format)
 
 
+def print_loss_reductions(results: pd.DataFrame) -> None:
+    """Print the loss reductions with the adapter in one loop only, and the examples that they were measured on.
+
+    A training measures some batches of the held-out examples and `diagnose` measures all of them, so their numbers differ.
+    """
+    reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
+    for task, own in reductions.groupby("task", sort=False):
+        examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
+        sizes = " or ".join(f"{n:,}" for n in sorted({*own["n"]}))  # tokenizers differ
+        title = f"Loss reduction on {examples} ({sizes} tokens), adapter in one loop only, in %"
+        print_by_method(title, own, "gates")
+
+
 def show_results(runs: Sequence[Run]) -> None:
     """Print tables of the results of a job's runs, and draw them if they have other depths or single loops.
 
@@ -306,10 +319,7 @@ def show_results(runs: Sequence[Run]) -> None:
             print_by_method(f"Accuracy on {task} with K loops at inference, in %", by_depth, columns)
         alone = own.query("gates not in ['unit', 'none']")
         print_by_method(f"Accuracy on {task} with the adapter in one loop only, in %", alone, "gates")
-    reductions = rows.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
-    for task, own in reductions.groupby("task", sort=False):
-        examples = "" if task == DEVELOPMENT else f" on {task}"
-        print_by_method(f"Loss reduction{examples} with the adapter in one loop only, in %", own, "gates")
+    print_loss_reductions(rows)
     print(f"\nEverything is in {', '.join(folders)}")
     options, folder = runs[0].script_args, Path(folders[0])
     if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):

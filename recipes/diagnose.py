@@ -213,7 +213,7 @@ class DiagnosedData:
 
 def print_results(rows: list[dict]) -> None:
     """Print the curvature, and the loss reductions with the profile of LoRA, or the other losses instead of them."""
-    from loopdropout_trainer.tables import print_by_method
+    from loopdropout_trainer.tables import print_by_method, print_loss_reductions
 
     results = pd.DataFrame(rows)
     if "adapter" in results:
@@ -221,13 +221,13 @@ def print_results(rows: list[dict]) -> None:
         results.loc[is_shared, "method"] += ", " + results["adapter"]
     curvatures = results.query("metric == 'curvature'")
     print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}")
-    reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
+    reductions = results.query("metric == 'loss_reduction'")
     if reductions.empty:
         for metric, column in {"readout_loss": "loop", "depth_loss": "num_loops"}.items():
             if len(losses := results.query("metric == @metric")):
                 print_by_method(f"{metric} (nats) by {column}", losses, losses[column].astype(int), "{:.4g}")
-    print_by_method("rho_t, loss reduction with the adapter in one loop only, in %", reductions, "gates")
-    for method, own in reductions.query("gates != 'all loops'").groupby("method", sort=False):
+    print_loss_reductions(results)
+    for method, own in reductions.query("gates != 'unit'").groupby("method", sort=False):
         if "LoRA" in method.split(", ") or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
             print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean())}")
 

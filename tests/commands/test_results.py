@@ -107,6 +107,6 @@ def test_curves_are_logged_over_loops(make_sft, monkeypatch):
     assert logs == [
         (2, {"test_accuracy_by_depth/gsm8k": 20.0}),
         (4, {"test_accuracy_by_depth/gsm8k": 70.0}),
-        (1, {"test_rho_by_loop/gsm8k": 5.0}),
+        (1, {"test_loss_reduction_by_loop/gsm8k": 5.0}),
         (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
     ]

@@ -140,7 +140,10 @@ def test_describe_profile_names_it_without_advice():
         sentence = diagnostics.describe_profile(profile)
         assert said in sentence and "Use" not in sentence and "Compare" not in sentence
     with pytest.warns(DeprecationWarning, match="`recommend_method` is now `describe_profile`"):
-        assert diagnostics.recommend_method((40, 30, 20, 10)) == "rho_t falls from the first to the last loop."
+        assert (
+            diagnostics.recommend_method((40, 30, 20, 10))
+            == "The loss reduction falls from the first to the last loop."
+        )
 
 
 def test_reference_examples_of_a_task():
@@ -194,6 +197,9 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     printed = capsys.readouterr().out
     (rho,) = values(rows, "loss_reduction", method="ours", loop=4)
     assert "readout_loss" not in printed and f"{rho:.1f}" in printed
+    sizes = {row["n"] for row in rows if row["metric"] == "loss_reduction"}
+    assert f"Loss reduction on held-out examples ({min(sizes):,} tokens), adapter in one loop only" in printed
+    assert len(sizes) == 1 and "rho_t" not in printed
     assert diagnose(saved, tmp_path) == rows  # the same results again replace the old ones
 
 
@@ -207,7 +213,7 @@ def test_diagnose_prints_each_adapter_of_a_method(saved, tmp_path, capsys):
     printed, rows = capsys.readouterr().out, read_results(tmp_path / "out")
     for path in map(str, adapters):
         (rho,) = values(rows, "loss_reduction", adapter=path, gates="unit")
-        assert f" {rho:.1f}\n" in printed and f"LoRA, {path}: rho_t" in printed
+        assert f" {rho:.1f}\n" in printed and f"LoRA, {path}: The loss reduction" in printed
 
 
 def test_diagnose_runs_each_diagnostic_on_a_task(saved, tmp_path, capsys):
