@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
-from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
-from loopdropout_trainer.plan import describe_examples, print_next_commands, print_plan
+from loopdropout_trainer.plan import describe_examples, describe_left_out, print_next_commands, print_plan
 from loopdropout_trainer.recipe import build, dump_recipe, override, recipe_dict
 from loopdropout_trainer.results import (
     RECIPE_FILE,
@@ -105,10 +105,21 @@ class Job:
 
     # Data
 
-    def print_examples(self, dataset: DatasetDict) -> None:
-        """Print the numbers of examples and steps."""
-        if self.args.process_index == 0:
-            print(describe_examples(dataset, self.data_args, self.args), flush=True)
+    def load_data(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> DatasetDict:
+        """Load the examples as `load_datasets` does, and print the numbers of examples and steps.
+
+        Examples that are left out are printed with the reason, also if too few are left and an error is raised.
+        """
+        left_out: list[LeftOut] = []
+        lines = []
+        try:
+            loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
+            lines.append(describe_examples(loaded, self.data_args, self.args))
+        finally:
+            lines += describe_left_out(left_out)
+            if lines and self.args.process_index == 0:
+                print(*lines, sep="\n", flush=True)
+        return loaded.datasets
 
     def load_tasks(self, held_out: Any) -> None:
         """Load the tasks to evaluate and the reference solutions to score.

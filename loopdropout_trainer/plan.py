@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments
-from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
+from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
@@ -16,8 +17,6 @@ from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
-
     from loopdropout_trainer.training.config import GateConfig
 
 
@@ -36,7 +35,7 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
         "model": describe_model(model, config),
         "trainings": "\n".join(describe_training(run) for run in runs),
         "adapter": describe_adapter(runs[0], adapter, config, rank),
-        "data": _join(recipe, "preparation", "dataset_name", "train_files"),
+        "data": describe_data(recipe),
         "training": f"{describe_length(args)}, {args.examples_per_step} examples per step, learning rate "
         f"{args.learning_rate:g}, seed {args.seed}",
         "device": describe_device(runs[0]),
@@ -48,17 +47,7 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
     }
     for title, text in plan.items():
         if text:
-            print(f"{title:<12}{text}".replace("\n", "\n" + " " * 12), flush=True)
-
-
-def _join(recipe: Mapping[str, Any], *fields: str) -> str:
-    """Return the values of the fields that a recipe sets."""
-    texts = []
-    for field in fields:
-        value = recipe.get(field)
-        if value:
-            texts.append(", ".join(map(str, value)) if isinstance(value, list) else str(value))
-    return " ".join(texts)
+            print(_titled(title, text.splitlines()), flush=True)
 
 
 def read_config(model: ModelArguments) -> dict[str, Any]:
@@ -191,24 +180,41 @@ def describe_unused_checkpoints(runs: Sequence[Run]) -> str:
     return f"{', '.join(unused)}. Add `--resume_from_checkpoint true` to continue from there."
 
 
-def describe_examples(dataset: DatasetDict, data: DataArguments, args: GateConfig) -> str:
-    """Return the line about the examples, the optimizer steps and the epochs.
+def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateConfig) -> str:
+    """Return the lines about the examples that are trained on, the optimizer steps and the epochs.
 
-    If fewer examples are held out than the recipe asks for, the rest was too long, and the line says so.
+    If fewer examples are held out than the recipe asks for, the rest was too long, and the line says so. A mixture has a
+    line for each data set, with the number of its examples that are in the mixture.
     """
-    num_examples, num_held_out = len(dataset["train"]), len(dataset.get("eval") or ())
+    num_examples, num_held_out = len(loaded.datasets["train"]), len(loaded.datasets.get("eval") or ())
     held_out = f"{num_held_out:,} held out"
     if num_held_out < data.num_held_out:
         held_out += (
             f" of the {data.num_held_out:,} asked for, because the others have more than {args.max_length:,} tokens"
         )
-    steps_per_epoch = math.ceil(num_examples / args.examples_per_step)
-    num_steps, num_epochs = args.max_steps, args.num_train_epochs
-    if num_steps > 0:
-        num_epochs = num_steps / steps_per_epoch
+    num_rows, about = num_examples, ""
+    if getattr(args, "packing", False) and loaded.num_tokens and args.max_length:
+        num_rows, about = math.ceil(loaded.num_tokens / args.max_length), "about "  # as if packing filled all rows
+    steps_per_epoch = math.ceil(num_rows / args.examples_per_step)
+    if args.max_steps > 0:
+        length = f"{args.max_steps:,} optimizer steps, {about}{args.max_steps / steps_per_epoch:.3g} epochs"
     else:
-        num_steps = math.ceil(num_epochs * steps_per_epoch)
-    return f"{'examples':<12}{num_examples:,}, {held_out}, {num_steps:,} optimizer steps, {num_epochs:.3g} epochs"
+        num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+        length = f"{about}{num_steps:,} optimizer steps, {args.num_train_epochs:.3g} epochs"
+    lines = [f"{num_examples:,}, {held_out}, {length}"]
+    lines += [f"{number:,} of the {size:,} examples of {title}" for title, number, size in loaded.sources]
+    return _titled("examples", lines)
+
+
+def describe_left_out(left_out: Sequence[LeftOut]) -> list[str]:
+    """Return the lines about examples that are left out, each with its number and the reason."""
+    return [_titled("left out", map(str, left_out))] if left_out else []
+
+
+def _titled(title: str, lines: Iterable[str]) -> str:
+    """Return lines of the plan under a title."""
+    indent = " " * 12
+    return f"{title:<12}" + f"\n{indent}".join(lines)
 
 
 def print_next_commands(runs: Sequence[Run]) -> None:

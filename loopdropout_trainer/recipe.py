@@ -36,8 +36,9 @@ MOST_EXTENDED = 20
 
 REPLACED_TOGETHER = {
     "model_name_or_path": ["model_revision"],
-    "dataset_name": ["dataset_config", "dataset_revision", "dataset_split", "train_files"],
-    "train_files": ["dataset_name", "dataset_config", "dataset_revision", "dataset_split"],
+    "dataset_name": ["dataset_config", "dataset_revision", "dataset_split", "train_files", "datasets"],
+    "train_files": ["dataset_name", "dataset_config", "dataset_revision", "dataset_split", "datasets"],
+    "datasets": ["dataset_name", "dataset_config", "dataset_revision", "dataset_split", "train_files"],
 }
 """Fields that describe another field. They are not inherited where that other field changes. The list is made by hand, because
 recipes are read before the classes of the fields are known."""

@@ -10,7 +10,7 @@ Each example has a `chosen` and a `rejected` completion, and usually their
 from __future__ import annotations
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
-from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import parse
@@ -26,12 +26,11 @@ def main(argv: list[str] | None = None) -> None:
 
     # Tokenizer and data
     tokenizer = job.load_tokenizer()
-    dataset = load_datasets(data_args, tokenizer, training_args.max_length)
+    dataset = job.load_data(tokenizer, training_args.max_length)
     if "chosen" not in dataset["train"].column_names:
         raise UserError(
             "The examples must have the columns `chosen` and `rejected`. `column_mapping` renames columns."
         )
-    job.print_examples(dataset)
     if script_args.dry_run:
         return
 

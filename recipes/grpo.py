@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, option
-from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import parse
@@ -50,11 +50,10 @@ def main(argv: list[str] | None = None) -> None:
 
     # Tokenizer and data
     tokenizer = job.load_tokenizer()
-    dataset = load_datasets(data_args, tokenizer)
+    dataset = job.load_data(tokenizer)
     if "completion" not in dataset["train"].column_names:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
     dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
-    job.print_examples(dataset)
     if script_args.dry_run:
         return
 

@@ -13,7 +13,7 @@ with `--resume_from_checkpoint true` continues an interrupted run.
 from __future__ import annotations
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
-from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview
+from loopdropout_trainer.data import DataArguments, label_example, preview
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import parse
@@ -29,8 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Tokenizer and data
     tokenizer = job.load_tokenizer()
-    dataset = load_datasets(data_args, tokenizer, training_args.max_length)
-    job.print_examples(dataset)
+    dataset = job.load_data(tokenizer, training_args.max_length)
     if script_args.single_loop_batches and "eval" not in dataset:
         raise UserError("`num_eval_examples` must be at least 1 if `single_loop_batches` is set.")
     if script_args.preview is not None:

@@ -14,7 +14,7 @@ from loopdropout_trainer.data.holding_out import (
     hold_out_random,
     random_order,
 )
-from loopdropout_trainer.data.loading import load_datasets
+from loopdropout_trainer.data.loading import LeftOut, LoadedExamples, load_datasets, load_examples
 from loopdropout_trainer.data.preparations import (
     FIELD,
     PREPARATIONS,
@@ -43,6 +43,8 @@ __all__ = [
     "DataArguments",
     "Example",
     "Indices",
+    "LeftOut",
+    "LoadedExamples",
     "Preparation",
     "Row",
     "draw_random",
@@ -54,6 +56,7 @@ __all__ = [
     "is_short_gsm",
     "label_example",
     "load_datasets",
+    "load_examples",
     "make_arithmetic_pair",
     "make_gsm8k_example",
     "make_metamath_example",

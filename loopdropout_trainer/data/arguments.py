@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
+from loopdropout_trainer.data.sources import DataSource, read_sources
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.fields import check_fields, option
 
@@ -25,6 +27,11 @@ class DataArguments:
     dataset_revision: str | None = option(None, "Branch, tag or commit of the dataset on the Hub.")
     dataset_split: str = option("train", "Split of the dataset.")
     train_files: list[str] | None = option(None, "JSONL, JSON, CSV (also .gz) or Parquet files to train on.")
+    datasets: list[dict[str, Any]] | None = option(
+        None,
+        "Several data sets or files, as in TRL: mappings with `path` (a name, a folder or a file), and if needed `name`, "
+        "`revision`, `split`, `data_dir`, `data_files`, `columns` and `fraction`, the share in the mixture.",
+    )
     eval_files: list[str] | None = option(None, "Files to evaluate on, instead of held-out examples.")
     column_mapping: dict[str, str] | None = option(None, "{expected column: column of the dataset}.")
     num_train_examples: int | None = option(None, "Number of training examples. Default: all.", at_least=1)
@@ -54,10 +61,12 @@ class DataArguments:
     def __post_init__(self):
         check_fields(self)
         problems = self.preparation if PREPARATIONS[self.preparation].problems else None
-        sources = {"dataset_name": self.dataset_name, "train_files": self.train_files, "preparation": problems}
+        sources = {name: getattr(self, name) for name in ("dataset_name", "train_files", "datasets")}
+        sources["preparation"] = problems
         given = [f"`{name}: {value}`" for name, value in sources.items() if value]
         if len(given) > 1:
             raise UserError(f"Set either {' or '.join(given)}, not both.")
+        read_sources(vars(self))
         if self.eval_files and self.num_eval_examples:
             raise UserError("Set either `eval_files` or `num_eval_examples`, not both.")
         if self.template is not None and not FIELD.search(self.template):
@@ -68,6 +77,20 @@ class DataArguments:
         steps = self.arithmetic_steps or [1, 5]
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= 5:  # longer problems are the evaluation split `hard`
             raise UserError(f"`arithmetic_steps` must be two numbers from 1 to 5, got {self.arithmetic_steps}.")
+
+    @property
+    def train_sources(self) -> list[DataSource]:
+        """Data sets and files to train on.
+
+        Raises:
+            UserError: If there is none.
+        """
+        sources = read_sources(vars(self))
+        if not sources:
+            raise UserError(
+                "`dataset_name` or `train_files` must be set, or `datasets` for several, because there is no data to train on."
+            )
+        return sources
 
     @property
     def num_held_out(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.caching import digest_files
+from loopdropout_trainer.data.sources import DataSource, file_kind
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.limits import check_nesting
 
@@ -14,40 +15,43 @@ from loopdropout_trainer.limits import check_nesting
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-    from loopdropout_trainer.data.arguments import DataArguments
 
-
-def load_rows(args: DataArguments, files: list[str] | None) -> Dataset:
-    """Return the rows of files, or of the data set that `args` names.
+def load_rows(source: DataSource) -> Dataset:
+    """Return the rows of files or of a data set.
 
     Raises:
-        UserError: If there are neither files nor a data set, or if they cannot be loaded.
+        UserError: If they cannot be loaded, or have not the columns of the source.
     """
     from datasets.exceptions import DatasetsError
 
-    if not files and not args.dataset_name:
-        raise UserError("`dataset_name` or `train_files` must be set, because there is no data to train on.")
     try:
-        return read_files(files) if files else _read_dataset(args)
+        rows = read_files(source.files, source.split) if source.files else _read_dataset(source)
     except UserError:
         raise
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
         reason = str(error.__cause__ or error) or "a file is empty"
-        raise UserError(f"{files or args.dataset_name} cannot be loaded: {reason}") from error
+        raise UserError(f"{source} cannot be loaded: {reason}") from error
+    if source.columns is None:
+        return rows
+    missing = {*source.columns} - {*rows.column_names}
+    if missing:
+        raise UserError(
+            f"`columns` of {source} must be among {', '.join(rows.column_names)}, got {', '.join(sorted(missing))}."
+        )
+    return rows.select_columns(source.columns)
 
 
-def read_files(files: str | Sequence[str]) -> Dataset:
-    """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files."""
+def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:
+    """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files, or a part of them, such as `train[:100]`."""
     from datasets import load_dataset_builder
 
     if isinstance(files, str):
         files = [files]
     for file in files:
         _check_file(file)
-    suffix = Path(files[0].removesuffix(".gz")).suffix
-    kind = {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json")
+    kind = file_kind(files[0]) or "json"
     builder = load_dataset_builder(kind, data_files=list(files))
-    return _read_local(builder, kind, data_files=list(files), split="train")
+    return _read_local(builder, kind, data_files=list(files), split=split)
 
 
 def _check_file(file: str) -> None:
@@ -61,14 +65,15 @@ def _check_file(file: str) -> None:
         raise UserError(f"`train_files` and `eval_files` must be files, got {file}, which is a pipe or a device.")
 
 
-def _read_dataset(args: DataArguments) -> Dataset:
+def _read_dataset(source: DataSource) -> Dataset:
     """Return the rows of a data set on the Hub or in a folder."""
     from datasets import load_dataset, load_dataset_builder
 
-    names = (args.dataset_name, args.dataset_config)
-    if not Path(args.dataset_name).is_dir():
-        return load_dataset(*names, revision=args.dataset_revision, split=args.dataset_split)
-    return _read_local(load_dataset_builder(*names), *names, split=args.dataset_split)
+    names = (source.path, source.name)
+    place = {"data_dir": source.data_dir, "data_files": source.data_files}
+    if not Path(source.path).is_dir():
+        return load_dataset(*names, revision=source.revision, split=source.split, **place)
+    return _read_local(load_dataset_builder(*names, **place), *names, split=source.split, **place)
 
 
 def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> Dataset:

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
 
 Indices = tuple[np.ndarray, np.ndarray]
 """Training examples, in order of preference, and held-out examples."""
+
+
+def interleave(sizes: Sequence[int], shares: Sequence[float] | None = None) -> np.ndarray:
+    """Return the indices of a mixture of data sets that are stored one behind the other.
+
+    The mixture has the first examples of each data set, in an order in which also the first n of the mixture have the shares,
+    for any n. It ends where the first data set is used up, so no example is repeated.
+
+    Args:
+        sizes: Number of examples of each data set.
+        shares: Share of each data set, whose sum is 1. Default: all examples of all of them.
+    """
+    shares = np.array(sizes) / sum(sizes) if shares is None else np.array(shares)
+    total = min(np.array(sizes) / shares)
+    numbers = np.minimum(np.round(shares * total).astype(int), sizes)
+    starts = np.cumsum([0, *sizes[:-1]])
+    indices = [start + np.arange(number) for start, number in zip(starts, numbers, strict=True)]
+    places = [(np.arange(number) + 0.5) / share for number, share in zip(numbers, shares, strict=True)]
+    return np.concatenate(indices)[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def random_order(identity: str, seed: int) -> int:

@@ -15,8 +15,9 @@ from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key, step_key
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import FORMATS, TARGETS, find_features, has_text, to_text
-from loopdropout_trainer.data.holding_out import random_order
-from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns
+from loopdropout_trainer.data.holding_out import interleave, random_order
+from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns, keep_all
+from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.tokenizing import tokenize
 from loopdropout_trainer.errors import UserError, short_repr
 
@@ -25,6 +26,37 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 logger = logging.get_logger(__name__)
+
+_OWN_COLUMNS = ("order", "is_one_text", "source", "num_tokens")
+"""Columns of examples that no trainer reads."""
+
+_OPTIONAL_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns of conversations that some data sets of a mixture may lack."""
+
+
+class LeftOut(NamedTuple):
+    """A number of examples that are not trained on. Its text is "3 examples, because they repeat a held-out example"."""
+
+    number: int
+    noun: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.number:,} {self.noun}, because {self.reason}"
+
+
+class LoadedExamples(NamedTuple):
+    """Examples of a training, and the numbers that its plan shows.
+
+    Attributes:
+        datasets: As from `load_datasets`.
+        num_tokens: Number of tokens of the training examples, or None if they were not counted.
+        sources: Name, number of training examples and number of usable examples of each data set of a mixture.
+    """
+
+    datasets: DatasetDict
+    num_tokens: int | None
+    sources: list[tuple[str, int, int]]
 
 
 def load_datasets(
@@ -44,36 +76,117 @@ def load_datasets(
     Raises:
         UserError: if the data cannot be loaded, or if too few examples are left.
     """
+    left_out: list[LeftOut] = []
+    try:
+        return load_examples(args, tokenizer, max_length, left_out).datasets
+    finally:
+        if PartialState().is_main_process:
+            for number, noun, reason in left_out:
+                logger.warning(f"{number:,} {noun} are left out, because {reason}.")
+
+
+def load_examples(
+    args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None, left_out: list[LeftOut]
+) -> LoadedExamples:
+    """Return the examples of `load_datasets` with their numbers, and add to `left_out` which ones are left out, and why."""
     from datasets import DatasetDict
 
     with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
-        datasets = _split(args, tokenizer)
-        for name, examples in datasets.items():
-            datasets[name] = _complete(examples, tokenizer, max_length)
-    datasets = DatasetDict({name: split for name, split in datasets.items() if len(split)})
-    if "train" not in datasets:
+        mixture = _load_mixture(args, tokenizer, left_out)
+        splits = {}
+        for name, examples in _split(args, mixture.examples, tokenizer, left_out).items():
+            noun = "examples" if name == "train" else "held-out examples"
+            splits[name] = _complete(examples, tokenizer, max_length, left_out, noun)
+    if not len(splits["train"]):
         raise UserError(f"`max_length` must be larger, because no example has {max_length} tokens or fewer.")
-    return datasets
+    train, num_tokens, sources = splits["train"], None, []
+    if "num_tokens" in train.column_names:
+        num_tokens = int(np.array(train["num_tokens"]).sum())
+    if len(mixture.sizes) > 1:
+        numbers = np.bincount(np.array(train["source"]), minlength=len(mixture.sizes))
+        sources = [*zip(mixture.titles, numbers.tolist(), mixture.sizes, strict=True)]
+    datasets = DatasetDict()
+    for name, split in splits.items():
+        if len(split):
+            datasets[name] = split.remove_columns([own for own in split.column_names if own in _OWN_COLUMNS])
+    return LoadedExamples(datasets, num_tokens, sources)
 
 
-def _split(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Examples]:
+class Mixture(NamedTuple):
+    """The usable examples of all sources.
+
+    Attributes:
+        examples: Examples that training and held-out examples are chosen from.
+        titles: Names of the sources.
+        sizes: Number of usable examples of each source, of which the mixture may have a part.
+    """
+
+    examples: Examples
+    titles: list[str]
+    sizes: list[int]
+
+
+def _load_mixture(args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_out: list[LeftOut]) -> Mixture:
+    """Return the usable examples of the data set, the files or the problems to train on, or of a mixture of `datasets`."""
+    preparation = PREPARATIONS[args.preparation]
+    if preparation.problems:
+        num_problems = (args.num_train_examples or preparation.num_train_examples) + args.num_held_out
+        rows = arithmetic_problems(preparation.problems, num_problems, args.split_seed, args.arithmetic_steps)
+        return Mixture(_make_examples(rows, args, tokenizer, left_out), [args.preparation], [num_problems])
+    sources = args.train_sources
+    rows = [load_rows(source) for source in sources]
+    optional = [name for name in _OPTIONAL_COLUMNS if any(name in part.column_names for part in rows)]
+    titles = [str(source) for source in sources]
+    parts = []
+    for number, part in enumerate(rows):
+        title = titles[number] if len(rows) > 1 else None
+        parts.append(_make_examples(part, args, tokenizer, left_out, title, number, optional))
+    sizes = [len(part.rows) for part in parts]
+    if len(parts) == 1:
+        return Mixture(parts[0], titles, sizes)
+    return Mixture(_concatenate(parts, titles).select(interleave(sizes, find_shares(sources))), titles, sizes)
+
+
+def _concatenate(parts: Sequence[Examples], titles: Sequence[str]) -> Examples:
+    """Return the examples of several sources one behind the other."""
+    from datasets import concatenate_datasets
+
+    first = parts[0].rows.features
+    for part, title in zip(parts, titles, strict=True):
+        if part.rows.features != first:
+            names = [", ".join(features) for features in (_format_of(first), _format_of(part.rows.features))]
+            raise UserError(
+                f"`datasets` must have the same columns, got {names[0]} in {titles[0]}, and {names[1]} in {title}."
+            )
+    return Examples(concatenate_datasets([part.rows for part in parts]), step_key(*[part.key for part in parts]))
+
+
+def _format_of(features: Mapping[str, Any]) -> list[str]:
+    """Return the names of the columns of examples, with the kinds of their values."""
+    names = []
+    for name, feature in features.items():
+        if name not in _OWN_COLUMNS:
+            kind = getattr(feature, "dtype", "messages")
+            names.append(f"{name} ({'text' if kind == 'string' else kind})")
+    return names
+
+
+def _split(
+    args: DataArguments, examples: Examples, tokenizer: PreTrainedTokenizerBase, left_out: list[LeftOut]
+) -> dict[str, Examples]:
     """Return the training and the held-out examples, which may be none."""
     preparation = PREPARATIONS[args.preparation]
     num_train = args.num_train_examples or preparation.num_train_examples
     num_eval = args.num_held_out
-    if preparation.problems:
-        num_problems = num_train + num_eval
-        rows = arithmetic_problems(preparation.problems, num_problems, args.split_seed, args.arithmetic_steps)
-    else:
-        rows = load_rows(args, args.train_files)
-    examples = _make_examples(rows, args, tokenizer)
     orders = np.array(examples.rows["order"])
     train, held_out = preparation.split(orders, num_eval)
     eval_examples = examples.select(held_out)
     if args.eval_files:
-        eval_examples = _make_examples(load_rows(args, args.eval_files), args, tokenizer)
+        rows = load_rows(DataSource("json", data_files=args.eval_files))
+        eval_examples = _make_examples(rows, args, tokenizer, left_out, "`eval_files`")
     is_repeated = np.isin(orders[train], eval_examples.rows["order"])
-    _log_left_out(np.sum(is_repeated), "they repeat a held-out example")
+    if is_repeated.any():
+        left_out.append(LeftOut(int(is_repeated.sum()), "examples", "they repeat a held-out example"))
     train = train[~is_repeated]
     if len(train) < (args.num_train_examples or 1) or len(held_out) < num_eval:
         raise UserError(
@@ -98,8 +211,8 @@ class Examples(NamedTuple):
         return Examples(self.rows.select(indices), step_key(self.key, indices))
 
     def replace(self, function: Callable[..., Row], **options: Any) -> Examples:
-        """Make an example of each one by a function of it and the options."""
-        key = step_key(self.key, function.__name__)
+        """Make an example of each one by a function of it and the options, which are part of the key."""
+        key = step_key(self.key, function.__name__, options)
         features = find_features(function(self.rows[0], **options))
         names = self.rows.column_names
         rows = self.rows.map(function, features=features, remove_columns=names, fn_kwargs=options, new_fingerprint=key)
@@ -110,40 +223,91 @@ class Examples(NamedTuple):
         key = step_key(self.key, function.__name__)
         return Examples(self.rows.map(function, fn_kwargs=options, new_fingerprint=key), key)
 
-    def keep(self, function: Callable[..., bool], reason: str, **options: Any) -> Examples:
-        """Leave out the examples for which a function is false, and log the reason with their number."""
+    def keep(
+        self, function: Callable[..., bool], left_out: list[LeftOut], noun: str, reason: str, **options: Any
+    ) -> Examples:
+        """Leave out the examples for which a function is false, and add their number and the reason to `left_out`."""
         key = step_key(self.key, function.__name__, reason)
         rows = self.rows.filter(function, fn_kwargs=options, new_fingerprint=key)
-        _log_left_out(len(self.rows) - len(rows), reason)
+        if len(rows) < len(self.rows):
+            left_out.append(LeftOut(len(self.rows) - len(rows), noun, reason))
         return Examples(rows, key)
 
 
-def _make_examples(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """Return the examples of the usable rows, with their `order` in random choices."""
+def _make_examples(
+    rows: Dataset,
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    left_out: list[LeftOut],
+    title: str | None = None,
+    source: int = 0,
+    optional: Sequence[str] = (),
+) -> Examples:
+    """Return the examples of the usable rows.
+
+    Args:
+        rows: Rows of one source.
+        args: How rows become examples.
+        tokenizer: Tokenizer of the training.
+        left_out: List to which the numbers of rows without an example are added.
+        title: Name of the source in messages, if there are several.
+        source: Number of the source.
+        optional: Columns that all examples get, if other sources have them.
+    """
     mapping = args.column_mapping or {}
     columns = find_columns(args, [*rows.column_names, *mapping])
-    _check_columns(columns, mapping, rows.column_names)
+    of_source = f" of {title}" if title else ""
+    _check_columns(columns, mapping, rows.column_names, of_source)
     examples = Examples(rows, examples_key(rows, args, tokenizer))
-    reason = "they have no text to train on, or `preparation` excludes them"
-    examples = examples.keep(_is_usable, reason, args=args, columns=columns, tokenizer=tokenizer)
+    noun = f"examples{of_source}"
+    reason = f"they have no text to train on ({_describe_missing_text(columns)})"
+    examples = examples.keep(_has_texts, left_out, noun, reason, args=args, columns=columns)
     if not len(examples.rows):
         first = short_repr(_read_row(rows[0], args)[columns[-1]]) if len(rows) else "no examples"
-        raise UserError(f"The data must have an example with text in {columns[-1]}, got {first}.")
-    return examples.replace(_make_example, args=args)
+        raise UserError(f"The data{of_source} must have an example with text in {columns[-1]}, got {first}.")
+    preparation = PREPARATIONS[args.preparation]
+    if preparation.keep is not keep_all:
+        reason = f"`preparation: {args.preparation}` excludes them"
+        examples = examples.keep(_is_kept, left_out, noun, reason, args=args, tokenizer=tokenizer)
+        if not len(examples.rows):
+            raise UserError(f"The data{of_source} must have examples that `preparation: {args.preparation}` keeps.")
+    return examples.replace(_make_example, args=args, source=source, optional=optional)
 
 
-def _complete(examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Dataset:
-    """Return examples with the tokens of pairs of texts, without examples that are too long."""
+def _describe_missing_text(columns: Sequence[str]) -> str:
+    """Return which text an example without text to train on lacks."""
+    if {"messages", "conversations"} & {*columns}:
+        return "no answer of the assistant"
+    return f"{' or '.join(f'`{name}`' for name in columns)} is empty"
+
+
+def _complete(
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    left_out: list[LeftOut],
+    noun: str,
+) -> Dataset:
+    """Return examples with the tokens of pairs of texts and the numbers of tokens, without examples that are too long."""
     if len(examples.rows) and isinstance(examples.rows[0].get("completion"), str):
         examples = examples.add(_add_tokens, tokenizer=tokenizer)
+    elif max_length is not None:
+        examples = examples.add(_count_tokens, tokenizer=tokenizer)
     if max_length is not None:
         reason = f"they have more than {max_length:,} tokens"
-        examples = examples.keep(_fits, reason, tokenizer=tokenizer, max_length=max_length)
-    return examples.rows.remove_columns(["order", "is_one_text"])
+        examples = examples.keep(_fits, left_out, noun, reason, max_length=max_length)
+    return examples.rows
 
 
-def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them."""
+def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Sequence[str], of_source: str) -> None:
+    """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them.
+
+    Args:
+        columns: Columns that examples are made of.
+        mapping: Columns of the data by their new names.
+        names: Columns of the data.
+        of_source: Name of the data in the message.
+    """
     needed = ({*columns} - {*mapping}) | {*mapping.values()}
     missing = sorted(needed.difference(names))
     if columns and not missing:
@@ -152,7 +316,7 @@ def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Se
     if not missing:
         expected = ", or ".join(" and ".join(names) for names in FORMATS)
     raise UserError(
-        f"The data must have {expected}, got the columns {', '.join(names)}. `column_mapping` renames columns, and "
+        f"The data{of_source} must have {expected}, got the columns {', '.join(names)}. `column_mapping` renames columns, and "
         "`prompt_template` makes prompts from them."
     )
 
@@ -163,31 +327,35 @@ def _read_row(row: Row, args: DataArguments) -> Row:
     return {name: to_text(name, value) for name, value in {**row, **renamed}.items()}
 
 
-def _is_usable(row: Row, args: DataArguments, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+def _has_texts(row: Row, args: DataArguments, columns: Sequence[str]) -> bool:
     row = _read_row(row, args)
     for name in columns:
         if row[name] is None or (name in TARGETS and not has_text(name, row[name])):
             return False
-    return PREPARATIONS[args.preparation].keep(row, args, tokenizer)
+    return True
 
 
-def _make_example(row: Row, args: DataArguments) -> Row:
-    identity, example = PREPARATIONS[args.preparation].make_example(_read_row(row, args), args)
-    return {**example, "order": random_order(identity, args.split_seed), "is_one_text": args.target_prefix != ""}
+def _is_kept(row: Row, args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> bool:
+    return PREPARATIONS[args.preparation].keep(_read_row(row, args), args, tokenizer)
+
+
+def _make_example(row: Row, args: DataArguments, source: int, optional: Sequence[str]) -> Row:
+    row = {**dict.fromkeys(optional), **_read_row(row, args)}
+    identity, example = PREPARATIONS[args.preparation].make_example(row, args)
+    order, is_one_text = random_order(identity, args.split_seed), args.target_prefix != ""
+    return {**example, "order": order, "is_one_text": is_one_text, "source": source}
 
 
 def _add_tokens(example: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-    return tokenize(example, tokenizer, is_one_text=example["is_one_text"])
+    tokens = tokenize(example, tokenizer, is_one_text=example["is_one_text"])
+    return {**tokens, "num_tokens": len(tokens["input_ids"])}
 
 
-def _fits(example: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> bool:
-    """Return whether an example is short enough: of a preference pair, both answers."""
-    if "input_ids" in example:
-        return len(example["input_ids"]) <= max_length
+def _count_tokens(example: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+    """Return the number of tokens of an example: of a preference pair, with the longer answer."""
     whole = [{**example, "completion": example[name]} for name in ("chosen", "rejected") if name in example]
-    return all(len(tokenize(part, tokenizer)["input_ids"]) <= max_length for part in whole or [example])
+    return {"num_tokens": max(len(tokenize(part, tokenizer)["input_ids"]) for part in whole or [example])}
 
 
-def _log_left_out(number: int, reason: str) -> None:
-    if number and PartialState().is_main_process:
-        logger.warning(f"{number:,} examples are left out, because {reason}.")
+def _fits(example: Row, max_length: int) -> bool:
+    return example["num_tokens"] <= max_length

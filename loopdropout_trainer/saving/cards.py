@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from loopdropout_trainer.data.sources import describe_data, read_sources
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
@@ -27,7 +28,8 @@ def write_model_card(
     model: PeftModel,
     *,
     repo_id: str | None = None,
-    dataset: str | None = None,
+    dataset: str | Sequence[str] | None = None,
+    data_description: str | None = None,
     recipe: str | None = None,
     results: Iterable[Mapping[str, Any]] = (),
     tags: str | Iterable[str] = (),
@@ -40,7 +42,8 @@ def write_model_card(
         folder: Folder of the card. The folder of a merged model already holds the model.
         model: Model with the adapter.
         repo_id: `user/name` on the Hub, from which the card's code loads the model. Default: the card's folder.
-        dataset: Name of the training data.
+        dataset: Name of the training data, or names, of which the ones on the Hub become links.
+        data_description: Text about the training data. Default: the names.
         recipe: YAML text of the training settings.
         results: Rows of `results.jsonl`. The card shows the held-out loss, and the scores at unit gates next to the base
             model's scores.
@@ -49,6 +52,7 @@ def write_model_card(
         scale: Factor of the update in a merged model.
     """
     folder, results = Path(folder), [*results]
+    names = [dataset] if isinstance(dataset, str) else [*(dataset or ())]
     adapter, looped = model.active_adapters[0], find_looped_model(model)
     lora, num_loops = model.peft_config[adapter], looped.num_loops
     metadata, base = getattr(looped, "trained_with", {}), base_name(model)
@@ -68,7 +72,7 @@ def write_model_card(
         "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
-        "Training data": dataset,
+        "Training data": data_description or ", ".join(map(str, map(public_name, names))) or None,
         "Held-out loss (nats per token)": _held_out_loss(results) if scale == 1 else None,
     }
     own_tags = ["looped-language-model", "lora", "loop-dropout"]
@@ -78,7 +82,7 @@ def write_model_card(
             library_name="transformers" if merged else "peft",
             pipeline_tag="text-generation",
             base_model=base if is_hub_name(base) else None,
-            datasets=dataset if is_hub_name(dataset) else None,
+            datasets=[name for name in names if is_hub_name(name)] or None,
             tags=[*dict.fromkeys([*own_tags, *further_tags])],
             **license_fields,
         ),
@@ -97,13 +101,12 @@ def write_model_card(
 
 
 def read_card_fields(folder: str | Path) -> dict[str, Any]:
-    """Return the arguments `dataset`, `recipe` and `results` of `write_model_card` from the folder of a run."""
+    """Return arguments of `write_model_card` from the folder of a run: the training data, the recipe and the results."""
     folder = Path(folder)
     recipe = read_recipe(folder)
-    names = [str(recipe[name]) for name in ("preparation", "dataset_name") if recipe.get(name)]
-    names += [Path(file).name for file in recipe.get("train_files") or []]
     return {
-        "dataset": " ".join(names) or None,
+        "dataset": [source.path for source in read_sources(recipe) if not source.files],
+        "data_description": describe_data(recipe, without_folders=True) or None,
         "recipe": recipe_path(folder).read_text(encoding="utf-8") if recipe else None,
         "results": read_own_results(folder),
     }

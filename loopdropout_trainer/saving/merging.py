@@ -138,7 +138,7 @@ def merge_and_save(
         model: PEFT model over a looped model.
         output_dir: Folder for the merged model.
         processing_class: Tokenizer to save with the model.
-        card: Keyword arguments `dataset`, `recipe` and `results` of `write_model_card`. The recipe is saved, too.
+        card: Keyword arguments of `write_model_card`, as from `read_card_fields`. The recipe is saved, too.
         repo_id: Name on the Hub (`user/name`). The title and the code of the model card name it.
         scale: Factor of the update.
         standalone: Whether to write the code of this package's model class, so that transformers loads the model without this

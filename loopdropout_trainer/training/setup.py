@@ -468,5 +468,6 @@ class AdapterTrainingMixin:
         """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
         if self.is_world_process_zero():
             card = read_card_fields(self.args.output_dir)
-            card["dataset"] = dataset_name or card["dataset"]
+            if dataset_name is not None:
+                card |= {"dataset": dataset_name, "data_description": None}
             write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, tags=tags or (), **card)

@@ -80,7 +80,7 @@ def key(arguments):
 
     def make(tokenizer=None, **options):
         args = arguments(**options)
-        return caching.examples_key(load_rows(args, args.train_files), args, tokenizer or load_tokenizer("tiny-ouro"))
+        return caching.examples_key(load_rows(*args.train_sources), args, tokenizer or load_tokenizer("tiny-ouro"))
 
     return make
 
@@ -120,6 +120,7 @@ OTHER_VALUES = {
     "dataset_revision": "v1",
     "dataset_split": "test",
     "train_files": ["other.jsonl"],
+    "datasets": [{"path": "a.jsonl"}],
     "eval_files": ["eval.jsonl"],
     "column_mapping": {"q": "a"},
     "num_train_examples": 3,
@@ -136,7 +137,7 @@ OTHER_VALUES = {
 def test_key_changes_with_each_field(place, arguments):
     assert {*OTHER_VALUES} == {field.name for field in fields(DataArguments)}
     tokenizer, args = load_tokenizer("tiny-ouro"), arguments()
-    rows = load_rows(args, args.train_files)
+    rows = load_rows(*args.train_sources)
     keys = {caching.examples_key(rows, args, tokenizer)}
     for name, value in OTHER_VALUES.items():
         other = copy.copy(args)

@@ -1,9 +1,13 @@
 """Training data: examples, loss masks token by token, the choice of examples, and errors."""
 
 import copy
+import json
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pandas as pd
@@ -13,12 +17,14 @@ from trl import SFTTrainer
 
 from helpers.errors import user_error
 from helpers.files import ROOT, SAMPLES, TINY_OURO_PATH, load_script, read_lines, write_lines
+from helpers.processes import Program, free_port, wait_for
 from helpers.tiny import tiny_ouro
 from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
 
@@ -353,21 +359,77 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
         load_datasets(DataArguments(**fields), tokenizer, max_length=100)
 
 
-def test_own_data_page_shows_real_output(tmp_path, monkeypatch, capsys):
+def run(commands):
+    """Run commands of a page in this process."""
+    for line in commands.splitlines():
+        script, *words = shlex.split(line, comments=True)[1:]
+        load_script(f"recipes/{script}.py").main(words)
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The blocks of docs/own_data.md in their order. Its files are in the working folder."""
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/own_data.md").read_text()
-    rows, recipe, dry_run, printed, training, gpu, on_gpu, snippet = re.findall(r"(?ms)^```\w*\n(.*?)^```", page)
-    Path("questions.jsonl").write_text(rows)
-    Path("mine.yaml").write_text(recipe)
-    main = load_script("recipes/sft.py").main
-    main(shlex.split(dry_run)[2:])
+    text = (ROOT / "docs/own_data.md").read_text()
+    names = (
+        "rows recipe dry_run printed training more mixed mixing mixture chats chat_recipe chatting turns gpu on_gpu"
+    )
+    blocks = dict(zip([*names.split(), "snippet"], re.findall(r"(?ms)^```\w*\n(.*?)^```", text), strict=True))
+    files = {"questions.jsonl": "rows", "mine.yaml": "recipe", "more.jsonl": "more", "mixed.yaml": "mixed"}
+    files |= {"chats.jsonl": "chats", "chats.yaml": "chat_recipe", "mine_24gb.yaml": "gpu"}
+    for file, name in files.items():
+        Path(file).write_text(blocks[name])
+    return blocks
+
+
+def test_own_data_page_shows_real_output(page, capsys):
+    run(page["dry_run"])
     device = re.compile("(?m)^device .*")  # the page shows a computer without GPU
-    assert device.sub("", capsys.readouterr().out) == device.sub("", printed)
-    main(shlex.split(training)[2:])
+    assert device.sub("", capsys.readouterr().out) == device.sub("", page["printed"])
+    run(page["training"])
     output = capsys.readouterr().out
     assert "LoRA" in output and "eval_loss" in output and Path("outputs/mine/lora").exists()
-    exec(snippet, names := {})
+    exec(page["snippet"], names := {})
     assert names["data"][0]["completion"] == " 3 + 4 = 7\n#### 7" and "train_loss" in capsys.readouterr().out
-    Path("mine_24gb.yaml").write_text(gpu.replace("num_eval_examples: 100", "num_eval_examples: 1"))
-    main([*shlex.split(on_gpu.splitlines()[0])[2:], "--model_name_or_path", "tiny-ouro"])
+    Path("mine_24gb.yaml").write_text(page["gpu"].replace("num_eval_examples: 100", "num_eval_examples: 1"))
+    run(f"{page['on_gpu'].splitlines()[0]} --model_name_or_path tiny-ouro")
     assert "examples    2, 1 held out" in capsys.readouterr().out
+
+
+def test_own_data_page_mixes_data_sets(page, capsys):
+    run(page["mixing"])
+    data, examples = page["mixture"].split("\n", 1)
+    output = capsys.readouterr().out
+    assert f"\n{data}\n" in output and output.endswith(examples)
+
+
+def test_own_data_page_tries_a_chat(page, capsys):
+    """Preview, training, chat, merging, and a server's answer to turns with a system turn."""
+    pytest.importorskip("fastapi")
+    run(page["chatting"])
+    output = capsys.readouterr().out
+    assert page["turns"] in output and "eval_loss" in output and "adapter" in output
+    assert "The merged model is in outputs/chats/merged" in output
+    for folder in ("outputs/chats", "outputs/chats/merged"):
+        source = find_source(folder)
+        assert (
+            source.load_tokenizer().chat_template == load_tokenizer("tiny-ouro", chat_template="tulu2").chat_template
+        )
+    port = free_port()
+    server = Program(ROOT / "recipes/serve.py", "outputs/chats", "--port", port)
+    turns = read_lines("chats.jsonl")[0]["messages"][:2]
+    body = {"model": "outputs/chats", "messages": turns, "max_tokens": 4, "temperature": 0}
+    address = f"http://127.0.0.1:{port}/v1/chat/completions"
+    answer = wait_for(lambda: _post(address, body), server)
+    server.end()
+    prompt = load_tokenizer("tiny-ouro", chat_template="tulu2").apply_chat_template(turns, add_generation_prompt=True)[
+        "input_ids"
+    ]
+    assert answer["usage"]["prompt_tokens"] == len(prompt) and answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def _post(address, body):
+    """The answer of a server, or None while it starts."""
+    with suppress(URLError):
+        request = Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        return json.load(urlopen(request, timeout=60))

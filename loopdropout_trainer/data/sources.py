@@ -1,0 +1,134 @@
+"""Where the rows of a recipe come from: a data set or files, or several of them with shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from loopdropout_trainer.errors import UserError, check_type, closest_match, short_repr
+
+
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Kinds of files by the end of their names."""
+
+_USUAL_NAMES = {
+    "weight": "fraction",
+    "probability": "fraction",
+    "config": "name",
+    "files": "data_files",
+    "file": "path",
+}
+"""Names that people type by habit, and the names of the fields."""
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A data set or files. In the list `datasets` of a recipe, the fields are those of TRL's `DatasetConfig`, and `revision`.
+
+    Attributes:
+        path: Name or folder of a data set, a file, or the kind of `data_files`, such as `json`.
+        name: Configuration of the data set.
+        revision: Branch, tag or commit of a data set on the Hub.
+        split: Split of the data set, such as `train` or `train[:1000]`.
+        data_dir: Folder inside of the data set.
+        data_files: Files on this computer, or inside of the data set.
+        columns: Columns to read. Default: all.
+        fraction: Share in the mixture. Shares are divided by their sum.
+    """
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    data_dir: str | None = None
+    data_files: str | list[str] | None = None
+    columns: list[str] | None = None
+    fraction: float | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """Files on this computer, or an empty list for a data set."""
+        if file_kind(self.path) and not Path(self.path).is_dir():
+            return [self.path]
+        if self.path in FILE_KINDS.values() and self.data_files:
+            return [self.data_files] if isinstance(self.data_files, str) else [*self.data_files]
+        return []
+
+    def __str__(self) -> str:
+        return ", ".join(self.files) or self.path
+
+    @property
+    def public_name(self) -> str:
+        """Name of the source without the folders of this computer."""
+        if not self.files and not Path(self.path).is_dir():
+            return self.path
+        return ", ".join(Path(file).name for file in self.files or [self.path])
+
+
+def file_kind(file: str) -> str | None:
+    """Return the kind of a file, such as "json", or None for another ending."""
+    return FILE_KINDS.get(Path(file.removesuffix(".gz")).suffix)
+
+
+def read_sources(recipe: Mapping[str, Any]) -> list[DataSource]:
+    """Return the sources that the fields of a recipe name: `train_files`, `dataset_name` or `datasets`.
+
+    Raises:
+        UserError: If an item of `datasets` has wrong fields, or only some of them have a `fraction`.
+    """
+    if recipe.get("train_files"):
+        return [DataSource("json", data_files=recipe["train_files"])]
+    if recipe.get("dataset_name"):
+        options = {"name": "dataset_config", "revision": "dataset_revision", "split": "dataset_split"}
+        given = {name: recipe[field] for name, field in options.items() if recipe.get(field)}
+        return [DataSource(recipe["dataset_name"], **given)]
+    sources = [_read_item(item) for item in recipe.get("datasets") or ()]
+    num_fractions = sum(source.fraction is not None for source in sources)
+    if 0 < num_fractions < len(sources):
+        raise UserError(
+            f"`fraction` must be set for all of the {len(sources)} `datasets` or for none, got {num_fractions}."
+        )
+    return sources
+
+
+def _read_item(item: Any) -> DataSource:
+    """Return the source of an item of `datasets`."""
+    if not isinstance(item, dict):
+        raise UserError(f"An item of `datasets` must be a mapping such as {{path: a.jsonl}}, got {short_repr(item)}.")
+    hints = get_type_hints(DataSource)
+    for name, value in item.items():
+        if name not in hints:
+            hint = closest_match(_USUAL_NAMES.get(name, name), hints)
+            raise UserError(f"`{name}` is not a field of an item of `datasets`.{hint}")
+        if name != "fraction":
+            check_type(f"`{name}` in `datasets`", value, hints[name])
+    if not item.get("path"):
+        raise UserError(f"`path` must be set for each item of `datasets`, got {short_repr(item)}.")
+    fraction = item.get("fraction")
+    is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if fraction is not None and not (is_number and 0 < fraction < float("inf")):
+        raise UserError(f"`fraction` of {item['path']} must be a number above 0, got {short_repr(fraction)}.")
+    given = {name: value for name, value in item.items() if value is not None}
+    source = DataSource(**given)
+    if source.path in FILE_KINDS.values() and not source.data_files:
+        raise UserError(f"`data_files` must be set if `path` is {source.path}.")
+    return source
+
+
+def find_shares(sources: Sequence[DataSource]) -> list[float] | None:
+    """Return the shares of sources, whose sum is 1, or None if all of their examples are used."""
+    if not sources or sources[0].fraction is None:
+        return None
+    total = sum(source.fraction for source in sources)
+    return [source.fraction / total for source in sources]
+
+
+def describe_data(recipe: Mapping[str, Any], without_folders: bool = False) -> str:
+    """Return the preparation of a recipe and the names of its training data, with the shares of a mixture."""
+    sources = read_sources(recipe)
+    names = [source.public_name if without_folders else str(source) for source in sources]
+    if shares := find_shares(sources):
+        names = [f"{100 * share:.3g}% {name}" for share, name in zip(shares, names, strict=True)]
+    return f"{recipe.get('preparation') or ''} {', '.join(names)}".strip()

@@ -1,0 +1,236 @@
+"""Several data sets or files in one recipe: their shares, what is held out, errors, and what the plan and the card say."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from helpers.errors import user_error
+from helpers.files import load_script, write_lines
+from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.data.holding_out import interleave
+from loopdropout_trainer.data.sources import describe_data
+from loopdropout_trainer.results import read_recipe
+from loopdropout_trainer.tokenizers import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """The files a.jsonl with 40 examples, b.jsonl with 10, and others, in the working folder."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    for name, number in (("a", 40), ("b", 10)):
+        rows = [{"prompt": f"{name}{i} =", "completion": f" {i}"} for i in range(number)]
+        write_lines(Path(f"{name}.jsonl"), rows)
+        turns = [{"role": "user", "content": f"{name}?"}, {"role": "assistant", "content": "yes"}]
+        write_lines(Path(f"{name}_chat.jsonl"), [{"messages": turns, **({"tools": TOOLS} if name == "a" else {})}] * 3)
+    write_lines(Path("other.jsonl"), [{"question": "1", "answer": "2"}])
+    write_lines(Path("empty.jsonl"), [{"prompt": "1", "completion": " "}])
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.fixture(scope="module")
+def ouro_tokenizer():
+    return load_tokenizer("tiny-ouro", chat_template="tulu2")
+
+
+def names(examples):
+    return [re.match("[ab]", prompt)[0] for prompt in examples["prompt"]]
+
+
+def load(tokenizer, *datasets, **fields):
+    return load_datasets(DataArguments(datasets=[*datasets], **fields), tokenizer, 100)
+
+
+def test_interleaved_beginnings_have_the_shares():
+    for sizes, shares, numbers in (
+        ([40, 10], None, [40, 10]),
+        ([40, 10], [0.5, 0.5], [10, 10]),
+        ([30, 40, 20], [0.2, 0.5, 0.3], [13, 33, 20]),
+    ):
+        indices = interleave(sizes, shares)
+        starts = np.cumsum([0, *sizes])
+        for start, size, number in zip(starts, sizes, numbers, strict=False):
+            own = indices[(indices >= start) & (indices < start + size)]
+            assert own.tolist() == [*range(start, start + number)]  # the first ones, each of them once
+        shares = shares or [size / sum(sizes) for size in sizes]
+        for length in range(1, len(indices) + 1):
+            own = np.histogram(indices[:length], starts)[0]
+            assert np.abs(own - np.array(shares) * length).max() <= 1
+
+
+def test_fractions_are_those_of_trl(tokenizer):
+    from trl import DatasetMixtureConfig, get_dataset
+    from trl.scripts.utils import DatasetConfig
+
+    for fractions in ((0.5, 0.5), (3, 1), (0.9, 0.3), (None, None)):
+        items = [
+            {"path": "json", "data_files": f"{name}.jsonl", "fraction": fraction}
+            for name, fraction in zip("ab", fractions, strict=True)
+        ]
+        theirs = get_dataset(DatasetMixtureConfig(datasets=[DatasetConfig(**item) for item in items]))["train"]
+        ours = load(tokenizer, *items)["train"]
+        assert sorted(ours["prompt"]) == sorted(theirs["prompt"])
+
+
+def test_held_out_and_first_examples_are_of_all(tokenizer):
+    half = [{"path": "a.jsonl", "fraction": 1}, {"path": "b.jsonl", "fraction": 1}]
+    data = load(tokenizer, *half, num_eval_examples=6, num_train_examples=8)
+    assert len(data["train"]) == 8 and len(data["eval"]) == 6 and {*names(data["eval"])} == {"a", "b"}
+    assert 3 <= names(data["train"]).count("b") <= 5 and {*data["train"]["prompt"]}.isdisjoint(data["eval"]["prompt"])
+    again = load(tokenizer, *half, num_eval_examples=6)
+    assert again["eval"]["prompt"][:] == data["eval"]["prompt"][:]
+
+
+def test_an_item_names_files_splits_and_columns(tokenizer):
+    Path("folder").mkdir()
+    write_lines(Path("folder/train.jsonl"), [{"prompt": f"b{i} =", "completion": " 1", "id": i} for i in range(3)])
+    items = [
+        {"path": "a.jsonl", "split": "train[:2]"},
+        {"path": "folder", "columns": ["prompt", "completion"]},
+        {"path": "json", "data_files": ["b.jsonl", "b.jsonl"], "split": "train[5:15]"},
+    ]
+    train = load(tokenizer, *items)["train"]
+    assert sorted(train["prompt"]) == sorted(
+        ["a0 =", "a1 =", "b0 =", "b1 =", "b2 =", *(f"b{i} =" for i in (*range(5, 10), *range(5)))]
+    )
+
+
+def test_tools_of_some_conversations(ouro_tokenizer):
+    train = load(ouro_tokenizer, {"path": "a_chat.jsonl"}, {"path": "b_chat.jsonl"})["train"]
+    assert [row["tools"] for row in train] == [TOOLS, None] * 3
+
+
+A, B = {"path": "a.jsonl"}, {"path": "b.jsonl"}
+WRONG = [
+    ([A, {**B, "fraction": 0.5}], "`fraction` must be set for all of the 2 `datasets` or for none, got 1"),
+    ([{**A, "fraction": -1}, {**B, "fraction": 2}], "`fraction` of a.jsonl must be a number above 0, got -1"),
+    ([{**A, "fraction": 0}, {**B, "fraction": 1}], "`fraction` of a.jsonl must be a number above 0, got 0"),
+    ([{**A, "fraction": "half"}], "`fraction` of a.jsonl must be a number above 0, got 'half'"),
+    ([{**A, "weight": 1}], "`weight` is not a field of an item of `datasets`. Did you mean 'fraction'"),
+    ([{**A, "split": 3}], "`split` in `datasets` must be str, got 3"),
+    ([{"split": "train"}], "`path` must be set for each item of `datasets`"),
+    ([{"path": "json"}], "`data_files` must be set if `path` is json"),
+    (["a.jsonl"], r"An item of `datasets` must be a mapping such as {path: a.jsonl}, got 'a.jsonl'"),
+    ([A, {"path": "none.jsonl"}], "none.jsonl cannot be loaded"),
+    ([A, {**B, "columns": ["prompt", "x"]}], "`columns` of b.jsonl must be among prompt, completion, got x"),
+    (
+        [A, {"path": "other.jsonl"}],
+        "The data of other.jsonl must have .*prompt and completion.* got the columns question",
+    ),
+    (
+        [A, {"path": "a_chat.jsonl"}],
+        r"must have the same columns, got prompt \(text\), completion \(text\) in a.jsonl, and messages .* in a_chat",
+    ),
+    ([A, {"path": "empty.jsonl"}], "The data of empty.jsonl must have an example with text in completion, got ' '"),
+    (None, "`dataset_name` or `train_files` must be set, or `datasets` for several"),
+]
+
+
+@pytest.mark.parametrize(("datasets", "message"), WRONG)
+def test_wrong_mixtures_raise(ouro_tokenizer, datasets, message):
+    with user_error(message):
+        load_datasets(DataArguments(datasets=datasets), ouro_tokenizer, 100)
+
+
+def test_mixtures_exclude_other_sources():
+    with user_error("Set either `train_files: .*` or `datasets: .*, not both"):
+        DataArguments(datasets=[A], train_files=["b.jsonl"])
+
+
+RECIPE = {
+    "model_name_or_path": "tiny-ouro", "dtype": "float32", "bf16": False, "use_cpu": True, "report_to": "none",
+    "per_device_train_batch_size": 2, "max_steps": 3, "save_steps": 1, "save_total_limit": 3, "num_eval_examples": 2,
+    "output_dir": "run", "learning_rate": 1e-3, "max_length": 64,
+    "datasets": [{"path": "a.jsonl", "fraction": 0.75}, {"path": "b.jsonl", "fraction": 0.25}],
+}  # fmt: skip
+
+
+def sft(recipe, *words):
+    Path("mixed.yaml").write_text(yaml.safe_dump(recipe))
+    load_script("recipes/sft.py").main(["mixed.yaml", *words])
+
+
+def test_plan_and_card_show_the_mixture(capsys):
+    sft(RECIPE, "--dry_run", "true", "--preview", "0")
+    printed = capsys.readouterr().out
+    assert "data        75% a.jsonl, 25% b.jsonl\n" in printed
+    mixed = re.search(
+        r"38, 2 held out, 3 .* epochs\n +(\d+) of the 40 .* a.jsonl\n +(\d+) of the 10 .* b.jsonl", printed
+    )
+    assert sum(map(int, mixed.groups())) == 38 and "left out" not in printed and "a0 =⟦ 0" in printed
+    sft(RECIPE)
+    assert "| Training data | 75% a.jsonl, 25% b.jsonl |" in Path("run/README.md").read_text()
+    assert read_recipe("run")["datasets"] == RECIPE["datasets"]
+    public = {"path": "user/data", "fraction": 1}
+    assert describe_data({"datasets": [public, {**A, "path": "/home/me/a.jsonl", "fraction": 3}]}, True) == (
+        "25% user/data, 75% a.jsonl"
+    )
+
+
+def test_mixture_resumes_exactly_and_only_as_it_was(capsys):
+    sft(RECIPE)
+    weights = Path("run/adapter_model.safetensors").read_bytes()
+    for name in ("run.json", "adapter_model.safetensors", "results.jsonl", "checkpoint-3"):
+        path = Path("run", name)
+        path.rename(path.with_name(f"old_{name}"))
+    sft(RECIPE, "--resume_from_checkpoint", "true")
+    assert Path("run/adapter_model.safetensors").read_bytes() == weights
+    other = {**RECIPE, "datasets": [{"path": "a.jsonl", "fraction": 0.5}, {"path": "b.jsonl", "fraction": 0.5}]}
+    with user_error("`datasets` changed from"):
+        sft(other, "--resume_from_checkpoint", "true")
+
+
+def test_recipe_replaces_the_inherited_data(capsys):
+    Path("base.yaml").write_text(yaml.safe_dump({**RECIPE, "datasets": None, "train_files": ["a.jsonl"]}))
+    sft({"extends": "base.yaml", "datasets": RECIPE["datasets"], "dry_run": True})
+    assert "75% a.jsonl" in capsys.readouterr().out
+    load_script("recipes/sft.py").main(
+        [
+            "base.yaml",
+            "--dry_run",
+            "true",
+            "--datasets",
+            "{path: a.jsonl, fraction: 1}",
+            "{path: b.jsonl, fraction: 1}",
+        ]
+    )
+    assert "data        50% a.jsonl, 50% b.jsonl" in capsys.readouterr().out
+
+
+def test_plan_shows_what_is_left_out(capsys):
+    rows = [{"prompt": f"{i} =", "completion": " 1"} for i in range(20)]
+    rows += [{"prompt": "1", "completion": " " + "2" * 200}] * 3 + [{"prompt": "3", "completion": ""}] * 2
+    write_lines(Path("c.jsonl"), [*rows, rows[0]])
+    recipe = {**RECIPE, "datasets": None, "train_files": ["c.jsonl"], "num_eval_examples": 15, "max_steps": -1}
+    sft({**recipe, "num_train_epochs": 4}, "--dry_run", "true")
+    plan = capsys.readouterr().out
+    examples, *left_out = plan[plan.index("examples  ") :].splitlines()
+    pattern = r"examples +(\d+), (\d+) held out.*, (\d+) optimizer steps, 4 epochs"
+    number, held_out, steps = map(int, re.search(pattern, examples).groups())
+    assert steps == 4 * math.ceil(number / 2)
+    left = {reason: int(count) for line in left_out for count, reason in [re.search(r"(\d+) (.*)", line).groups()]}
+    assert left.pop("examples, because they have no text to train on (`prompt` or `completion` is empty)") == 2
+    too_long = [
+        left.pop(f"{noun}, because they have more than 64 tokens", 0) for noun in ("examples", "held-out examples")
+    ]
+    assert sum(too_long) == 3 and held_out == 15 - too_long[1]
+    repeats = left.pop("examples, because they repeat a held-out example", 0)
+    assert not left and number + held_out + sum(too_long) + repeats == 24
+    if held_out < 15:
+        assert f"{held_out} held out of the 15 asked for, because the others have more than 64 tokens" in examples
+
+
+def test_plan_counts_rows_of_packed_examples(capsys):
+    recipe = {**RECIPE, "packing": True, "max_steps": -1, "num_train_epochs": 2}
+    sft(recipe, "--dry_run", "true")
+    (steps,) = re.search(r"about (\d+) optimizer steps, 2 epochs", capsys.readouterr().out).groups()
+    sft(recipe)
+    trained = json.loads(Path("run/trainer_state.json").read_text())["max_steps"]
+    assert int(steps) <= trained <= int(steps) + 2 < 38
