@@ -15,6 +15,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f232
 .start { text-anchor: start; }
 .bold { font-weight: 600; }
 .on { fill: #0a58ca; font-weight: 600; }
+.plain { font-weight: 400; }
 .off { fill: #59636e; }
 .block { fill: #eaeef2; stroke: #57606a; }
 .update { fill: #cfe2ff; stroke: #0a58ca; }
@@ -45,7 +46,7 @@ def half(left: int, title: str, gates: list[int]) -> list[str]:
     parts = [
         f'<text class="start bold" x="{left + 2}" y="15">{title}</text>',
         f'<rect class="update" x="{first}" y="24" width="{end - first}" height="22" rx="4"/>',
-        f'<text class="on" x="{(first + end) / 2}" y="40">shared LoRA update</text>',
+        f'<text class="on plain" x="{(first + end) / 2}" y="40">shared LoRA update</text>',
         f'<path class="path" d="M{left + 2} 106 H{first}" marker-end="url(#arrow)"/>',
     ]
     for loop, gate in enumerate(gates):

@@ -16,13 +16,13 @@ from plotnine.composition import Compose
 COLORS = {
     "base model": "#7a7a7a",
     "LoRA": "#E69F00",
-    "Loop Dropout": "#0072B2",
+    "Loop Dropout": "#1a80c4",
     "LoRA+": "#009E73",
     "CoTo": "#CC79A7",
     "LoRA Dropout": "#D55E00",
     "rsLoRA": "#56B4E9",
 }
-"""Colors of Okabe and Ito, which color-blind readers can tell apart."""
+"""Colors of Okabe and Ito, which color-blind readers can tell apart, with a lighter blue for dark pages."""
 OTHER_COLORS = ["#9a6324", "#8c6d1f", "#7b3294", "#b2182b", "#66a61e", "#1b7837", "#4d4dff", "#c51b7d"]
 
 
@@ -100,7 +100,7 @@ def line_plot(
             texts = _gain_texts(own, x, ours, other)
             plot += p9.expand_limits(x=ticks[-1] + 0.35 * (ticks[-1] - ticks[0]))  # room for the last text
             plot += p9.geom_text(
-                p9.aes(x, "mean", label="text"), texts, inherit_aes=False, size=8, ha="left", nudge_x=0.1
+                p9.aes(x, "mean", label="text"), texts, inherit_aes=False, color=GRAY, size=8, ha="left", nudge_x=0.1
             )
         y_label = axis["y_label"] + ("\n(axis does not begin at 0)" if begin else "")
         plot = decorate(plot, None if place else title, axis["x_label"], y_label, len(panels), axis.name)
@@ -131,8 +131,10 @@ def heat_plot(
     step = data[x].drop_duplicates().sort_values().diff().min()
     plot = (
         p9.ggplot(data, p9.aes(x, y))
-        + p9.geom_tile(p9.aes(fill="mean"), color="white", width=step, height=step)
-        + p9.geom_text(p9.aes(label="mean"), format_string="{:+.2f}" if shows_gains else "{:.1f}", size=9)
+        + p9.geom_tile(p9.aes(fill="mean"), width=0.95 * step, height=0.95 * step)
+        + p9.geom_text(
+            p9.aes(label="mean"), color="#000000", format_string="{:+.2f}" if shows_gains else "{:.1f}", size=9
+        )
         + p9.scale_fill_gradient2(COLORS["LoRA"], "#f7f7f7", COLORS["Loop Dropout"], guide=None)
         + p9.scale_x_continuous(breaks=data[x].unique())
         + p9.scale_y_reverse(breaks=data[y].unique())
@@ -140,7 +142,7 @@ def heat_plot(
     )
     if shows_gains:
         diagonal = data[data[x] == data[y]]
-        plot += p9.geom_tile(data=diagonal, fill=None, color="#000000", size=1, width=step, height=step)
+        plot += p9.geom_tile(data=diagonal, fill=None, color=GRAY, size=1.2, width=step, height=step)
     return decorate(plot, title, x_label, y_label, data["panel"].nunique())
 
 

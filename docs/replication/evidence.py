@@ -171,6 +171,12 @@ def best_marks(cells: pd.DataFrame, examples: int) -> dict[str, str]:
     return {f"best_{examples}_{name}": value for name, value in values.items()}
 
 
+def best_gains(cells: pd.DataFrame) -> str:
+    """Return the differences with each method's best number of epochs, by the number of examples."""
+    gains = [best_marks(cells, examples)[f"best_{examples}_gain"] for examples in sorted({*cells["examples"]})]
+    return f"{', '.join(gains[:-1])} and {gains[-1]}"
+
+
 def common_means(study: Study, ours: str, other: str, depth: int) -> Pair:
     """Return the accuracies of two methods by seed, on the seeds that both have."""
     sides = [study.select(method, "accuracy", depth=depth)["value"] for method in (other, ours)]
@@ -215,7 +221,9 @@ def make_numbers(studies: dict[str, Study], claims: pd.DataFrame, cells: pd.Data
         "c_below": f"{(pairs['c_across'].ours < pairs['c_across'].lora).sum()} of 15",
         "a_rates": compare_rates(study_a, transfer.DESIGN),
         "c_rates": compare_rates(study_c, serving_depth.DESIGN),
-        "a_highest": f"{count_highest(study_a, 'p_0.5')} of 15 base models, LoRA on {count_highest(study_a, 'lora')}",
+        "a_highest": count_high_rates(study_a, transfer.DESIGN, 2e-3),
+        "c_higher": count_high_rates(study_c, serving_depth.DESIGN, 4e-3),
+        "best_gains": best_gains(cells),
     }
 
 
@@ -233,8 +241,9 @@ def compare_rates(lines: list[dict], design: Design) -> str:
     return f"higher on {higher} and lower on {lower} of {len(design.bases)}"
 
 
-def count_highest(lines: list[dict], method: str) -> int:
-    """Return on how many base models of study A a method chose the highest learning rate."""
-    return sum(
-        rate == max(transfer.DESIGN.learning_rates) for rate in chosen_rates(lines, transfer.DESIGN, method).values()
-    )
+def count_high_rates(lines: list[dict], design: Design, least: float) -> str:
+    """Return on how many base models each method chose this learning rate or a higher one."""
+    counts = [
+        sum(rate >= least for rate in chosen_rates(lines, design, method).values()) for method in ("p_0.5", "lora")
+    ]
+    return f"{counts[0]} of {len(design.bases)} base models, LoRA on {counts[1]}"
