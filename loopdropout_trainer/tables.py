@@ -42,6 +42,7 @@ OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision",
 """Settings that a result of the base model depends on."""
 
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
+OWN_FAMILY = 'Each difference is a test of its own, so "not significant" has no correction for the number of tests.'
 
 
 def load_results(*folders: str | Path) -> pd.DataFrame:
@@ -341,4 +342,4 @@ def print_differences(accuracy: pd.DataFrame) -> None:
     if lines:
         table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"]).set_index(["", "task"])
         print_table("Difference in accuracy on the same n problems", table)
-        print("The intervals are over problems. They do not include other training seeds.")
+        print(f"The intervals are over problems. They do not include other training seeds. {OWN_FAMILY}")

@@ -60,6 +60,7 @@ from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.recipe import load_recipe
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
+    OWN_FAMILY,
     accuracy_table,
     average,
     difference,
@@ -334,7 +335,8 @@ def main(argv: list[str] | None = None) -> None:
                 draw_figure(build_figure(spec, results), path)
             else:
                 table, missing = build_table(spec, results)
-                save_layout(spec, table, path, [*missing, *(spec["made_by"] if missing else [])])
+                family = [OWN_FAMILY] if table["here"].str.contains("significant").any() else []
+                save_layout(spec, table, path, [*family, *missing, *(spec["made_by"] if missing else [])])
         except Missing as reason:
             print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
 
@@ -350,7 +352,7 @@ def main(argv: list[str] | None = None) -> None:
                 table, "Held-out loss in nats per token, mean ± SD over seeds", output_dir / "held_out_loss", [note]
             )
         if "accuracy" in {*results["metric"]}:
-            note = "The 95% intervals are over seeds, or over problems if there is one seed."
+            note = f"The 95% intervals are over seeds, or over problems if there is one seed. {OWN_FAMILY}"
             save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
             draw_figure(overview_figure(results), output_dir / "overview")
 

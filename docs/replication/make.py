@@ -47,7 +47,7 @@ unrelated questions hides losses and gains, so the replication adjusts within ea
 verdicts.
 
 Effects are differences in points or nats, with 95% intervals that are not adjusted. The p-values are adjusted together by
-Holm's method, once with all seeds and once without the seed that chose the learning rates, and the verdicts use the larger one.
+Holm's method, once with all seeds and once without the seed that chose the learning rates. The verdicts use the larger one.
 [comparisons.csv](comparisons.csv) has the p-values of both families, also unadjusted. `make.py` writes this page.
 
 ## Comparisons
@@ -76,8 +76,8 @@ same most probable token. *Overlap* is 1 - TV (total variation).
 ## The map
 
 Cells in which Loop Dropout is ahead, level and behind after equal epochs, without correction for their number, and its
-smallest and largest gain in points. With the best number of epochs of each method, the gains with 32, 128, 512, 2,048 and 4,000
-examples are {best_gains} points (problems of 1 to 3 steps, K = 4).
+smallest and largest gain in points. With the best number of epochs of each method, the gains with 32, 128, 512, 2,048 and
+4,000 examples are {best_gains} points (problems of 1 to 3 steps, K = 4).
 
 {map}
 

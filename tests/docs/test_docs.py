@@ -8,6 +8,8 @@ import shutil
 from collections import defaultdict
 
 import pytest
+from matplotlib import pyplot
+from scipy.ndimage import binary_dilation
 
 import loopdropout_trainer
 from helpers.files import ROOT
@@ -16,7 +18,14 @@ from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
 
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-NAMES = ["README.md", "CONTRIBUTING.md", "recipes/README.md", *(page.relative_to(ROOT).as_posix() for page in PAGES)]
+CARD = "loopdropout_trainer/tiny_ouro/README.md"
+NAMES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "recipes/README.md",
+    CARD,
+    *(page.relative_to(ROOT).as_posix() for page in PAGES),
+]
 TESTED_ELSEWHERE = {"docs/own_data.md", "docs/training_loops.md", "docs/extending.md"}
 """Pages that test_data.py, test_loop_dropout.py and test_extending.py run."""
 CODE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -31,6 +40,19 @@ CHEAP = {
 }
 """Options that make commands cheap."""
 COMMAND = re.compile(r"(?:recipes/((?!make_)\w+)\.py|loopdropout(?:_trainer)?) +(.*)")
+LEFT_OUT = {
+    r"pip |export |echo |git ": "they set up an environment, which .ci/run does",
+    r"pytest|ruff ": "the checks themselves, which .ci/run runs",
+    r"python -m loopdropout_trainer\.lm_eval ": "evaluation/test_lm_eval.py runs it",
+    r"python benchmarks/": "they measure for minutes, and replication/test_benchmarks.py runs the parts of gpu.py",
+    r"(for .*)?python docs/replication/": "they train for hours, and the tests of replication/ run the parts",
+    r"for .* recipes/sweep\.py ": "they train for hours, and commands/test_sweep.py runs short sweeps",
+    r"loopdropout serve ": "it does not end, and integrations/test_server.py and test_serving.py run it",
+    r"vllm |lm_eval ": ".ci/serving runs vLLM",
+    r"axolotl |swift ": ".ci/integrations runs both programs",
+    r"python llama\.cpp|llama-cli ": "llama.cpp is not installed",
+}
+"""Commands of the pages that `test_commands_run` leaves out, with the reason."""
 NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline", re.IGNORECASE)
 
 
@@ -56,6 +78,18 @@ batch = tokenizer("1 + 1 = 2", return_tensors="pt")
 
 def pages_with(language):
     return [name for name in NAMES if code(ROOT / name, language) and name not in TESTED_ELSEWHERE]
+
+
+def commands_of(name):
+    """Yield each command in the bash blocks of a page, and its script and words if `test_commands_run` runs it."""
+    text = "".join(code(ROOT / name, "bash")).replace("\\\n", " ").replace(" && ", "\n")
+    for line in text.splitlines():
+        match = COMMAND.search(line)
+        if not match or any(re.match(pattern, line) for pattern in LEFT_OUT):
+            yield line, None, []
+            continue
+        words = shlex.split(match[2], comments=True)
+        yield (line, match[1], words) if match[1] else (line, words[0], words[1:])
 
 
 def code(page, language):
@@ -114,6 +148,16 @@ def test_costs_are_those_of_the_sweeps():
     assert sum(map(round, hours.values())) == 555 and sum(trainings.values()) - sum(int(n) for n, _ in rows) == 19
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: path.stem)
+def test_figures_can_be_read_on_dark_pages(path):
+    """The background is the page's own. So nothing black may touch it, but black text in a light cell may be."""
+    pixels = pyplot.imread(path)
+    is_clear = pixels[..., 3] == 0
+    is_black = (pixels[..., :3].max(axis=-1) < 0.2) & (pixels[..., 3] > 0.8)
+    assert is_clear[:8].all() and is_clear[:, :8].any()
+    assert not (is_black & binary_dilation(is_clear, iterations=4)).any()
+
+
 def test_search_splits_words_at_parentheses():
     separator = re.search(r"separator: '(.*)'", (ROOT / "mkdocs.yml").read_text())[1]
     for text, word in (("base model (QLoRA)", "QLoRA"), ("`deepspeed`", "deepspeed"), ("ZeRO, DDP", "DDP")):
@@ -154,19 +198,23 @@ def test_snippets_run(clone, name):
 @pytest.mark.parametrize("name", pages_with("bash"))
 def test_commands_run(clone, name):
     """Commands that need the Hub run until they ask for it."""
-    text = "".join(code(ROOT / name, "bash")).replace("\\\n", " ").replace(" && ", "\n")
-    for line in text.splitlines():
-        match = COMMAND.search(line)
-        if match and not line.startswith(("pip", "for")):
-            words = shlex.split(match[2], comments=True)
-            script, words = (match[1], words) if match[1] else (words[0], words[1:])
-            if script == "serve":  # it does not end, and test_serving.py runs it
-                continue
+    for line, script, words in commands_of(name):
+        if script:
             is_local = re.search("quickstart|arithmetic", line)
             cheap = CHEAP.get(script, "").split() if is_local else []
             program = Program(f"recipes/{script}.py", *words, *cheap, cwd=clone)
             is_done = program.wait() == 0 or not is_local and NEEDS_HUB.search(program.stderr)
             assert is_done, f"{line}\n{program.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_are_run_or_left_out_for_a_reason(name):
+    """So that no command of a page goes untested unseen. Blocks without a language have outputs only."""
+    lines = [line for line, script, _ in commands_of(name) if not script]
+    assert [line for line in lines if not any(re.match(pattern, line) for pattern in LEFT_OUT)] == []
+    text = (ROOT / name).read_text(encoding="utf-8")
+    outputs = [*code(ROOT / name, ""), *re.findall(r"(?<=\n\n)(?: {4}.*\n)+", CODE.sub("", text))]
+    assert re.findall(r"^ *(?:loopdropout|python|accelerate|pip) .*", "".join(outputs), re.MULTILINE) == []
 
 
 @pytest.mark.build
