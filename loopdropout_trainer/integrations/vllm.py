@@ -31,6 +31,7 @@ class LoopAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the output [tokens, heads * d] of the running loop, for queries, keys and values [tokens, heads * d]."""
+        # `RecurrentLayer.forward` has set the loop. vLLM's own signature has no place for it.
         return self.loops[self.gate_state.loop](query, key, value)
 
 
@@ -44,12 +45,17 @@ class LoopedForCausalLM(TransformersForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
-        if (size := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-            raise UserError(f"`pipeline_parallel_size` must be 1, because every loop runs all layers, got {size}.")
-        size = vllm_config.parallel_config.tensor_parallel_size
-        if size > 1 and not config.base_model_tp_plan:
-            raise UserError(f"`tensor_parallel_size` must be 1 for `model_type: {config.model_type}`, got {size}.")
-        config.caches_by_loop = True
+        pipeline_size = vllm_config.parallel_config.pipeline_parallel_size
+        if pipeline_size > 1:
+            raise UserError(
+                f"`pipeline_parallel_size` must be 1, because every loop runs all layers, got {pipeline_size}."
+            )
+        tensor_size = vllm_config.parallel_config.tensor_parallel_size
+        if tensor_size > 1 and not config.base_model_tp_plan:
+            raise UserError(
+                f"`tensor_parallel_size` must be 1 for `model_type: {config.model_type}`, got {tensor_size}."
+            )
+        config.caches_by_loop = True  # the backbone raises an error in an engine without this promise
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:
@@ -59,6 +65,8 @@ class LoopedForCausalLM(TransformersForCausalLM):
             for name, module in self.model.named_modules()
             if isinstance(module, StaysFloat32) or name.endswith("lm_head")
         }
+        # vLLM replaces every linear layer that it finds, at any depth of the module tree, by a layer of the engine's dtype. So
+        # empty modules take the place of these modules meanwhile.
         for name in kept:
             self.model.set_submodule(name, nn.Identity())
         super().recursive_replace()
@@ -67,21 +75,33 @@ class LoopedForCausalLM(TransformersForCausalLM):
                 self.model.set_submodule(name, module)
 
     def _create_attention_instances(self, prefix: str = "") -> None:
-        """Create vLLM's attention of all layers once, and of the layers of the recurrent block for each further loop."""
-        looped = {id(module) for layer in self.model.recurrent_layers() for module in layer.modules()}
+        """Create vLLM's attention of all layers once, and of the layers of the recurrent block for each further loop.
+
+        An instance of vLLM's attention adds itself under its name to a registry, the engine gives one cache of keys and
+        values [blocks, ...] to each entry, and a module runs the instance in its attribute `attn`. For layers 0 to 2, of
+        which layer 1 is looped, and K = 2:
+
+            registry           layer 0, layer 1, layer 2, loop1.layer 1        4 caches
+            `attn` of layer 1  LoopAttention([layer 1, loop1.layer 1])         loop t writes into cache t
+        """
         modules = [self.get_submodule(name) for name, _ in self.attention_fusers.values()]
-        registered = self.compilation_config.static_forward_context  # the layers that get a cache
+        recurrent = {id(module) for layer in self.model.recurrent_layers() for module in layer.modules()}
         super()._create_attention_instances(prefix)
-        loops = [[getattr(module, VLLM_ATTN_ATTR)] for module in modules]
+        loops = {module: [getattr(module, VLLM_ATTN_ATTR)] for module in modules}
+        # vLLM creates the instances of all layers together, under names that must be new, and takes the layer's number from
+        # the only integer between the dots of a name. So the prefix is "loop1", not "1".
+        registered = self.compilation_config.static_forward_context
         for loop in range(1, self.config.num_loops):
             super()._create_attention_instances(f"{prefix}loop{loop}")
-            for module, attentions in zip(modules, loops, strict=True):
+            for module in modules:
                 attention = getattr(module, VLLM_ATTN_ATTR)
-                if id(module) in looped:
-                    attentions.append(attention)
+                if id(module) in recurrent:
+                    loops[module].append(attention)
                 else:
-                    del registered[attention.layer_name]
-        for module, attentions in zip(modules, loops, strict=True):
-            is_looped = id(module) in looped
-            attention = LoopAttention(attentions, self.model.gate_state) if is_looped else attentions[0]
+                    del registered[attention.layer_name]  # the layer runs once, so a second cache would stay empty
+        for module, attentions in loops.items():
+            if id(module) in recurrent:
+                attention = LoopAttention(attentions, self.model.gate_state)
+            else:
+                attention = attentions[0]
             setattr(module, VLLM_ATTN_ATTR, attention)
