@@ -121,13 +121,13 @@ class GatedBatch:
         if num_examples is None:
             num_examples = 1 if self.gates is None else self.gates.shape[1]
         index = self.token_examples
-        if index is not None and (index.shape == shape or num_examples > 1):
-            if index.shape != shape:
-                raise UserError(
-                    f"The gates in force belong to a packed batch of shape {list(index.shape)}, but the model runs a batch of "
-                    f"shape {list(shape)}. Run other batches inside `use_gates`."
-                )
+        if index is not None and index.shape == shape:
             return index
+        if index is not None and num_examples > 1:
+            raise UserError(
+                f"The gates in force belong to a packed batch of shape {list(index.shape)}, but the model runs a batch of "
+                f"shape {list(shape)}. Run other batches inside `use_gates`."
+            )
         if num_examples not in (1, shape[0]):
             raise UserError(
                 f"`gates` must have one column for each of the {shape[0]} examples or one column for all, got "
@@ -160,8 +160,9 @@ class GatedBatch:
             gate = self.gates[index].to(device, non_blocking=True)  # [N] or [N, M]
             gate = gate.reshape(len(gate), -1)  # [N, 1 or M]
             if token_examples is not None:
-                has_one_gate = len(gate) == 1  # for all examples
-                places = torch.zeros_like(token_examples) if has_one_gate else token_examples
+                places = token_examples
+                if len(gate) == 1:  # one gate for all examples
+                    places = torch.zeros_like(token_examples)
                 gate = gate[places]  # [n, 1 or M]
         return RunningLoop(self, index, token_examples, gate, **attributes)
 
@@ -235,14 +236,20 @@ class GateState:
     def begin_pass(self) -> None:
         """Note that a pass begins under the gates in force.
 
-        A checkpoint around the whole model runs it again in the backward pass, under the gates that are in force then.
+        A checkpoint around a layer keeps the gates of its pass, as an argument of the layer. A checkpoint around the whole
+        model cannot, because the model reads its gates from here. It runs the model again in the backward pass, under the
+        gates that are in force then, so its gradient is right only inside of the block of `use_gates`. Passes that will run
+        again are counted in the forward pass (`num_due`), and counted down when they do.
 
         Raises:
             UserError: If it runs again and the block of its gates has ended.
         """
-        if self.num_due is None and not self.has_lost or not is_checkpointed():
+        may_run_again = self.num_due is not None  # a block of `use_gates` with gradient is running
+        if not may_run_again and not self.has_lost:
             return
-        is_backward = torch._C._current_graph_task_id() >= 0
+        if not is_checkpointed():
+            return
+        is_backward = torch._C._current_graph_task_id() >= 0  # -1 outside of a backward pass
         if not is_backward:
             if self.num_due is not None and self.gates is not None:
                 self.num_due += 1
@@ -328,15 +335,18 @@ class GateState:
 
     def is_unused(self, module: int) -> bool:
         """Return whether the update of an adapted module is zero for all running tokens and need not be computed."""
-        unused = self.running.batch.unused_modules
         if self.running.skips_updates:
             return True
+        unused = self.running.batch.unused_modules
         return bool(unused) and unused[module]
 
 
 @torch.compiler.disable
 def is_checkpointed() -> bool:
-    """Return whether `torch.utils.checkpoint` calls this function, now or again in the backward pass."""
+    """Return whether `torch.utils.checkpoint` calls this function, now or again in the backward pass.
+
+    A checkpointed function cannot ask torch for it, but it has torch's module among its callers.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back

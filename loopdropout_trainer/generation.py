@@ -117,7 +117,10 @@ class Ending:
         added = tokenizer.get_added_vocab()  # special tokens are not part of the decoded text
         stop_tokens = [added[stop] for stop in stops if stop in added]
         self.end_tokens = {*end_tokens(looped), tokenizer.eos_token_id, *stop_tokens} - {None}
-        self.window = max((len(stop.encode()) + 4 for stop in stops), default=0)  # a token has a byte or more
+        # The last tokens of a completion whose text is searched for stop strings, because decoding all of it after each token
+        # takes longer and longer. A token has a byte or more. Some further tokens come before them, because a decoder may
+        # change the beginning of a text, as by removing its first space.
+        self.window = max((len(stop.encode()) + 4 for stop in stops), default=0)
 
     def find_ended(self, completions: list[list[int]]) -> list[bool]:
         """Return whether each completion ends with its last token. Before that token it had not ended."""
@@ -195,7 +198,7 @@ class SlotLayer(StaticLayer):
             self.values = _no_columns(value_states, self.places.num_slots)
             self.is_initialized = True
         slots, positions = self.places.slots, self.places.positions
-        num_columns = self.places.num_columns or positions.shape[1]
+        num_columns = self.places.num_columns or positions.shape[1]  # a prefill needs S columns
         self._add_slots(self.places.num_slots)
         self._add_columns(num_columns)
         # Token s of row b goes to column positions[b, s] of slot slots[b]. Both indices broadcast to [B, S], and select places
@@ -205,7 +208,10 @@ class SlotLayer(StaticLayer):
         self.values[written] = value_states.transpose(1, 2)
         if self.places.num_columns is None:
             return key_states, value_states  # a prompt attends to itself, without older columns
-        keys, values = (states[: len(slots), :num_columns] for states in (self.keys, self.values))
+        # The running rows are the first slots, so that one slice, a view, has all of their states. It also has old states of
+        # rows that ended, in columns that the mask of `_next_logits` hides.
+        num_rows = len(slots)
+        keys, values = self.keys[:num_rows, :num_columns], self.values[:num_rows, :num_columns]
         return keys.transpose(1, 2), values.transpose(1, 2)  # [B, heads, columns, d]
 
     def _add_slots(self, num_slots: int) -> None:

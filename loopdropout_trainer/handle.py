@@ -167,9 +167,11 @@ class LoopDropoutHandle:
             return
         if self.model.peft_config != self._adapters:
             self._gate_new_layers()
-        positional = inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments
-        inputs = {name: x for name, x in {**positional, **kwargs}.items() if x is not None}
-        ids, token_examples = find_examples(inputs)
+        named = (
+            inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments
+        )  # also those without a keyword
+        inputs = {name: x for name, x in {**named, **kwargs}.items() if x is not None}
+        ids, token_examples = find_examples(inputs)  # N ids, and [B, S] or None
         num_loops, num_modules = self.looped.num_loops, len(self.physical_layers)
         gates = as_gate_matrix(self.sample(ids), num_loops, num_modules, len(ids), "Gates of `sample`")  # [K, N]
         self.last_gates = GatedBatch(gates, token_examples)
@@ -178,6 +180,8 @@ class LoopDropoutHandle:
 
     @torch.compiler.disable
     def _reset_gates(self, backbone: nn.Module, args: tuple, output: Any) -> None:
+        # The backward pass needs no gates here: checkpointed layers have stored them. So the next pass, which may be in
+        # evaluation mode, finds unit gates.
         if self.gate_state.batch is self.last_gates:
             self.gate_state.reset()
 

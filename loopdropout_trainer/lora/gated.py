@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,16 +86,19 @@ class GatedLora(LoraVariant):
 
     def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""
+        # Three ways to the same sum. If no token has an active gate, there is nothing to compute. Unit gates run PEFT's
+        # operations in PEFT's order, so that evaluation has PEFT's bits. Only the last way multiplies by a gate.
         self.gate_state.check_drawn(module)
         if self.gate_state.is_unused(self.module):
             return self._unused(module, active_adapter, x, result)
-        scaling = module.scaling[active_adapter]
+        scaling = module.scaling[active_adapter]  # alpha / r
         x = self._cast(module.lora_dropout[active_adapter](x), result)
-        gate = self.gate_state.gate_for(x, self.module, self.gate_factor(x))
+        gate = self.gate_state.gate_for(x, self.module, self.gate_factor(x))  # [N, 1, 1] or [B, S, 1], or None for one
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
-        # In float32, since rounding a gate such as 1/0.7 to bfloat16 gives an error of 0.2% for all tokens.
+        # Gate and scaling multiply the r numbers of a token between A and B, and not the many more numbers after B. They do so
+        # in float32, since rounding a gate such as 1/0.7 to bfloat16 gives an error of 0.2% for all tokens.
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
         return result + self.up(module, active_adapter, low_rank)
 
@@ -112,7 +115,9 @@ class GatedLora(LoraVariant):
         return _linear(module.lora_B[adapter], low_rank)
 
     def _cast(self, x: Tensor, result: Tensor) -> Tensor:
-        return x.to(result.dtype) if self.in_activation_dtype else x
+        if self.in_activation_dtype:
+            return x.to(result.dtype)
+        return x
 
     def _unused(self, module: LoraLayer, adapter: str, x: Tensor, result: Tensor) -> Tensor:
         """Skip the update. With several processes, add 0 times the update of one token unless the loop is frozen.
@@ -122,7 +127,7 @@ class GatedLora(LoraVariant):
         has_other_processes = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not has_other_processes or self.gate_state.running.frozen:
             return result
-        token = self._cast(x.flatten(0, -2)[:1], result)
+        token = self._cast(x.flatten(0, -2)[:1], result)  # [1, in]
         return result + 0 * self.up(module, adapter, self.down(module, adapter, token))
 
     def init(self, module: LoraLayer, adapter_name: str, **kwargs) -> None:
@@ -252,15 +257,21 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     looped.prepare_fused_loss()
     state.is_read = True
     state.rule = rule
-    rules = {adapter: rule if adapter == trained else None for adapter in model.peft_config}
+    rules = dict.fromkeys(model.peft_config)  # None for all adapters that the rule does not train
+    if trained is not None:
+        rules[trained] = rule
     kinds = {adapter: kind_of(model, adapter, own_rule) for adapter, own_rule in rules.items()}
     if trained is not None and kinds[trained].one_depth and len(kinds) > 1:
         raise UserError(
             f"`rule` must have a shared adapter if the model has other adapters ({', '.join(kinds)}), got {rule.name!r}."
         )
     shared = {adapter: kind.prepare(model, adapter, num_loops, seed) for adapter, kind in kinds.items()}
-    # A trainer gates the adapter that it trains. Others, such as TRL's frozen reference "ref", keep unit gates.
-    states = {adapter: state if trained in (None, adapter) else GateState() for adapter in kinds}
+    # A trainer gates the adapter that it trains. Others, such as TRL's frozen reference "ref", keep unit gates: they read a
+    # `GateState` of their own, in which nobody sets gates.
+    states = {}
+    for adapter in kinds:
+        is_gated = trained is None or adapter == trained
+        states[adapter] = state if is_gated else GateState()
     for module, layer in enumerate(adapted_layers(model)):
         _gate_layer(layer, state, module, in_activation_dtype)
         for adapter, variant in layer.lora_variant.items():
@@ -272,12 +283,17 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
                 shared=shared[adapter],
                 replaced=variant.replaced,
             )
-    if any(kind.one_depth for kind in kinds.values()):
+    _guard_parameters(model, kinds.values())
+    return state
+
+
+def _guard_parameters(model: PeftModel, kinds: Iterable[type[GatedLora]]) -> None:
+    """Make functions of PEFT that read A and B only raise an error, where they would lose other parameters silently."""
+    if any(kind.one_depth for kind in kinds):
         model.base_model.add_weighted_adapter = functools.partial(_combine_adapters, model)
     if not getattr(model.base_model, "refuses_unread", False):
         model.base_model.register_load_state_dict_pre_hook(_refuse_unread)
         model.base_model.refuses_unread = True
-    return state
 
 
 def _refuse_unread(tuner: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -346,7 +362,8 @@ def remove_gates(model: PeftModel) -> None:
         layer.lora_variant = {adapter: own.replaced for adapter, own in variants if own.replaced is not None}
         layer.cast_input_dtype_enabled = True
     state = find_looped_model(model).gate_state
-    state.is_read, state.rule = False, None
+    state.is_read = False
+    state.rule = None
 
 
 def is_gated_by(model: PeftModel, rule: Any) -> bool:
@@ -372,7 +389,9 @@ def gate_new_layers(model: PeftModel) -> None:
 
 
 @contextmanager
-def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor | None = None) -> Iterator[GateState]:
+def use_gates(
+    model: PeftModel, gates: Tensor | Sequence | None, token_examples: Tensor | None = None
+) -> Iterator[GateState]:
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
@@ -383,7 +402,8 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
 
     Args:
         model: PEFT model over a looped model.
-        gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules.
+        gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules. None: the gates
+            in force stay, and the model may have no adapter.
         token_examples: Index (0..N-1) of each token's example, [B, S], for packed examples.
 
     Raises:
@@ -391,6 +411,9 @@ def use_gates(model: PeftModel, gates: Tensor | Sequence, token_examples: Tensor
         UserError: If the adapter cannot be gated or is merged, or if the gates have a wrong shape.
     """
     looped = attach_looped_model(model)
+    if gates is None:
+        yield looped.gate_state
+        return
     gates = as_gate_matrix(gates, looped.num_loops, len(adapted_layers(model)))
     was_gated = bool(gated_layers(model))
     has_gradient = torch.is_grad_enabled()

@@ -109,14 +109,21 @@ class LoopedBackbone(LoopedPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_readouts
         cache = self._fit_cache(cache, use_cache, output_readouts)
-        cached = 0 if cache is None else cache.get_seq_length()
+        cached = 0 if cache is None else cache.get_seq_length()  # tokens of earlier calls
         if initial_state is not None:
             initial_state = self._select_states(initial_state, embeddings, int(cached))
         if position_ids is None:
             position_ids = _positions(embeddings, attention_mask, cached)
-        attention_inputs = self.attention_inputs(embeddings, position_ids, input_ids)
-        inputs = LoopInputs(embeddings, None, position_ids, attention_inputs, cache, attention_kwargs=kwargs)
+        inputs = LoopInputs(
+            state=embeddings,
+            attention_mask=None,  # the pass sets it
+            position_ids=position_ids,
+            position_embeddings=self.attention_inputs(embeddings, position_ids, input_ids),
+            cache=cache,
+            attention_kwargs=kwargs,
+        )
 
+        # From here to `unpack`, tensors have the form of the pass: rows [B, S, ...], or packed examples [1, T, ...].
         forward_pass = self._new_pass(inputs, attention_mask)
         inputs = forward_pass.prepare(inputs, attention_mask)
         inputs = self.run_prelude(inputs)
@@ -124,7 +131,9 @@ class LoopedBackbone(LoopedPreTrainedModel):
             own = forward_pass.unpack(inputs.state)[:, initial_state.shape[1] :]
             inputs = replace(inputs, state=forward_pass.pack(torch.cat([initial_state.to(own), own], dim=1)))
         results = forward_pass.run_loops(inputs)
-        read = results if output_readouts else results[-1:]
+        read = results[-1:]
+        if output_readouts:
+            read = results
         readouts = [forward_pass.unpack(self.readout(result)) for result in read]
         self.gate_state.set_loop(self.gate_state.batch.loop(0))  # so that no tensor of this pass is kept
 
@@ -141,8 +150,11 @@ class LoopedBackbone(LoopedPreTrainedModel):
             return inputs_embeds
         embeddings = self.get_input_embeddings()(input_ids)
         # PEFT and TRL make the embeddings require a gradient for reentrant checkpointing, and nothing uses it.
+        # A state that requires a gradient would have one in every loop, so that no loop could run without.
         is_frozen = self.gate_state.batch.options.lora_parameters is not None and embeddings.is_leaf
-        return embeddings.detach() if is_frozen else embeddings
+        if is_frozen:
+            embeddings = embeddings.detach()
+        return embeddings
 
     def _select_states(self, initial_state: Tensor, embeddings: Tensor, cached: int) -> Tensor:
         """Return the given initial states of the tokens that run."""
@@ -166,7 +178,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
             return None
         if output_readouts:
             raise UserError("`use_cache` must be False with `output_readouts`.")
-        cache = DynamicCache() if cache is None else cache
+        if cache is None:
+            cache = DynamicCache()
         needed = self.config.num_layer_runs
         size = len(cache.layers)
         if 0 < size < needed and cache.get_seq_length() > 0:
@@ -175,7 +188,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
                 "or the cache was made for a model without loops, as in prefix tuning."
             )
         if cache.layer_class_to_replicate is None:  # otherwise the cache adds layers by itself
-            cache.layers.extend(copy.deepcopy(cache.layers[index % size]) for index in range(size, needed))
+            for index in range(size, needed):
+                cache.layers.append(copy.deepcopy(cache.layers[index % size]))
         return cache
 
     def _new_pass(self, inputs: LoopInputs, attention_mask: Any) -> BatchPass:

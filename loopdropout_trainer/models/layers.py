@@ -139,18 +139,24 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(swiglu(gate, up) if self.act_fn is None else self.act_fn(gate) * up)
+        if self.act_fn is None:
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 class StaysFloat32(nn.Module):
     """A module whose float32 weights and buffers keep their type when the model is cast, as in `model.bfloat16()`."""
 
     def _apply(self, fn, recurse: bool = True):
+        # `model.bfloat16()`, `model.cuda()` and `model.to(...)` all call this method with a function of a tensor. Its result
+        # tells where a tensor goes. The tensor goes there, too, but not to a narrower type.
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if tensor.dtype != torch.float32 or moved.dtype.itemsize >= tensor.dtype.itemsize:
                 return moved
-            return moved.float() if tensor.is_meta else tensor.to(moved.device)
+            if tensor.is_meta:
+                return moved.float()
+            return tensor.to(moved.device)  # the original numbers, which `moved` has rounded
 
         return super()._apply(move, recurse)
 
@@ -238,7 +244,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        # mean x^2 = |x|^2 / H, without a tensor x^2. One operation divides and adds.
+        # mean x^2 = |x|^2 / H, without a tensor x^2 [..., H]. One operation divides and adds.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         eps = torch.scalar_tensor(eps, dtype=x.dtype, device=x.device)
         reciprocal = torch.add(eps, norm.square_(), alpha=1 / x.shape[-1]).rsqrt_()
@@ -250,11 +256,12 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, reciprocal = ctx.saved_tensors
         size = x.shape[-1]
-        # The kernel of layer norm, with a mean of zero, subtracts the mean of its gradient, which is added again.
+        # torch has no backward kernel of RMS norm, but one of layer norm. With g = w dy, n = x r and a mean of zero it gives
+        # dx = r (g - mean(g) - n mean(n g)), and RMS norm needs dx = r (g - n mean(n g)). So r mean(g) is added again.
         inputs = (grad, x, [size], torch.zeros_like(reciprocal), reciprocal, weight, None)
         mask = [True, ctx.needs_input_grad[1], False]
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(*inputs, mask)
-        mean = (grad @ weight).unsqueeze(-1).mul_(reciprocal)
+        mean = (grad @ weight).unsqueeze(-1).mul_(reciprocal)  # H r mean(g), [..., 1]
         return grad_x.add_(mean, alpha=1 / size), grad_weight, None
 
 
@@ -269,6 +276,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
         grad_a = grad * b
+        # The kernel writes into the memory of its first argument, and the product below into that of silu(a).
         torch.ops.aten.silu_backward.grad_input(grad_a, a, grad_input=grad_a)
         return grad_a, F.silu(a).mul_(grad)
 

@@ -23,7 +23,7 @@ except ImportError:  # builds of torch without it
 logger = logging.get_logger(__name__)
 
 
-# Launches against arithmetic: the faster of two exact ways to compute something.
+# Choose between two exact implementations by the cost of their launches and of their arithmetic.
 #
 # Small tensors leave a device waiting for the next operation, and large tensors do not. Both are counted in floating-point
 # operations (FLOP). The rates are nominal, and a CPU's rate is the rate of one core, so that neither a busy machine nor the
@@ -56,6 +56,12 @@ def launch_flops(device: torch.device, dtype: torch.dtype) -> float:
 class Packing:
     """Places of the tokens of a batch [B, S] when its examples are packed in one row [1, T].
 
+    For B = 3, S = 4 and padding at the dots, the T = 9 tokens are those with the indices `kept` among the B * S = 12:
+
+        a b c .
+        d e f g    ->    a b c d e f g h i      kept 0 1 2 4 5 6 7 8 9,   lengths 3 4 2,   token_examples 0 0 0 1 1 1 1 2 2
+        h i . .
+
     Attributes:
         shape: (B, S).
         kept: [T] indices of the packed tokens among the B * S tokens. None: all tokens, in order.
@@ -72,15 +78,18 @@ class Packing:
 
     def pack(self, x: Tensor) -> Tensor:
         """Return [1, T, ...] for [B, S, ...], or for [1, S, ...] that all rows share."""
-        x = x.expand(self.shape[0], *x.shape[1:]).flatten(0, 1)
-        return (x if self.kept is None else x[self.kept]).unsqueeze(0)
+        tokens = x.expand(self.shape[0], *x.shape[1:]).flatten(0, 1)  # [B * S, ...]
+        if self.kept is not None:
+            tokens = tokens[self.kept]  # [T, ...]
+        return tokens.unsqueeze(0)
 
     def unpack(self, x: Tensor) -> Tensor:
         """Return [B, S, ...] for [1, T, ...], with zeros on padding."""
-        x = x[0]
+        tokens = x[0]  # [T, ...]
         if self.kept is not None:
-            x = x.new_zeros(math.prod(self.shape), *x.shape[1:]).index_copy(0, self.kept, x)
-        return x.unflatten(0, self.shape)
+            zeros = tokens.new_zeros(math.prod(self.shape), *tokens.shape[1:])
+            tokens = zeros.index_copy(0, self.kept, tokens)  # [B * S, ...]
+        return tokens.unflatten(0, self.shape)
 
 
 def find_packing(
@@ -94,6 +103,8 @@ def find_packing(
         position_ids: [B or 1, S]. Without a mask, they mark the beginnings of examples (`example_starts`).
         token_examples: [B, S] index of each token's gates. Default: its row.
     """
+    # All counting happens on the CPU. The lengths become Python numbers, and on a GPU each count and each selection by a mask
+    # would make Python wait for the device. Only the indices of the T tokens go back.
     device = position_ids.device
     mask = torch.ones(shape, dtype=torch.bool)
     starts = example_starts(position_ids).cpu().expand(shape)  # [B, S]
@@ -152,11 +163,12 @@ class PackedAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
         """Return the output [1, T, heads, d] for queries, keys and values [1, heads, T, d]."""
         groups = query.shape[1] // key.shape[1]  # query heads that share a key head
-        if groups > 1:
+        if groups > 1:  # both kernels are called with one key head for each query head
             key = key.repeat_interleave(groups, dim=1)
             value = value.repeat_interleave(groups, dim=1)
         if self.at_once and not dropout:
             return _attend_at_once(query, key, value, self.ends.to(query.device), max(self.lengths), scaling)
+        # A mask has the dtype of its queries, and all layers and loops share it.
         if query.dtype not in self._masks:
             self._masks[query.dtype] = [chunk_mask(chunk, query) for chunk in self.chunks]
         sizes = [sum(chunk) for chunk in self.chunks]
@@ -180,6 +192,8 @@ def chunk_mask(lengths: Sequence[int], query: Tensor) -> Tensor | None:
 
 
 def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> Tensor:
+    # The kernel has no batch dimension. `ends` separates the examples, and a window of all keys before a query and none after
+    # it makes the attention causal.
     inputs = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, d]
     return varlen_attn(*inputs, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0)).unsqueeze(0)
 

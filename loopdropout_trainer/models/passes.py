@@ -73,7 +73,15 @@ class LoopInputs:
 
 
 class LoopCache:
-    """The layers of a cache that belong to one loop: layer `layer_idx` here is layer `layer_idx + offset` of the cache."""
+    """The layers of a cache that belong to one loop: layer `layer_idx` here is layer `layer_idx + offset` of the cache.
+
+    In loop t, a token attends to the keys that the tokens before it had in loop t. So the cache has one layer for each (loop,
+    layer), although the K loops share their weights. Layers that run once come first. For 3 layers, of which the last 2 are
+    looped, and K = 2:
+
+        layer of the model    0   1 2   1 2
+        layer of the cache    0   1 2   3 4        offset 0 in the first loop, 2 in the second
+    """
 
     def __init__(self, cache: Cache, offset: int) -> None:
         self.cache = cache
@@ -111,8 +119,11 @@ class BatchPass:
         config = self.backbone.config
         results = []
         for loop in range(config.num_loops):
-            cache = None if inputs.cache is None else LoopCache(inputs.cache, loop * config.num_recurrent_layers)
-            inputs = replace(inputs, state=self.run_loop(loop, replace(inputs, cache=cache)))
+            loop_inputs = inputs
+            if inputs.cache is not None:
+                loop_cache = LoopCache(inputs.cache, offset=loop * config.num_recurrent_layers)
+                loop_inputs = replace(inputs, cache=loop_cache)
+            inputs = replace(inputs, state=self.run_loop(loop, loop_inputs))
             results.append(inputs)
         return results
 
@@ -123,7 +134,8 @@ class BatchPass:
         device = inputs.state.device if tokens is None else tokens.device
         # The loop is bound here, with the gates of this pass. Gradient checkpointing keeps `set_loop` with the arguments
         # of a layer. It calls it again in the backward pass, when loops run in reverse and `state.batch` may hold other gates.
-        set_loop = functools.partial(state.set_loop, state.batch.loop(index, device, tokens, **attributes))
+        running = state.batch.loop(index, device, tokens, **attributes)
+        set_loop = functools.partial(state.set_loop, running)
         set_loop()  # for modules outside of the layers
         return self.backbone.recurrent_step(replace(inputs, set_loop=set_loop))
 
@@ -156,17 +168,22 @@ def plan_loops(active: Sequence[Sequence[bool]], lengths: Sequence[int], least_f
         least_frozen: Number of tokens of frozen examples from which they run apart.
     """
     everyone = range(len(lengths))
-    started = set()
+    started: set[int] = set()  # examples that have had an active gate
     plan = []
-    for gates in active:
-        started.update(index for index in everyone if gates[index])
+    for is_active in active:  # [N]
+        started.update(index for index in everyone if is_active[index])
         waiting = tuple(index for index in everyone if index not in started)
-        if started and sum(lengths[index] for index in waiting) < least_frozen:
-            started, waiting = set(everyone), ()  # in later loops too, because their states then have a graph
-        groups = [Group(waiting, frozen=True, skips_updates=True)] if waiting else []
+        num_waiting = sum(lengths[index] for index in waiting)
+        if started and num_waiting < least_frozen:
+            # They run with the others from here on, under a gate of zero. A state that has run in a group with gradient has a
+            # graph, so it cannot be frozen in a later loop.
+            started, waiting = set(everyone), ()
+        groups = []
+        if waiting:
+            groups.append(Group(waiting, frozen=True, skips_updates=True))
         if started:
-            skips = not any(gates[index] for index in started)
-            groups.append(Group(tuple(sorted(started)), skips_updates=skips))
+            has_updates = any(is_active[index] for index in started)
+            groups.append(Group(tuple(sorted(started)), skips_updates=not has_updates))
         plan.append(groups)
     return plan
 
@@ -180,7 +197,9 @@ def _join(pieces: Iterable[Tensor], dim: int = 1) -> Tensor:
 class PackedPass(BatchPass):
     """One forward pass of a backbone over examples that are packed in one row.
 
-    `_plan` decides which examples run a loop together, and `_run_group` runs them.
+    `_plan` decides which examples run a loop together, `_run_group` runs them, and `_merge` joins their states:
+
+        state [1, T, H]  ->  frozen [1, n, H], others [1, T - n, H]  ->  one loop each  ->  state [1, T, H]
     """
 
     def __init__(self, backbone: LoopedPreTrainedModel) -> None:
@@ -192,7 +211,6 @@ class PackedPass(BatchPass):
         batch = self.backbone.gate_state.batch
         token_examples = batch.find_token_examples(shape)
         self.packing = packing = find_packing(shape, attention_mask, inputs.position_ids, token_examples)
-        self.pack, self.unpack = packing.pack, packing.unpack
         # Random initial states are drawn in the prelude, which runs before the first loop and reads the example of each token.
         self.backbone.gate_state.set_loop(RunningLoop(batch, token_examples=packing.token_examples))
         return replace(
@@ -203,6 +221,12 @@ class PackedPass(BatchPass):
             position_embeddings=tuple(map(packing.pack, inputs.position_embeddings)),
             token_examples=packing.token_examples,
         )
+
+    def pack(self, x: Tensor) -> Tensor:
+        return self.packing.pack(x)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        return self.packing.unpack(x)
 
     def run_loops(self, inputs: LoopInputs) -> list[LoopInputs]:
         # A loop may run without gradient only if nothing before it is trained. With trained embeddings or a trained prelude,
@@ -242,6 +266,7 @@ class PackedPass(BatchPass):
         """Return the state [1, n, H] of a group after a loop. `inputs` are those of all examples."""
         if len(group.examples) < len(self.packing.lengths):
             inputs = self._select(inputs, group.examples)
+        # Without gradient, a frozen loop keeps no activations, and checkpointing does not run it again.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not group.frozen):
             return self.run_loop(loop, inputs, frozen=group.frozen, skips_updates=group.skips_updates)
 

@@ -22,13 +22,11 @@ def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any
         examples: Rows of the dataset. A packed row has the lengths of its examples in `seq_lengths`.
     """
     batch = collate(examples)
-    batch["example_ids"] = torch.tensor(
-        [
-            (row, segment)
-            for row, example in enumerate(examples)
-            for segment in range(len(example.get("seq_lengths") or [0]))
-        ]
-    )
+    ids = []
+    for row, example in enumerate(examples):
+        num_segments = len(example.get("seq_lengths") or [0])
+        ids += [(row, segment) for segment in range(num_segments)]
+    batch["example_ids"] = torch.tensor(ids)
     return batch
 
 
@@ -43,7 +41,13 @@ def reads_padding(inputs: dict[str, Any]) -> bool:
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     if labels is None or mask is None:
         return False
-    return labels.shape != mask.shape or bool(((labels[:, 1:] != IGNORED) & (mask[:, :-1] == 0)).any())
+    if labels.shape != mask.shape:
+        return True
+    is_target, is_padding = (
+        labels[:, 1:] != IGNORED,
+        mask[:, :-1] == 0,
+    )  # the output at s is scored by the label at s + 1
+    return bool((is_target & is_padding).any())
 
 
 @contextmanager
@@ -54,7 +58,9 @@ def score_targets_only(backbone: nn.Module, inputs: dict[str, Any]) -> Iterator[
         backbone: Model without its head.
         inputs: Inputs with `labels` [B, S]. They get `shift_labels` [1, n] of the n targets.
     """
-    targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+    # The head computes V logits for each row of its input, and most rows of a batch are prompt or padding. So the hidden
+    # states [B, S, H] of the backbone become [1, n, H] before the head sees them.
+    targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED).flatten()  # [B * S] next tokens
     scored = (targets != IGNORED).nonzero().squeeze(1)  # [n] among the B * S tokens
     if len(scored) == 0:
         yield

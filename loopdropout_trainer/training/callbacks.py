@@ -45,8 +45,8 @@ class UnitGatesCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gate_state.reset()
-        # A parameter that no gate of the step let through has a gradient of None. With zero instead, as in distributed runs,
-        # its momentum moves it.
+        # A parameter that no gate of the step let through has a gradient of None, and torch's optimizers skip it. In several
+        # processes its gradient is zero (`GatedLora._unused`), by which its momentum moves it. Zero makes both train alike.
         if args.distributed_state.distributed_type == DistributedType.NO:
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
@@ -65,7 +65,8 @@ class PushCallback(TrainerCallback):
             return
         patterns = adapter_patterns()
         with saving(args.output_dir, patterns):
-            for file in {file for pattern in patterns for file in checkpoint.glob(pattern)}:
+            files = {file for pattern in patterns for file in checkpoint.glob(pattern)}
+            for file in files:
                 shutil.copy2(file, args.output_dir)
 
 
@@ -111,6 +112,8 @@ class GateLoggingCallback(GatedStepCallback):
             return
         gates = trainer.last_gates.sampled.detach()  # [K, N] or [K, N, M]
         active = (gates != 0).float().flatten(1).mean(dim=1)  # [K]
+        # Weighted by their number of examples, because the last batches of an epoch are smaller. A one in front sums to the
+        # number of examples, so that one reduction over the processes has the sums and their divisor.
         means = torch.stack([torch.ones(()), gates.mean().cpu(), *active.cpu()])  # [2 + K]
         self.totals += trainer.num_trained * means.double()
 
@@ -186,6 +189,7 @@ def make_step_callbacks(args: GateConfig, rule: GateRule) -> list[TrainerCallbac
     callbacks = [GateLoggingCallback()]
     if rule.wants_sensitivity:
         callbacks.append(SensitivityCallback(rule))
-    if (sampler := args.make_depth_sampler()) != FixedDepth():
+    sampler = args.make_depth_sampler()
+    if sampler != FixedDepth():
         callbacks.append(DepthCallback(sampler))
     return callbacks

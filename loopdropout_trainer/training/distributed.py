@@ -126,7 +126,10 @@ class EveryExampleOnceMixin:
         if self._train_batches.ends_with_filler:
             batch["labels"] = torch.full_like(batch["labels"], IGNORED)
             mask = batch.get("attention_mask")
-            num_tokens = batch["position_ids"].shape[1] if mask is None else int(mask.sum())
+            if mask is None:  # a packed row has no padding
+                num_tokens = batch["position_ids"].shape[1]
+            else:
+                num_tokens = int(mask.sum())
         device = self.accelerator.device
         self._total_train_tokens -= int(self.accelerator.reduce(torch.tensor(num_tokens, device=device), "sum"))
         # TRL leaves repeated rows out of its metrics by this number, but no row is repeated.
@@ -159,9 +162,11 @@ class EveryExampleOnceMixin:
         return output
 
     def count_targets(self, inputs: dict[str, Any]) -> int:
-        """Return the number of tokens that the loss of a batch is the mean of."""
-        labels = inputs.get("labels")
-        return 0 if labels is None else int((labels[:, 1:] != IGNORED).sum())
+        """Return the number of target tokens in a batch."""
+        labels = inputs.get("labels")  # [B, S], which the loss shifts, so that no token predicts the first one
+        if labels is None:
+            return 0
+        return int((labels[:, 1:] != IGNORED).sum())
 
 
 def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -175,18 +180,21 @@ def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> 
     state = accelerator.gradient_state
     if labels is None or not state.end_of_dataloader or state.remainder <= 0:  # -1 for a stream of unknown length
         return inputs
-    rows = torch.arange(len(labels)) if ids is None else ids[:, 0].cpu()  # [N] row of each example
-    repeated = rows >= state.remainder - accelerator.process_index * (int(rows[-1]) + 1)
     if ids is None:
-        index = rows.unsqueeze(1)  # [B, 1]
+        rows = torch.arange(len(labels))  # [B], each row is an example
+        index = rows.unsqueeze(1)  # [B, 1] example of each token
     else:
-        starts = example_starts(inputs["position_ids"])  # [B, S] of packed rows
+        rows = ids[:, 0].cpu()  # [N] row of each packed example
+        starts = example_starts(inputs["position_ids"])  # [B, S]
         index = (starts.flatten().cumsum(0) - 1).view_as(starts).clamp(max=len(rows) - 1).cpu()
+    # `remainder` is the number of rows of the last round that are not repeated, over all processes in their order.
+    rows_before = accelerator.process_index * (int(rows[-1]) + 1)  # of the processes before this one
+    repeated = rows >= state.remainder - rows_before  # [N]
     return {**inputs, "labels": labels.masked_fill(repeated[index].to(labels.device), IGNORED)}
 
 
 class _EveryExampleOnce(BatchSamplerShard):
-    """Batches of one process in an epoch: as many as in any other process, and as long as in one process.
+    """Batches of one process in an epoch. Each process has the same number of batches, and the last one may be short.
 
     Attributes:
         ends_with_filler: Whether this process's last batch is the dataset's first example, because none is left.
@@ -195,6 +203,8 @@ class _EveryExampleOnce(BatchSamplerShard):
     ends_with_filler = False
 
     def __iter__(self) -> Iterator[list[int]]:
+        # The processes must have the same number of batches, because each backward pass waits for the others. Without
+        # `even_batches`, accelerate stops instead of repeating examples, so this process may have one batch less.
         layout = (self.num_processes, self.process_index, self.split_batches)
         batches = list(BatchSamplerShard(self.batch_sampler, *layout, even_batches=False))
         self.ends_with_filler = len(batches) < len(self)

@@ -25,7 +25,8 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
             raise UserError(
                 f"`deepspeed` must not be set with the rule {self.rule.name!r}, because it steps after each pass."
             )
-        if (lora := arguments["peft_config"]) is not None:
+        lora = arguments["peft_config"]
+        if lora is not None:
             factor = self.rule.alpha_factor
             lora.lora_alpha *= factor
             lora.alpha_pattern = {name: alpha * factor for name, alpha in lora.alpha_pattern.items()}
@@ -36,8 +37,11 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
         for index in range(self.rule.draws_per_batch):
             self.draw_index = index
             self._total_train_tokens = num_tokens  # TRL counts the tokens of each pass
-            is_last = index == self.rule.draws_per_batch - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
+            # DDP adds up the gradients of all processes once, in the last backward pass.
+            synchronization = nullcontext()
+            if index < self.rule.draws_per_batch - 1:
+                synchronization = self.accelerator.no_sync(model)
+            with synchronization:
                 losses.append(super().training_step(model, copy.copy(inputs), num_items_in_batch))
         return sum(losses)
 
@@ -45,4 +49,8 @@ class LoRADropoutSFTTrainer(LoopDropoutSFTTrainer):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             return loss
-        return (loss[0] / self.rule.draws_per_batch, loss[1]) if return_outputs else loss / self.rule.draws_per_batch
+        num_draws = self.rule.draws_per_batch
+        if return_outputs:
+            loss, outputs = loss
+            return loss / num_draws, outputs
+        return loss / num_draws

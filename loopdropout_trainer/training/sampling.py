@@ -31,7 +31,9 @@ def seed_lengths(sampler: Sampler | None, seed: int) -> Sampler | None:
     transformers' sampler takes them from the global state. It differs between processes after they drop other activations,
     and a resumed epoch cannot restore it as it was when the epoch began.
     """
-    return _SeededLengthSampler(sampler, seed) if isinstance(sampler, LengthGroupedSampler) else sampler
+    if isinstance(sampler, LengthGroupedSampler):
+        return _SeededLengthSampler(sampler, seed)
+    return sampler
 
 
 class _SeededLengthSampler(LengthGroupedSampler):

@@ -79,7 +79,8 @@ class StopCallback(TrainerCallback):
         if not gradients or args.fp16:  # the scaler of float16 skips such steps
             return
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded gradients
+        if hasattr(norm, "full_tensor"):  # of sharded gradients
+            norm = norm.full_tensor()
         if not bool(norm.isfinite()):
             raise NonFiniteGradientError(
                 f"The gradients of optimizer step {state.global_step + 1} are not finite. Set a lower `learning_rate` or "
@@ -92,7 +93,8 @@ class StopCallback(TrainerCallback):
         if self.received:
             control.should_save = True
             control.should_training_stop = True
-        # A log is the mean over all processes. So the logs of a checkpoint, and of the whole training, miss no step.
+        # A log is the mean over all processes of the steps since the last log. With a log at each of these events, the logs of
+        # a checkpoint, and of the whole training, miss no step.
         control.should_log |= control.should_save or control.should_evaluate or control.should_training_stop
 
     on_epoch_end = on_step_end
@@ -106,17 +108,20 @@ class StopCallback(TrainerCallback):
             interrupted = TrainingInterrupted(
                 f"Training stopped after step {state.global_step:,} of {state.max_steps:,}. {advice}"
             )
-            interrupted.signal = signal.SIGTERM if self.received % signal.SIGTERM == 0 else signal.SIGINT
+            # In several processes, the sum of the signals that they received: 2 (SIGINT), 15 (SIGTERM) or 0 each.
+            if self.received % signal.SIGTERM == 0:
+                interrupted.signal = signal.SIGTERM
             raise interrupted
 
 
 def check_finite(model: nn.Module, step: int, args: TrainingArguments) -> None:
     """Raise NonFiniteGradientError if a trained weight is NaN or infinite, before the model is saved."""
-    weights = (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
-    is_spoiled = torch.tensor(float(not all(bool(weight.isfinite().all()) for weight in weights)), device=args.device)
+    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    is_finite = all(bool(weight.isfinite().all()) for weight in trained)
+    num_spoiled = torch.tensor(float(not is_finite), device=args.device)
     if args.world_size > 1:  # all processes raise
-        is_spoiled = reduce(is_spoiled, "sum")
-    if is_spoiled:
+        num_spoiled = reduce(num_spoiled, "sum")
+    if num_spoiled:
         raise NonFiniteGradientError(
             f"The weights after optimizer step {step} are not finite and are not saved. Set a lower `learning_rate`."
         )
@@ -132,5 +137,7 @@ def explain_write_errors(output_dir: str | Path) -> Iterator[None]:
         if reason is None:
             raise
         newest = newest_checkpoint(output_dir)
-        kept = f"The newest complete checkpoint is {newest}" if newest else "There is no complete checkpoint"
+        kept = "There is no complete checkpoint"
+        if newest:
+            kept = f"The newest complete checkpoint is {newest}"
         raise UserError(f"`output_dir` {output_dir} cannot be written: {reason}. {kept}.") from error
