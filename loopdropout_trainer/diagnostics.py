@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,10 +68,10 @@ def reference_examples(task: Task, num_examples: int | None = 500) -> list[dict[
     solutions = [problem.get("solution", problem.get("answer")) for problem in problems]
     if not problems or not isinstance(solutions[0], str):
         raise UserError("The diagnosed task must have a text column `solution` or `answer`.")
-    pairs = zip(problems, solutions, strict=True)
     examples = []
-    for problem, solution in pairs:
-        examples.append({"prompt": task.doc_to_text(problem), "completion": f" {remove_calculations(solution)}"})
+    for problem, solution in zip(problems, solutions, strict=True):
+        completion = f" {remove_calculations(solution)}"
+        examples.append({"prompt": task.doc_to_text(problem), "completion": completion})
     return examples
 
 
@@ -186,18 +185,18 @@ def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: 
     num_loops = find_looped_model(model).num_loops
     sums, n = torch.zeros(num_loops, dtype=torch.float64), 0
     for looped, inputs, labels in _prepare(model, batches):
-        is_target = labels != -100
-
-        target_logits = functools.partial(_target_logits, model, looped, inputs, is_target)
-        shares = target_logits(torch.ones(num_loops)).softmax(dim=-1)  # [n, V]
-        for loop, direction in enumerate(step * torch.eye(num_loops)):
-            v = (target_logits(1 + direction) - target_logits(1 - direction)) / (2 * step)  # [n, V]
-            variance = (shares * v**2).sum(dim=-1) - (shares * v).sum(dim=-1) ** 2  # [n]
+        is_target = labels != -100  # [B, S - 1]
+        target_logits = functools.partial(_target_logits, model, looped, inputs, is_target)  # of gates [K]
+        probabilities = target_logits(torch.ones(num_loops)).softmax(dim=-1)  # [n, V]
+        for loop, change in enumerate(step * torch.eye(num_loops)):
+            more, less = target_logits(1 + change), target_logits(1 - change)
+            v = (more - less) / (2 * step)  # [n, V]
+            variance = (probabilities * v**2).sum(dim=-1) - (probabilities * v).sum(dim=-1) ** 2  # [n]
             sums[loop] += variance.double().sum().cpu()
         n += int(is_target.sum())
-    own = torch.cat([sums, torch.tensor([float(n)], dtype=torch.float64)])
-    total = sum(gather_object([own]))  # [K + 1], of all processes
-    values, n = total[:-1] / total[-1], int(total[-1])
+    own_counts = torch.cat([sums, torch.tensor([float(n)], dtype=torch.float64)])
+    counts = sum(gather_object([own_counts]))  # [K + 1], of all processes
+    values, n = counts[:-1] / counts[-1], int(counts[-1])
     results = []
     for loop, value in enumerate(values.tolist(), start=1):
         results.append(_result("curvature", value, "nats", n, num_loops, "unit", loop=loop))
@@ -211,7 +210,7 @@ def _target_logits(
 ) -> Tensor:
     """Return the float32 logits [n, V] of the n target tokens of a batch, under gates [K]."""
     with use_gates(model, gates):
-        readout = looped.base_model(**inputs, use_cache=False).last_hidden_state  # [B, S, H]
+        readout = _final_readout(looped, inputs)
     return looped.get_output_embeddings()(readout[:, :-1][is_target]).float()
 
 
@@ -287,9 +286,13 @@ def compare_answers(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Map
         samples, baseline: As in `answer_decomposition`.
     """
     gains = _gains(samples, baseline)
+    # Half a problem in each of the four cells adds 2 to their number, and the two cells in which one model alone is right add
+    # 2 * 0.5 * 100^2 to the sum of squares. Two problems with gains of 100 / sqrt(2) and -100 / sqrt(2) add the same.
     half = 100 * 0.5**0.5
     low, high = stats.ttest_1samp([*gains, half, -half], 0).confidence_interval()
-    p = stats.binomtest(int((gains > 0).sum()), max(1, int((gains != 0).sum()))).pvalue
+    # Among the problems that only one model solves, each model would be right in half of them by chance.
+    num_better, num_different = int((gains > 0).sum()), int((gains != 0).sum())
+    p = stats.binomtest(num_better, max(1, num_different)).pvalue
     return Comparison(float(gains.mean()), float(low), float(high), float(p), n=len(gains))
 
 
@@ -304,9 +307,8 @@ def _gains(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str,
 
 def score(model: nn.Module, batches: Iterable[Batch], gates: Sequence[float] | Tensor | None = None) -> Score:
     """Return the final loop's score, under gates [K] or under the gates in force."""
-    final = lambda looped, inputs: [looped.base_model(**inputs, use_cache=False).last_hidden_state]
-    with nullcontext() if gates is None else use_gates(model, gates):
-        (final_score,) = _score(model, batches, final)
+    with use_gates(model, gates):
+        (final_score,) = _score(model, batches, lambda looped, inputs: [_final_readout(looped, inputs)])
     return final_score
 
 
@@ -315,19 +317,25 @@ def score_readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Score]:
     return _score(model, batches, lambda looped, inputs: looped.loop_readouts(**inputs))
 
 
+def _final_readout(looped: LoopedModelMixin, inputs: dict[str, Any]) -> Tensor:
+    """Return the final loop's hidden states [B, S, H], ready for the head."""
+    return looped.base_model(**inputs, use_cache=False).last_hidden_state
+
+
 @torch.no_grad()
 def _score(
     model: nn.Module, batches: Iterable[Batch], readouts_of: Callable[[nn.Module, dict], Iterable[Tensor]]
 ) -> list[Score]:
     """Return the score of each readout [B, S, H] that `readouts_of` returns for a batch."""
-    sums = 0  # [readouts, 3]: loss, most probable targets, targets
+    sums = 0  # [readouts, 3]: loss, most probable targets, targets. It stays 0 in a process without a batch.
     for looped, inputs, labels in _prepare(model, batches):
         head = looped.get_output_embeddings()
         is_target = labels != -100
         targets = labels[is_target]  # [n]
         rows = []
         for readout in readouts_of(looped, inputs):
-            logits = head(readout[:, :-1][is_target]).float()  # [n, V]
+            scored = readout[:, :-1][is_target]  # [n, H], so that the head computes no logits of other tokens
+            logits = head(scored).float()  # [n, V]
             losses = F.cross_entropy(logits, targets, reduction="none").double()
             num_correct = (logits.argmax(dim=-1) == targets).sum().item()
             rows.append([losses.sum().item(), num_correct, len(targets)])

@@ -7,7 +7,7 @@ trainings and measurements need are imported in the functions, so that mistakes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,12 +96,18 @@ class Job:
 
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
-        changes = {"rule": rule, "output_dir": f"{self.args.output_dir}/{rule}", "compare_with": None}
-        changes |= {"evaluate_base": False}  # whose results the first run has
+        changes = {
+            "rule": rule,
+            "output_dir": f"{self.args.output_dir}/{rule}",
+            "compare_with": None,
+            "evaluate_base": False,  # the first run has the results
+        }
         if self.args.resume_from_checkpoint:
             changes["resume_from_checkpoint"] = "true"
-        own_recipe = override({name: recipe[name] for name in recipe if name not in names_of("output")}, changes)
-        return Run(*build([type(self.script_args), type(self.args)], own_recipe), own_recipe)
+        shared = {name: value for name, value in recipe.items() if name not in names_of("output")}
+        own_recipe = override(shared, changes)
+        script_args, args = build([type(self.script_args), type(self.args)], own_recipe)
+        return Run(script_args, args, own_recipe)
 
     # Data
 
@@ -131,17 +137,18 @@ class Job:
         from loopdropout_trainer.evaluation import check_programs, load_benchmarks
 
         options = self.script_args
-        sources = (
-            options.own_benchmarks,
-            options.benchmark_revisions,
-            options.benchmark_limit,
-            self.runs[0].recipe.get("preparation"),
-            held_out,
-        )
-        self.tasks = load_benchmarks(options.benchmarks or (), *sources)
+        sources = {
+            "own_benchmarks": options.own_benchmarks,
+            "revisions": options.benchmark_revisions,
+            "limit": options.benchmark_limit,
+            "preparation": self.runs[0].recipe.get("preparation"),
+            "held_out": held_out,
+        }
+        self.tasks = load_benchmarks(options.benchmarks or (), **sources)
         check_programs(self.tasks, options.allow_unsafe_code)
-        if name := getattr(options, "diagnose_task", None):
-            self.references = reference_examples(load_benchmarks([name], *sources)[0])
+        diagnosed = getattr(options, "diagnose_task", None)  # only `sft` has the field
+        if diagnosed:
+            self.references = reference_examples(load_benchmarks([diagnosed], **sources)[0])
 
     # Trainings
 
@@ -169,8 +176,9 @@ class Job:
     def unfinished(self) -> Iterator[Run]:
         """Yield the runs that are not trained, or not measured as their recipe says. Their folders are locked meanwhile."""
         for run in self.runs:
-            lock = lock_folder(run.args.output_dir) if self.args.process_index == 0 else nullcontext()
-            with lock:
+            with ExitStack() as stack:
+                if self.args.process_index == 0:  # the only process that writes there
+                    stack.enter_context(lock_folder(run.args.output_dir))
                 if not run.is_complete:
                     yield run
 
@@ -184,43 +192,36 @@ class Job:
         load_kwargs = {**self.model_args.load_kwargs, **(run.args.model_init_kwargs or {})}
         model = load_model(self.model_args.model_name_or_path, **load_kwargs)
         adapter = self.adapter_args.adapter_name_or_path
-        return model if adapter is None else load_adapter(model, adapter, is_trainable=True)
+        if adapter is None:
+            return model
+        return load_adapter(model, adapter, is_trainable=True)
 
     def train(self, trainer: Trainer, run: Run) -> None:
         """Evaluate the base model, train an adapter, and write the results of the training.
 
         An adapter that is already trained is loaded instead.
         """
-        import torch
-
         from loopdropout_trainer.progress import JobProgressCallback
-        from loopdropout_trainer.training.stopping import NonFiniteGradientError
 
         trainer.method = run.title
         trainer.saved_facts["prompt_template"] = self.data_args.prompt_format
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
                 self._evaluate(trainer, run, self.tasks)
-        folder = Path(trainer.args.output_dir)
         if self.progress is None:
-            self.progress = JobProgressCallback(sum(not run.is_trained for run in self.runs))
+            num_trainings = sum(not run.is_trained for run in self.runs)
+            self.progress = JobProgressCallback(num_trainings)
         self.progress.attach(trainer, run.title)
-        is_trained = run.is_trained
+        folder = Path(trainer.args.output_dir)
+        is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
         if trainer.is_world_process_zero():
             if (folder / RUN_FILE).exists():  # it is measured further, or made longer
                 write_run(folder, status="trained" if is_trained else "stopped")
             dump_recipe(run.recipe, folder / RECIPE_FILE)
         if is_trained:
             load_trained(trainer, folder)
-            return
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # of the run before
-        try:
-            trainer.train(trainer.args.resume_from_checkpoint)
-        except NonFiniteGradientError:
-            if trainer.is_world_process_zero():
-                write_run(folder, status="non-finite")
-            raise
+        else:
+            train_new(trainer, folder)
 
     def save(self, trainer: Trainer, run: Run) -> None:
         """Save a new adapter with its training settings, its card and the state of its training.
@@ -261,25 +262,10 @@ class Job:
     # After the training
 
     def measure(self, trainer: Trainer, run: Run) -> None:
-        """Measure a trained adapter as the recipe says, and write the results."""
+        """Measure a trained adapter as the recipe says, and write the results: losses, then accuracies."""
         import torch
-        from torch.utils.data import DataLoader
 
-        from loopdropout_trainer.diagnostics import label_batches, readouts, single_loop
-        from loopdropout_trainer.evaluation import DEVELOPMENT
-
-        # The loss of reference solutions and held-out examples in one loop only, and of each loop's readout
-        diagnosed, batch_size = {}, trainer.args.per_device_eval_batch_size
-        if self.references:
-            diagnosed[run.script_args.diagnose_task] = label_batches(
-                self.references, trainer.processing_class, batch_size
-            )
-        if num_batches := getattr(run.script_args, "single_loop_batches", 0):
-            loader = DataLoader(trainer.eval_dataset, batch_size, collate_fn=trainer.data_collator)
-            diagnosed[DEVELOPMENT] = [*islice(loader, num_batches)]
-        for task, batches in diagnosed.items():
-            record(trainer, run, [*single_loop(trainer.model, batches), *readouts(trainer.model, batches)], task=task)
-
+        self._diagnose(trainer, run)
         # All tasks, and the first one at other depths and in one loop only. They come last, because a sweep chooses as soon as
         # it finds an accuracy, and breaks ties by the loss.
         self._evaluate(trainer, run, self.tasks)
@@ -289,6 +275,26 @@ class Job:
         if run.script_args.single_loop_accuracy:
             for gates in torch.eye(trainer.num_loops).tolist():
                 self._evaluate(trainer, run, self.tasks[:1], gates=gates)
+
+    def _diagnose(self, trainer: Trainer, run: Run) -> None:
+        """Write the loss of reference solutions and held-out examples with the adapter in one loop, and of each readout."""
+        from torch.utils.data import DataLoader
+
+        from loopdropout_trainer.diagnostics import label_batches, readouts, single_loop
+        from loopdropout_trainer.evaluation import DEVELOPMENT
+
+        batch_size = trainer.args.per_device_eval_batch_size
+        batches_by_task = {}
+        if self.references:
+            batches = label_batches(self.references, trainer.processing_class, batch_size)
+            batches_by_task[run.script_args.diagnose_task] = batches
+        num_batches = getattr(run.script_args, "single_loop_batches", 0)  # only `sft` has the field
+        if num_batches:
+            loader = DataLoader(trainer.eval_dataset, batch_size, collate_fn=trainer.data_collator)
+            batches_by_task[DEVELOPMENT] = list(islice(loader, num_batches))
+        for task, batches in batches_by_task.items():
+            results = single_loop(trainer.model, batches) + readouts(trainer.model, batches)
+            record(trainer, run, results, task=task)
 
     def _evaluate(self, trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:
         """Write the results of tasks. `place`: `num_loops` or `gates` [K] of the evaluation."""
@@ -347,6 +353,22 @@ def check_trackers(names: list[str]) -> None:
             tracker()
     except (ValueError, RuntimeError) as error:
         raise UserError(f"`report_to`: {error}") from error
+
+
+def train_new(trainer: Trainer, folder: Path) -> None:
+    """Train an adapter, or continue its training. `run.json` notes a training whose numbers are not finite."""
+    import torch
+
+    from loopdropout_trainer.training.stopping import NonFiniteGradientError
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of the run before
+    try:
+        trainer.train(trainer.args.resume_from_checkpoint)
+    except NonFiniteGradientError:
+        if trainer.is_world_process_zero():
+            write_run(folder, status="non-finite")
+        raise
 
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:

@@ -118,7 +118,9 @@ def _count_layers(layers: int | list[int], kind: str) -> int:
 def read_depth(config: Mapping[str, Any]) -> int | None:
     """Return the recurrence depth K of a model of a known family, or None for another model."""
     family = FAMILIES.get(config.get("model_type"))
-    return None if family is None else config.get(family.num_loops)
+    if family is None:
+        return None
+    return config.get(family.num_loops)
 
 
 def count_parameters(config: Mapping[str, Any], rank: int) -> int | None:
@@ -180,8 +182,10 @@ def estimate_memory(
         activations = num_tokens * (runs * 2 * shape.hidden + kept)
     else:
         activations = num_tokens * runs * kept
+    bytes_of_weight = 0.56 if four_bit else 2  # four bits, and the constants of their blocks
+    embeddings = num_embeddings * shape.vocabulary * shape.hidden
     parts = {
-        "frozen weights": (0.56 if four_bit else 2) * linear + 2 * shape.vocabulary * shape.hidden * num_embeddings,
+        "frozen weights": bytes_of_weight * linear + 2 * embeddings,
         "adapter and optimizer": 16 * factors,  # with gradient and AdamW in float32
         "activations": activations,
         "overhead": 1.2e9,  # CUDA, the kernels' workspaces, and the loss, which is computed in chunks of tokens

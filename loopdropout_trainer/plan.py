@@ -36,8 +36,7 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
         "trainings": "\n".join(describe_training(run) for run in runs),
         "adapter": describe_adapter(runs[0], adapter, config, rank),
         "data": describe_data(recipe),
-        "training": f"{describe_length(args)}, {args.examples_per_step} examples per step, learning rate "
-        f"{args.learning_rate:g}, seed {args.seed}",
+        "training": describe_settings(args),
         "device": describe_device(runs[0]),
         "memory": describe_memory(runs[0], model, config, rank),
         "afterwards": describe_steps_afterwards(runs[0]),
@@ -80,7 +79,9 @@ def describe_model(model: ModelArguments, config: Mapping[str, Any]) -> str:
     if model.model_revision != "main":
         name += f" {model.model_revision}"
     depth = model.num_loops or read_depth(config)
-    return f"{name}, K = {depth} loops" if depth else f"{name}, at its own depth K"
+    if not depth:
+        return f"{name}, at its own depth K"
+    return f"{name}, K = {depth} loops"
 
 
 def describe_training(run: Run) -> str:
@@ -92,7 +93,10 @@ def describe_training(run: Run) -> str:
 def describe_adapter(run: Run, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None) -> str:
     """Return the rank, the scale and the number of trained parameters of an adapter, as far as they are known."""
     if adapter.adapter_name_or_path is not None:
-        return f"starts from {adapter.adapter_name_or_path}" + (f", rank {rank}" if rank else "")
+        start = f"starts from {adapter.adapter_name_or_path}"
+        if rank is None:
+            return start
+        return f"{start}, rank {rank}"
     text = f"new, rank {rank}, alpha {adapter.lora_alpha}"
     if adapter.lora_target_modules:
         return f"{text}, on {', '.join(adapter.lora_target_modules)}"
@@ -102,11 +106,19 @@ def describe_adapter(run: Run, adapter: AdapterArguments, config: Mapping[str, A
     return f"{text}, {number:,} parameters"
 
 
+def describe_settings(args: GateConfig) -> str:
+    """Return the length of a training, its batch, learning rate and seed."""
+    batch = f"{args.examples_per_step} examples per step"
+    return f"{describe_length(args)}, {batch}, learning rate {args.learning_rate:g}, seed {args.seed}"
+
+
 def describe_length(args: GateConfig) -> str:
     """Return the length of a training."""
     if args.max_steps > 0:
         return f"{args.max_steps:,} steps"
-    return f"{args.num_train_epochs:g} epoch" + ("" if args.num_train_epochs == 1 else "s")
+    if args.num_train_epochs == 1:
+        return "1 epoch"
+    return f"{args.num_train_epochs:g} epochs"
 
 
 def describe_device(run: Run) -> str:
@@ -118,8 +130,12 @@ def describe_device(run: Run) -> str:
         return "the CPU, as `use_cpu` says"
     if args.device.type == "cpu":
         return "the CPU, no GPU found"
-    name = torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type
-    return name if args.world_size == 1 else f"{args.world_size} processes, the first one on {name}"
+    name = args.device.type
+    if name == "cuda":
+        name = torch.cuda.get_device_name()
+    if args.world_size == 1:
+        return name
+    return f"{args.world_size} processes, the first one on {name}"
 
 
 def describe_memory(run: Run, model: ModelArguments, config: Mapping[str, Any], rank: int | None) -> str:
@@ -150,8 +166,10 @@ def describe_steps_afterwards(run: Run) -> str:
     """Return the steps that follow the training, one in a line."""
     options, steps = run.script_args, []
     if options.benchmarks:
-        limit = "" if options.benchmark_limit is None else f", {options.benchmark_limit:,} problems each"
-        steps.append(f"evaluate {', '.join(options.benchmarks)}{limit}")
+        step = f"evaluate {', '.join(options.benchmarks)}"
+        if options.benchmark_limit is not None:
+            step += f", {options.benchmark_limit:,} problems each"
+        steps.append(step)
     if options.eval_num_loops:
         steps.append(f"evaluate {options.benchmarks[0]} at K = {', '.join(map(str, options.eval_num_loops))}")
     if options.single_loop_accuracy:

@@ -57,7 +57,8 @@ class Run(NamedTuple):
     @property
     def title(self) -> str:
         """Name of the method in tables."""
-        rule, title = self.args.rule, self.args.make_rule().title
+        rule = self.args.rule
+        title = self.args.make_rule().title
         if rule == "lora":
             for field, name in LORA_VARIANTS.items():
                 if self.recipe.get(field):
@@ -68,7 +69,8 @@ class Run(NamedTuple):
 
     def check(self) -> None:
         """Raise UserError if settings exclude each other, or the folder holds another run."""
-        if (self.script_args.merge or self.script_args.eval_num_loops) and not self.args.make_rule().mergeable:
+        uses_all_depths = self.script_args.merge or self.script_args.eval_num_loops
+        if uses_all_depths and not self.args.make_rule().mergeable:
             raise UserError(
                 f"`merge` and `eval_num_loops` must not be set for {self.args.rule!r}, whose update differs between loops."
             )
@@ -77,19 +79,34 @@ class Run(NamedTuple):
                 "`merge` must be false under ZeRO-3 and FSDP, because no process has all weights. Merge the saved adapter by "
                 "`loopdropout merge` afterwards."
             )
+        self._check_recipe()
+        self._check_adapter()
+
+    def _check_recipe(self) -> None:
+        """Raise UserError if the folder holds a run of another recipe."""
         folder = self.args.output_dir
-        ignored = RESUMABLE if self.args.resume_from_checkpoint else UNCOMPARED | MEASURED
+        ignored = UNCOMPARED | MEASURED
+        if self.args.resume_from_checkpoint:
+            ignored = RESUMABLE
         difference = find_difference(folder, self.recipe, ignored)
-        if difference is not None:
-            fix = "Set another `output_dir`, or remove the folder."
-            if difference.field in LENGTH:
-                fix = "Set another `output_dir`, or add `--resume_from_checkpoint true` to continue it, or remove the folder."
-            raise UserError(f"{folder} holds another run: {difference}. {fix}")
-        damage = find_damage(folder) if self.has_ended else None
-        if damage is not None:
-            if not self.args.resume_from_checkpoint:
-                raise UserError(
-                    f"{folder} {damage}. Add `--resume_from_checkpoint true` to continue from its newest checkpoint, or "
-                    "remove the folder."
-                )
-            logger.warning("The adapter in %s is not used, because the folder %s.", folder, damage)
+        if difference is None:
+            return
+        fix = "Set another `output_dir`, or remove the folder."
+        if difference.field in LENGTH:
+            fix = "Set another `output_dir`, or add `--resume_from_checkpoint true` to continue it, or remove the folder."
+        raise UserError(f"{folder} holds another run: {difference}. {fix}")
+
+    def _check_adapter(self) -> None:
+        """Raise UserError if the folder has a damaged adapter, unless the training continues from a checkpoint."""
+        if not self.has_ended:
+            return
+        folder = self.args.output_dir
+        damage = find_damage(folder)
+        if damage is None:
+            return
+        if not self.args.resume_from_checkpoint:
+            raise UserError(
+                f"{folder} {damage}. Add `--resume_from_checkpoint true` to continue from its newest checkpoint, or remove "
+                "the folder."
+            )
+        logger.warning("The adapter in %s is not used, because the folder %s.", folder, damage)

@@ -9,6 +9,7 @@ from trl import DPOTrainer
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.reference import check_reference
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
@@ -21,8 +22,6 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
     [`~trl.DPOTrainer`] in the same order, and `peft_config` defaults to the paper's adapter.
     """
 
-    without_reference = "Set `ref_model`"
-
     config_class = LoopDropoutDPOConfig
     if not TYPE_CHECKING:  # type checkers see the same signature in DPOTrainer
         __init__ = with_gates(DPOTrainer.__init__)
@@ -34,7 +33,7 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
                 "`precompute_ref_log_probs` must be False, because TRL's cache does not depend on `num_loops`."
             )
         if arguments["ref_model"] is None:
-            self.check_reference(arguments["model"])
+            check_reference(arguments["model"], "Set `ref_model`")
 
     def after_init(self) -> None:
         super().after_init()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trl import GRPOTrainer
 
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.training.reference import check_reference
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
@@ -20,7 +21,6 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     gates and the importance ratio would clip many tokens.
     """
 
-    without_reference = "Set `beta` to 0"
     samples_start_states = False  # as for the completions and the reference
 
     config_class = LoopDropoutGRPOConfig
@@ -30,7 +30,7 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     def before_init(self, arguments: dict[str, Any]) -> None:
         super().before_init(arguments)
         if arguments["args"].beta != 0:
-            self.check_reference(arguments["model"])
+            check_reference(arguments["model"], "Set `beta` to 0")
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Compute log-probabilities with the further inputs that the model needs, as in generation."""

@@ -50,10 +50,14 @@ class ResumptionCallback(TrainerCallback, ExportableState):
     passes = 0
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
-        self.settings, self.passes = training_settings(args, model), 0
+        self.settings = training_settings(args, model)
+        self.passes = 0
+        # A resumed training skips as many batches of the epoch as the checkpoint has trained. Of other data it would skip
+        # examples that were never trained, and train others twice, without an error.
         self.data = describe_data(train_dataloader.dataset)
-        before = saved_facts(state).get("data") if state.global_step else None
-        if before and self.data and before != self.data:
+        is_resumed = state.global_step > 0
+        before = saved_facts(state).get("data")
+        if is_resumed and before and self.data and before != self.data:
             raise UserError(
                 f"The training data changed: the checkpoint was trained on {before['examples']:,} examples (digest "
                 f"{before['digest']}), got {self.data['examples']:,} examples ({self.data['digest']}). Restore the data, or "
@@ -79,7 +83,9 @@ class ResumptionCallback(TrainerCallback, ExportableState):
 def saved_facts(state: TrainerState) -> dict[str, Any]:
     """Return the facts of `ResumptionCallback` in the state of a checkpoint, or an empty dict."""
     saved = state.stateful_callbacks.get(ResumptionCallback.__name__)
-    return saved["attributes"] if isinstance(saved, dict) else {}
+    if isinstance(saved, dict):
+        return saved["attributes"]
+    return {}
 
 
 def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
@@ -104,6 +110,8 @@ def describe_data(dataset: Any) -> dict[str, Any]:
         return {}
     digest = hashlib.blake2b(digest_size=8)
     for batch in dataset.with_format("arrow").iter(1000):
+        # Equal examples must have equal bytes. So the columns are sorted, and the metadata and the division into chunks, which
+        # depend on the history of the dataset, are removed.
         sink = pa.BufferOutputStream()
         table = batch.select(sorted(batch.column_names)).replace_schema_metadata(None).combine_chunks()
         with pa.ipc.new_stream(sink, table.schema) as stream:
@@ -146,7 +154,8 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
 def _check_settings(checkpoint: Checkpoint, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError if a training has other settings than its checkpoint."""
     known = [name for name in now if name in before]  # other versions of the libraries have other fields
-    if difference := compare_recipes(before, now, RESUMABLE, known):
+    difference = compare_recipes(before, now, RESUMABLE, known)
+    if difference is not None:
         raise UserError(
             f"{checkpoint} was trained with other settings: {difference}. Restore the setting, or start a new training in "
             "another `output_dir`."
@@ -156,13 +165,17 @@ def _check_settings(checkpoint: Checkpoint, before: Mapping[str, Any], now: Mapp
 def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:
     """Raise UserError if the adapter of a model has other tensors than the adapter of a checkpoint."""
     adapter = model.active_adapters[0]
-    file = Path(checkpoint) / WEIGHTS_FILE if adapter == "default" else Path(checkpoint, adapter, WEIGHTS_FILE)
+    folder = Path(checkpoint)
+    if adapter != "default":  # PEFT saves other adapters in subfolders
+        folder = folder / adapter
+    file = folder / WEIGHTS_FILE
     if not file.is_file():  # DeepSpeed and FSDP have files of their own
         return
     with safe_open(file, "pt") as saved:
         before = set(saved.keys())
     now = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).keys()
-    if now - before or any("lora_" in name for name in before - now):
+    has_lost_factors = any("lora_" in name for name in before - now)  # a checkpoint may have resized embeddings, too
+    if now - before or has_lost_factors:
         raise UserError(
             f"{checkpoint} has another adapter: only one of it and the model has the tensor `{min(before ^ now)}`. Restore "
             "the configuration of the adapter, or start a new training in another `output_dir`."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,13 +50,17 @@ class GateSamplingMixin(AdapterTrainingMixin):
         elif self.gate_state.batch is self.last_gates:  # by a call of this method outside of `train()`
             self.gate_state.reset()
         inputs.pop("example_ids", None)
-        with self.skip_unread_tokens(inputs) if self._hides_outputs(model, return_outputs) else nullcontext():
+        with ExitStack() as stack:
+            if self._hides_outputs(model, return_outputs):
+                stack.enter_context(self.skip_unread_tokens(inputs))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
     def _hides_outputs(self, model: nn.Module, return_outputs: bool) -> bool:
         """Return whether only TRL's own loss reads the outputs of a training micro-batch, and may do without padding."""
+        if not model.training or not self.batch_options.remove_padding:
+            return False
         is_own_loss = self.compute_loss_func is None and type(self.label_smoother) in (type(None), LabelSmoother)
-        return model.training and self.batch_options.remove_padding and is_own_loss and not return_outputs
+        return is_own_loss and not return_outputs
 
     @contextmanager
     def skip_unread_tokens(self, inputs: dict[str, Any]) -> Iterator[None]:
@@ -88,7 +92,9 @@ class GateSamplingMixin(AdapterTrainingMixin):
         A draw is a pure function of the seed, the optimizer step, and the example's row in the step's global batch. It does
         not depend on the number of processes or on the split into micro-batches.
         """
-        ids, token_examples = self.example_ids(inputs)
+        ids, token_examples = self.example_ids(inputs)  # N ids (row, segment), and [B, S] or None
+        # The global batch of a step has its micro-batches one after the other, and in each of them the processes in order. So
+        # the first row of this micro-batch there is the number of rows of the micro-batches and the processes before it.
         processes, process = self.accelerator.num_processes, self.accelerator.process_index
         first_row = (self.unit_gates.micro_batch * processes + process) * self.args.rows_per_process
         draw = Draw(
@@ -101,12 +107,19 @@ class GateSamplingMixin(AdapterTrainingMixin):
             layers=self.physical_layers,
             draw_index=self.draw_index,
         )
-        shape = (draw.num_loops, draw.num_modules, len(ids))
-        gates = as_gate_matrix(self.rule.sample(draw), *shape, f"Gates of the rule {self.rule.name!r}")
+        sampled = self.rule.sample(draw)
+        name = f"Gates of the rule {self.rule.name!r}"
+        gates = as_gate_matrix(sampled, draw.num_loops, draw.num_modules, len(ids), name)  # [K, N] or [K, N, M]
         if self.rule.wants_sensitivity:
             gates = gates.detach().requires_grad_()
-        start_states = draw if self.samples_start_states else None
-        return GatedBatch(gates, token_examples, self.rule.seeds(draw), start_states, self.batch_options, self.rule)
+        return GatedBatch(
+            gates,
+            token_examples,
+            seeds=self.rule.seeds(draw),
+            draw=draw if self.samples_start_states else None,
+            options=self.batch_options,
+            rule=self.rule,
+        )
 
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
         """Return the ids of the examples of a micro-batch and the index of each token's example, as `find_examples` does."""
@@ -114,8 +127,9 @@ class GateSamplingMixin(AdapterTrainingMixin):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Return no batch after the last step. transformers takes one more if it resumes there."""
-        is_trained = self.state.global_step >= self.state.max_steps
-        return ([], None) if is_trained else super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def train(
         self,
@@ -132,14 +146,21 @@ class GateSamplingMixin(AdapterTrainingMixin):
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         checkpoint = find_resumable(self, resume_from_checkpoint)
-        self.training_id = uuid.uuid4().hex if checkpoint is None else find_source(checkpoint).training_id
+        if checkpoint is None:
+            first_step = 0
+            self.training_id = uuid.uuid4().hex
+        else:
+            first_step = load_state(checkpoint).global_step
+            self.training_id = find_source(checkpoint).training_id
         self.looped.trained_with = self.saved_settings()
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
-        first_step = 0 if checkpoint is None else load_state(checkpoint).global_step
         self.tokens_before = self._total_train_tokens
         folder = self.args.output_dir
         try:
-            with explain_write_errors(folder), lock_folder(folder) if self.args.should_save else nullcontext():
+            with ExitStack() as stack:
+                stack.enter_context(explain_write_errors(folder))
+                if self.args.should_save:
+                    stack.enter_context(lock_folder(folder))
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 self.stop_callback.raise_if_stopped(self.args, self.state)
                 self.record_training(first_step)
@@ -202,16 +223,18 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     @contextmanager
     def skip_unread_tokens(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Also score only the targets in TRL's fused head, which scores all tokens on other devices than GPUs."""
-        is_fused = self.label_smoother is None and not inputs["labels"].is_cuda
-        targets_only = score_targets_only(self.looped.base_model, inputs) if is_fused else nullcontext()
-        with super().skip_unread_tokens(inputs), targets_only:
+        with ExitStack() as stack:
+            stack.enter_context(super().skip_unread_tokens(inputs))
+            if self.label_smoother is None and not inputs["labels"].is_cuda:
+                stack.enter_context(score_targets_only(self.looped.base_model, inputs))
             yield
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Also count the micro-batches of the step that have a target, over all processes."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.loss_average == "micro_batches" and num_items is not None:
-            trained = torch.tensor(sum(self.count_targets(batch) > 0 for batch in batches), device=device)
-            is_shared = self.args.average_tokens_across_devices
-            self._num_micro_batches = int(self.accelerator.gather(trained).sum() if is_shared else trained)
+            num_trained = torch.tensor(sum(self.count_targets(batch) > 0 for batch in batches), device=device)
+            if self.args.average_tokens_across_devices:
+                num_trained = self.accelerator.gather(num_trained).sum()
+            self._num_micro_batches = int(num_trained)
         return batches, num_items

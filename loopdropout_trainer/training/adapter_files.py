@@ -1,0 +1,121 @@
+"""The files of an adapter: checkpoints, the settings that belong to it, its card, and the results of its training."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from loopdropout_trainer.lora import find_active_adapter
+from loopdropout_trainer.results import result_columns, saved_step, training_results, write_results
+from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
+from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
+from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
+from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.training.stopping import check_finite
+
+
+class AdapterFilesMixin:
+    """Saving and logging of a TRL trainer with a gated adapter. `AdapterTrainingMixin` lists its attributes."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log values, in training with the means of `step_metrics`."""
+        if self.model.training:
+            for name, values in self.step_metrics.items():
+                logs[name] = sum(values) / len(values)
+            self.step_metrics.clear()
+        super().log(logs, start_time)
+
+    def record_training(self, first_step: int) -> None:
+        """Write the results of a training and its state with the logged losses, for reports, cards and plots.
+
+        Args:
+            first_step: Step that the training was continued from, or 0.
+        """
+        self.save_state()
+        rows = training_results(self, first_step)
+        if self.is_world_process_zero():
+            columns = result_columns(self, self.method or self.rule.title)
+            rows = [{"task": "training", **columns, **row} for row in rows]
+            write_results(self.args.output_dir, rows, columns["step"])
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""
+        check_finite(self.model, self.state.global_step, self.args)
+        folder = output_dir or self.args.output_dir
+        is_checkpoint = _internal_call and output_dir is not None
+        if not self.args.should_save:
+            super().save_model(output_dir, _internal_call)
+        elif is_checkpoint:  # `_save_checkpoint` marks the whole folder
+            self._save_adapter(output_dir, _internal_call)
+            card = Path(self.args.output_dir, CARD_FILE)
+            if card.is_file():  # TRL has called `create_model_card` for this checkpoint
+                shutil.copy2(card, output_dir)
+        else:
+            with saving(folder, adapter_patterns(self.model.peft_config)):
+                self._save_adapter(output_dir, _internal_call)
+            if not _internal_call:
+                write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
+
+    def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
+        folder = output_dir or self.args.output_dir
+        step = self.state.global_step if _internal_call else saved_step(self)
+        trained_last = self.looped.trained_with.get("training_id") == self.training_id  # and no other trainer since
+        if trained_last:
+            self.looped.trained_with = {**self.looped.trained_with, "step": step}
+        settings = self.looped.trained_with
+        save_adapter_metadata(self.model, folder, **settings)  # first: without it, an adapter runs at another depth
+        super().save_model(output_dir, _internal_call)
+        save_adapter_metadata(self.model, folder, **settings)  # again, with the new adapter_config.json
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, and delete older ones only after all of its files have reached the disk."""
+        args = self.args
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if args.should_save:
+            begin(folder)
+        # transformers deletes older checkpoints as soon as it has written this one, which may not have reached the disk then.
+        limit = args.save_total_limit
+        args.save_total_limit = None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # every process writes its own state of the random numbers
+        if args.should_save:
+            record(folder)
+            delete_older_checkpoints(folder, limit, self.state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()  # a process that ends earlier would make the launcher end the first one
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint. transformers does not find an adapter there that is not named "default"."""
+        adapter = find_active_adapter(self.model)
+        if adapter == "default" or self.is_deepspeed_enabled or self.is_fsdp_enabled:  # which have files of their own
+            super()._load_best_model()
+        else:
+            self.model.load_adapter(str(Path(self.state.best_model_checkpoint, adapter)), adapter)
+
+    def _load_callback_state(self) -> None:
+        """Restore the user's callbacks, if `restore_callback_states_from_checkpoint` is set.
+
+        Callbacks of this package restore themselves. transformers would replace them by new ones, which would not know the
+        trainer, and would come after the callback that resets the gates.
+        """
+        saved = self.state.stateful_callbacks
+        own = {type(callback).__name__ for callback in (*self.step_callbacks, self.resumption)}
+        self.state.stateful_callbacks = {name: state for name, state in saved.items() if name not in own}
+        super()._load_callback_state()
+        self.state.stateful_callbacks = saved
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
+        if self.is_world_process_zero():
+            card = read_card_fields(self.args.output_dir)
+            if dataset_name is not None:
+                card |= {"dataset": dataset_name, "data_description": None}
+            write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, tags=tags or (), **card)

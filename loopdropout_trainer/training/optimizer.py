@@ -1,0 +1,73 @@
+"""The optimizer and the schedule of an adapter: LoRA+, and the warmup of the authors' program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from peft.optimizers import create_loraplus_optimizer
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers.utils import is_liger_kernel_available
+
+from loopdropout_trainer.errors import UserError, first_line
+
+
+class OptimizerMixin:
+    """Optimizer and learning rate schedule of a TRL trainer, by the fields of `GateConfig`."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Create the optimizer, with LoRA+ if `loraplus_lr_ratio` is set."""
+        args = self.args
+        if args.loraplus_lr_ratio is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        model = model or self.model
+        optimizer_class, fields = self.get_optimizer_cls_and_kwargs(args, model)
+        fields |= {"loraplus_lr_ratio": args.loraplus_lr_ratio, "loraplus_weight_decay": args.weight_decay}
+        self.optimizer = create_loraplus_optimizer(model, optimizer_class, **fields)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """Create the learning rate schedule, with its warmup one step ahead if `warmup_from_first_step` is set."""
+        is_given = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if is_given or not self.args.warmup_from_first_step:
+            return scheduler
+        if not isinstance(scheduler, LambdaLR):
+            raise UserError(
+                f"`warmup_from_first_step` must be false for `lr_scheduler_type` {self.args.lr_scheduler_type}, which has "
+                "a warmup of its own."
+            )
+        num_warmup = self.args.get_warmup_steps(num_training_steps)
+        factors = [functools.partial(_warm_up, num_warmup=num_warmup, after=after) for after in scheduler.lr_lambdas]
+        self.lr_scheduler = LambdaLR(scheduler.optimizer, factors)
+        return self.lr_scheduler
+
+    def check_optimizer(self) -> None:
+        """Raise UserError if a given optimizer would not train the adapter as the arguments say."""
+        if self.args.loraplus_lr_ratio is not None:
+            raise UserError("Set either `loraplus_lr_ratio` or `optimizers` with an optimizer of your own, not both.")
+        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in given for parameter in self.model.parameters() if parameter.requires_grad):
+            raise UserError(
+                "`optimizers` must have an optimizer of trained weights, but it has none of the adapter. Give a model with "
+                "its adapter (`get_peft_model`), and make the optimizer from its parameters."
+            )
+
+    def check_packages(self) -> None:
+        """Raise UserError if the optimizer or the fused kernels need a package that is not installed."""
+        try:
+            if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+                self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        except ImportError as error:
+            raise UserError(f"`optim` {self.args.optim.value} needs a missing package. {first_line(error)}") from error
+        if self.args.use_liger_kernel and not is_liger_kernel_available():
+            raise UserError("`use_liger_kernel` needs a missing package. Install it with `pip install liger-kernel`.")
+
+
+def _warm_up(step: int, num_warmup: int, after: Callable[[int], float]) -> float:
+    """Return the factor of the learning rate in a step from 0: 1/w, 2/w, ..., 1, then that of the schedule `after`."""
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    return after(step)
