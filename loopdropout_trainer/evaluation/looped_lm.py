@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +147,10 @@ class LoopedLM(HFLM):
         depth, config = self.readout or self.num_loops, self.looped.config
         before, config.use_cache = config.use_cache, False  # generation asks for a cache itself
         try:
-            gates = None
-            if self.gates is not None:
-                gates = self.gates[:depth]
-            with use_depth(self.model, depth), use_gates(self.model, gates):
+            with (
+                use_depth(self.model, depth),
+                use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext(),
+            ):
                 yield
         finally:
             config.use_cache = before
