@@ -60,7 +60,7 @@ class DepthArguments:
 
 @dataclass
 class ModelArguments:
-    """The looped model, and the number of CPU threads, which it sets."""
+    """The looped model, and the number of CPU threads. Creating an instance sets torch's threads."""
 
     help_title = "Model"
 

@@ -306,7 +306,7 @@ def _gains(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str,
 
 
 def score(model: nn.Module, batches: Iterable[Batch], gates: Sequence[float] | Tensor | None = None) -> Score:
-    """Return the final loop's score, under gates [K] or under the gates in force."""
+    """Return the final loop's score, under gates [K] or under the current gates."""
     with use_gates(model, gates):
         (final_score,) = _score(model, batches, lambda looped, inputs: [_final_readout(looped, inputs)])
     return final_score

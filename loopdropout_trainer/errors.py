@@ -122,7 +122,7 @@ def run_script(main: Callable[[], None]) -> None:
     protect_terminal()
     # Python finds the files next to a script first, and recipes/evaluate.py hides a library that tasks of lm-eval import.
     sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
-    # For users of the libraries' next releases.
+    # Warnings about future releases of the libraries concern developers.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft|trl")
     warnings.filterwarnings("ignore", module="plotnine")  # about lines of a single point
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))

@@ -38,7 +38,7 @@ def option(
     Args:
         default: Default value. `...` makes the field required.
         help: Text in `--help`.
-        when: Moment at which the field matters. All comparisons of recipes are derived from it:
+        when: Results that the field affects. All comparisons of recipes are derived from it:
 
             - `training`: It changes the trained adapter. A run is not continued with another value.
             - `repetition`: It differs between trainings that are averaged. A run is not continued with another value.

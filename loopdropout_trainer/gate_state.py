@@ -1,4 +1,4 @@
-"""The gates in force in a looped model, and the loop that it runs.
+"""The current gates of a looped model, and the loop that it runs.
 
 A looped model runs h_t = F(h_{t-1}; W) for t = 1..K with the same weights W (Eq. 1). The gates of a micro-batch, g[t, b] for K
 loops and N examples (Eq. 3), are a `GatedBatch`. While the model runs, it sets each loop in its `GateState` as a
@@ -40,8 +40,8 @@ class RunningLoop:
     """One loop of one forward pass, for some or all of its tokens.
 
     Attributes:
-        batch: Gates of the forward pass. Recomputation reads them here, because another pass may have replaced the gates in
-            force.
+        batch: Gates of the forward pass. Recomputation reads them here, because another pass may have replaced the
+            current gates.
         index: Index of the loop, from 0.
         token_examples: [n] index of each token's example, if examples are packed in one row [1, n]. None: row b is example b.
         gate: Gates of the packed tokens, [n, 1] or [n, M] for M adapted modules. Without packing, gates of the examples,
@@ -125,7 +125,7 @@ class GatedBatch:
             return index
         if index is not None and num_examples > 1:
             raise UserError(
-                f"The gates in force belong to a packed batch of shape {list(index.shape)}, but the model runs a batch of "
+                f"The current gates belong to a packed batch of shape {list(index.shape)}, but the model runs a batch of "
                 f"shape {list(shape)}. Run other batches inside `use_gates`."
             )
         if num_examples not in (1, shape[0]):
@@ -177,7 +177,7 @@ UNIT_GATES = GatedBatch()
 
 
 class GateState:
-    """The gates in force in one looped model, and its running loop.
+    """The current gates of one looped model, and its running loop.
 
     Gradient checkpointing is the reason for both attributes. It drops the activations of a layer after the forward pass, and
     runs the layer again in the backward pass, loop K first. By then `batch` may hold the gates of the next pass, so a
@@ -221,7 +221,7 @@ class GateState:
 
     @property
     def gates(self) -> Tensor | None:
-        """The gates in force, [K, N] or [K, N, M]; None for unit gates."""
+        """The current gates, [K, N] or [K, N, M]; None for unit gates."""
         return self.batch.gates
 
     def set(self, batch: GatedBatch) -> None:
@@ -234,11 +234,11 @@ class GateState:
         self.set(UNIT_GATES)
 
     def begin_pass(self) -> None:
-        """Note that a pass begins under the gates in force.
+        """Note that a pass begins under the current gates.
 
         A checkpoint around a layer keeps the gates of its pass, as an argument of the layer. A checkpoint around the whole
         model cannot, because the model reads its gates from here. It runs the model again in the backward pass, under the
-        gates that are in force then, so its gradient is right only inside of the block of `use_gates`. Passes that will run
+        gates of that moment, so its gradient is right only inside of the block of `use_gates`. Passes that will run
         again are counted in the forward pass (`num_due`), and counted down when they do.
 
         Raises:

@@ -60,7 +60,7 @@ def generate_greedy(
     on_completion: Callable[[int, str], Any] | None = None,
     on_text: Callable[[str], Any] | None = None,
 ) -> list[str]:
-    """Complete each prompt with the most probable tokens, at the model's depth and under the gates in force.
+    """Complete each prompt with the most probable tokens, at the model's depth and under the current gates.
 
     Args:
         model: Looped causal language model, with or without an adapter.

@@ -34,7 +34,7 @@ class LoopedModelMixin:
     checkpointed `forward` of the recurrent layers.
 
     Attributes:
-        gate_state: Gates in force, and the running loop.
+        gate_state: Current gates, and the running loop.
         can_pack: Whether the model uses `BatchOptions`.
         trains_at_one_depth: Whether the model trains only at the depth that it was built for.
         reads_prompts: Whether the tokens of a prompt attend to each other in both directions, as `mark_prompts` marks them.

@@ -58,7 +58,7 @@ MEASURED = names_of("score", "measurement", "output")
 """Settings of the steps after the training. They may change after a run has finished."""
 
 LENGTH = {"max_steps", "num_train_epochs"}
-"""Settings that may change if a run is resumed, which makes it longer."""
+"""Settings that may change when a run is resumed, usually to make it longer."""
 
 RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
 """Settings that may change if a run is resumed. The weights after a step do not depend on them."""

@@ -94,7 +94,7 @@ def evaluate_tasks(
                 system_instruction=system_instruction if chats[name] else None,
                 apply_chat_template=chats[name],
                 fewshot_as_multiturn=chats[name],
-                confirm_run_unsafe_code=True,  # `check_allowed` has asked
+                confirm_run_unsafe_code=True,  # `check_programs` has checked it
             )
         own_rows = [None if results is None else _collect(lm, name, task, results, output_dir)]
         rows += broadcast_object_list(own_rows)[0]

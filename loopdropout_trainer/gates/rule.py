@@ -73,7 +73,7 @@ class GateRule:
     passes = renamed_attribute("passes", "draws_per_batch")
 
     def check(self, num_loops: int) -> None:
-        """Raise ValueError if the rule's fields do not fit a model of `num_loops` loops."""
+        """Raise UserError if the rule's fields do not fit a model of `num_loops` loops."""
 
     def sample(self, draw: Draw) -> Tensor:
         """Return float32 gates [K, N], or [K, N, M] for adapted modules. N may be 1 if all examples share the gates."""

@@ -402,8 +402,8 @@ def use_gates(
 
     Args:
         model: PEFT model over a looped model.
-        gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules. None: the gates
-            in force stay, and the model may have no adapter.
+        gates: Gates [K] or [K, 1] for all examples, [K, N] for N examples, or [K, N, M] for M adapted modules. None: the
+            current gates stay, and the model may have no adapter.
         token_examples: Index (0..N-1) of each token's example, [B, S], for packed examples.
 
     Raises:

@@ -83,7 +83,7 @@ class LoopDescription(LoopedModelMixin, ABC):
         self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
 
     def _pass_gates(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Pass the gates in force from the backbone on to its layers."""
+        """Pass the current gates from the backbone on to its layers."""
         check_num_layers(self.config, self.num_layers)
         self.gate_state.begin_pass()
         batch = self.gate_state.batch
@@ -247,7 +247,7 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
             loops[names[module]].append(state.loop)
             if not state.running.batch.is_set:
                 raise NotLoopedError(
-                    f"`{names[module]}` must run under the gates in force. The backbone must pass unknown keywords on to its "
+                    f"`{names[module]}` must run under the current gates. The backbone must pass unknown keywords on to its "
                     "layers, and a layer to its `loop_module`."
                 )
 

@@ -2,8 +2,8 @@
 
 Modules here may import all folders but `integrations`. Only scripts, `progress.py` and the package itself import them.
 
-Training arguments do without transformers' modeling code, which takes most of the seconds of a start, until a model is loaded.
-So a script tells a mistake in a recipe early. PEFT is imported as usual, but later.
+Importing transformers' modeling code takes most of the seconds of a start. It is delayed until a model is loaded, so that
+errors in a recipe appear early. PEFT imports it, too, so PEFT is imported later than usual.
 """
 
 import os
@@ -39,7 +39,7 @@ def _import_trainer_utils() -> None:
 
 
 def _is_kubeflow_available() -> bool:
-    """Return the answer of transformers' function, which is not asked, and not imported, outside of a Kubeflow job."""
+    """Ask transformers only inside of a Kubeflow job, because importing its function is slow."""
     name = "transformers.integrations.integration_utils"
     return "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and import_module(name).is_kubeflow_available()
 

@@ -113,7 +113,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
     Attributes:
         config_class: Class of `args`.
         rule: Rule that draws the gates.
-        gate_state: Gates in force in the model. They are one outside of training passes.
+        gate_state: Current gates of the model. They are one outside of training passes.
         last_gates: Gates that were drawn last.
         method: Name of the method in results. Default: the title of the rule.
         num_trained: Number of examples that they were drawn for, or 0 if no token of them is trained on.

@@ -72,7 +72,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.gate_state.ignores_padding = False
 
     def draw_gates(self, inputs: dict[str, Any]) -> None:
-        """Draw the gates of a micro-batch and set them. They are in force until its backward pass is done.
+        """Draw the gates of a micro-batch and set them. They stay until its backward pass is done.
 
         `compute_loss` calls it. Call it yourself in a `compute_loss` that does not call `super().compute_loss`.
 
