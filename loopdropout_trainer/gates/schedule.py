@@ -143,17 +143,21 @@ class Adaptive(GateRule):
             self.estimate = self.decay * self.estimate + (1 - self.decay) * share
 
     def state_dict(self) -> dict[str, Any]:
-        return {"estimate": None if self.estimate is None else self.estimate.tolist()}
+        if self.estimate is None:
+            return {"estimate": None}
+        return {"estimate": self.estimate.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        estimate = state["estimate"]
-        self.estimate = None if estimate is None else torch.tensor(estimate, dtype=torch.float64)
+        self.estimate = None
+        if state["estimate"] is not None:
+            self.estimate = torch.tensor(state["estimate"], dtype=torch.float64)
 
 
 def _proportional(weights: Tensor, mean: float, low: float, high: float) -> Tensor:
     """Return clip(lambda * weights, low, high) with the lambda that gives the requested mean."""
+    # The mean grows with lambda, from `low` at 0 to `high` where even the smallest weight is clipped. So bisection finds it.
     lower = 0.0
-    upper = high / float(weights.min())  # the mean grows with lambda
+    upper = high / float(weights.min())
     for _ in range(200):
         middle = (lower + upper) / 2
         if float((middle * weights).clamp(low, high).mean()) < mean:

@@ -50,14 +50,16 @@ class Streams:
 
     def uniforms(self, purpose: str, num_draws: int) -> Tensor:
         """Return [N, num_draws] float64 in [0, 1), where fewer draws are a prefix of more draws."""
+        # Philox computes its numbers from key and counter alone. So one generator serves all examples, with the counter of each,
+        # and the numbers of an example do not depend on others. A new generator for each takes five times as long.
         philox = np.random.Philox(key=_words(self.seed & _MASK64, _purpose_key(purpose)))
-        state = philox.state  # a new generator for each example would take five times as long
+        state = philox.state
         raw = np.empty((len(self.example_ids), num_draws), np.uint64)
         for place, (row, segment) in enumerate(self.example_ids):
             state["state"]["counter"] = _words(0, segment, row, self.step)
             philox.state = state
             raw[place] = philox.random_raw(num_draws)
-        highest = (raw >> np.uint64(11)).astype(np.float64)  # 53 bits
+        highest = (raw >> np.uint64(11)).astype(np.float64)  # the 53 bits that float64 can hold
         return torch.from_numpy(highest * 2.0**-53)
 
     def normals(self, purpose: str, num_draws: int) -> Tensor:

@@ -47,7 +47,8 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         g_in, g_out = torch.stack(noise).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
         scale = self.rule.noise_scales(len(all_seeds))[loop].item() / (d_out * d_in * noise_rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
-        # Compute the thin products of all E events for each token, then select the events of its example.
+        # The thin products of all E events are computed for each token, and then the events of its example are selected. A
+        # matrix [out, in] of noise for each example would take the memory of the layer's weights N times.
         is_mine = F.one_hot(torch.tensor(events, device=x.device), len(seeds)).T.float()  # [N, E]
         is_mine = self.gate_state.per_token(is_mine, x)  # [B, 1 or S, E]
         low_rank = F.linear(x, g_in.flatten(0, 1).to(x.dtype))
@@ -64,5 +65,5 @@ def update_norm(module: LoraLayer, adapter: str) -> torch.Tensor:
         raise UserError("Weight noise does not support ZeRO-3, which shards the factors.")
     with torch.autocast(a.device.type, enabled=False):
         a, b = (factor.to(torch.promote_types(factor.dtype, torch.float32)) for factor in (a, b))
-        energy = ((b.T @ b) * (a @ a.T)).sum()
+        energy = ((b.T @ b) * (a @ a.T)).sum()  # trace(B'B AA'), from matrices [r, r] instead of B A [out, in]
     return energy.clamp(min=0).sqrt() * module.scaling[adapter]

@@ -77,7 +77,9 @@ def _complete_inputs(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -
             "cache."
         )
     if positions is None and torch.is_tensor(mask) and mask.dim() == 2:
-        tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+        tokens = inputs.get("input_ids")  # [B, S]
+        if tokens is None:
+            tokens = inputs["inputs_embeds"]  # [B, S, H]
         inputs["position_ids"] = count_positions(mask, tokens.shape[1])
     elif positions is not None and mask is None and cache is None and inputs.get("use_cache") is None:
         inputs["use_cache"] = False  # transformers separates packed examples only without a cache

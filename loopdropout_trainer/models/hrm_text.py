@@ -58,20 +58,26 @@ class HrmTextLoops(LoopDescription):
 
     def complete_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Mark the tokens before the first token with a loss as the prompt."""
-        trained = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
+        if not self.reads_prompts or "token_type_ids" in batch:
+            return batch
         if "completion_ids" in batch:  # of GRPO, which joins them to `prompt_ids` later
             return batch
-        if not self.reads_prompts or trained is None or "token_type_ids" in batch:
+        if "labels" in batch:
+            trained = batch["labels"] != -100
+        elif "completion_mask" in batch:
+            trained = batch["completion_mask"] != 0
+        else:
             return batch
         if "position_ids" in batch:
             raise UserError(
                 "`packing` and `padding_free` must be False for HRM-Text, because the prompts of several examples in a row "
                 "would attend to each other."
             )
-        trained = trained != 0
         answered = trained.cumsum(dim=1) > 0  # [B, S], from the first trained token on
-        is_token = batch["attention_mask"] != 0 if "attention_mask" in batch else torch.ones_like(answered)
-        prompt = ~answered & answered.any(dim=1, keepdim=True) & is_token
+        has_answer = answered.any(dim=1, keepdim=True)  # [B, 1]
+        prompt = ~answered & has_answer
+        if "attention_mask" in batch:
+            prompt &= batch["attention_mask"] != 0  # without padding on the left
         self._check_examples(trained, answered, prompt)
         return {**batch, **self.mark_prompts(prompt)}
 

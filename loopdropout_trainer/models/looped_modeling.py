@@ -138,8 +138,13 @@ class LoopedConfigMixin:
         """Create a configuration from the content of a config.json, with arguments and result as in transformers."""
         fields = cls(**copy.deepcopy(config_dict)).to_diff_dict()
         result = super().from_dict(config_dict, **kwargs)
-        config = result[0] if isinstance(result, tuple) else result
-        config._derived = {name: fields[name] for name in fields.keys() - config_dict.keys() - {"architectures"}}
+        config = result
+        if isinstance(result, tuple):  # with the unused keywords
+            config, _ = result
+        # Values that the class has derived, which the file does not have. `to_diff_dict` writes them only if they were changed,
+        # so that a saved config.json has the fields of the published one.
+        derived_names = fields.keys() - config_dict.keys() - {"architectures"}
+        config._derived = {name: fields[name] for name in derived_names}
         return result
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,9 +170,11 @@ class DecoderConfigMixin(LoopedConfigMixin):
 
 def published_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of RoPE under the names of transformers 4."""
-    rope = dict(rope_parameters)
-    theta = rope.pop("rope_theta")
-    return {"rope_theta": theta, "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope}
+    scaling = dict(rope_parameters)
+    theta = scaling.pop("rope_theta")
+    if scaling.get("rope_type", "default") == "default":
+        scaling = None
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 # Models.
@@ -265,7 +272,9 @@ class LoopedPreTrainedModel(LoopedModelMixin, PreTrainedModel):
         name = pretrained_model_name_or_path
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         check_weights(model, name, info)
-        return (model, info) if output_loading_info else model
+        if output_loading_info:
+            return model, info
+        return model
 
     @property
     def can_pack(self) -> bool:
@@ -340,8 +349,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         outputs = self.base_model(
             *inputs, cache=cache, inputs_embeds=inputs_embeds, initial_state=initial_state, **kwargs
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])
+        kept = logits_to_keep
+        if isinstance(logits_to_keep, int):
+            kept = slice(-logits_to_keep, None)  # all positions for 0
+        logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept, :])  # [B, S', V]
         if self.float32_logits:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = None

@@ -85,10 +85,14 @@ class NanbeigeModel(DecoderBackbone):
 
     def recurrent_step(self, inputs: LoopInputs) -> Tensor:
         hidden_states = inputs.run(self.layers)
-        return hidden_states if self.config.skip_loop_final_norm else self.norm(hidden_states)
+        if self.config.skip_loop_final_norm:
+            return hidden_states
+        return self.norm(hidden_states)
 
     def readout(self, inputs: LoopInputs) -> Tensor:
-        return self.norm(inputs.state) if self.config.skip_loop_final_norm else inputs.state
+        if self.config.skip_loop_final_norm:
+            return self.norm(inputs.state)
+        return inputs.state
 
 
 class NanbeigeForCausalLM(DecoderForCausalLM):

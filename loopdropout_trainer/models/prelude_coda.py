@@ -116,9 +116,9 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     for _ in range(10):
         first = c0 * 0xD2511F53  # 64 bits, of which int64 takes the highest as a sign
         second = c2 * 0xCD9E8D57
-        c0, c1 = (second >> 32 & _WORD) ^ c1 ^ k0, second & _WORD
-        c2, c3 = (first >> 32 & _WORD) ^ c3 ^ k1, first & _WORD
-        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
+        c0, c1 = ((second >> 32) & _WORD) ^ c1 ^ k0, second & _WORD
+        c2, c3 = ((first >> 32) & _WORD) ^ c3 ^ k1, first & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3
 
 
@@ -135,9 +135,10 @@ def truncated_normals(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     keys = keys.unsqueeze(-1)
     zero = torch.zeros_like(positions)
     words = philox((blocks, positions, zero, zero), (keys & _WORD, (keys >> 32) & _WORD))
-    words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]
-    uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24
-    inside = math.erf(3 / math.sqrt(2))  # probability of |z| < 3
+    words = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :width]  # 32 bits each
+    uniforms = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24  # in (0, 1), by the 24 bits that float32 can hold
+    # The inverse of the distribution of a normal number z, P(|z| < x) = erf(x / sqrt(2)), for |z| < 3 only.
+    inside = math.erf(3 / math.sqrt(2))
     return math.sqrt(2) * torch.erfinv(inside * (2 * uniforms - 1))
 
 
@@ -219,10 +220,12 @@ class PreludeCodaModel(PreludeCodaPreTrainedModel, LoopedBackbone):
         config, batch = self.config, self.gate_state.batch
         if config.state_init == "zero":
             return torch.zeros_like(inputs.state)
-        draw = batch.draw if self.training else None
-        examples = [()] if draw is None else [(draw.seed, draw.step, *example) for example in draw.example_ids]
+        examples: list[tuple[int, ...]] = [()]  # one stream for all examples
+        draw = batch.draw
+        if self.training and draw is not None:
+            examples = [(draw.seed, draw.step, *example) for example in draw.example_ids]
         keys = [stream_key("initial state", config.state_seed, *example) for example in examples]
-        keys = torch.tensor(keys, device=inputs.state.device)
+        keys = torch.tensor(keys, device=inputs.state.device)  # [N], or [1] for all examples
         keys = self.gate_state.per_token(keys, inputs.state).squeeze(-1)  # [B or 1, S or 1]
         positions = inputs.position_ids.expand(len(inputs.state), -1)
         return config.state_std * truncated_normals(keys, positions, config.n_embd)
