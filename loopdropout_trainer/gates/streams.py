@@ -50,8 +50,8 @@ class Streams:
 
     def uniforms(self, purpose: str, num_draws: int) -> Tensor:
         """Return [N, num_draws] float64 in [0, 1), where fewer draws are a prefix of more draws."""
-        # Philox computes its numbers from key and counter alone. So one generator serves all examples, with the counter of each,
-        # and the numbers of an example do not depend on others. A new generator for each takes five times as long.
+        # Philox computes its numbers from key and counter alone. So one generator serves all examples, with the counter of
+        # each, and the numbers of an example depend on no other. A new generator for each takes five times as long.
         philox = np.random.Philox(key=_words(self.seed & _MASK64, _purpose_key(purpose)))
         state = philox.state
         raw = np.empty((len(self.example_ids), num_draws), np.uint64)

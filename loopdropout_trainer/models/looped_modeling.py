@@ -141,8 +141,8 @@ class LoopedConfigMixin:
         config = result
         if isinstance(result, tuple):  # with the unused keywords
             config, _ = result
-        # Values that the class has derived, which the file does not have. `to_diff_dict` writes them only if they were changed,
-        # so that a saved config.json has the fields of the published one.
+        # Values that the class has derived, which the file does not have. `to_diff_dict` writes them only if they were
+        # changed, so that a saved config.json has the fields of the published one.
         derived_names = fields.keys() - config_dict.keys() - {"architectures"}
         config._derived = {name: fields[name] for name in derived_names}
         return result
