@@ -6,7 +6,6 @@
 import copy
 import functools
 import pickle
-from contextlib import nullcontext
 from dataclasses import field, make_dataclass
 
 import pytest
@@ -122,6 +121,20 @@ def test_use_gates_validates_gates(gates, message):
         model(IDS)
 
 
+def test_use_gates_without_gates_changes_nothing():
+    plain = tiny_ouro()
+    with use_gates(plain, None):
+        assert plain(IDS).logits.isfinite().all()
+    model = adapted().eval()
+    outside = [0.0, 1.0, 0.0, 2.0]
+    with torch.no_grad(), use_gates(model, outside) as state:
+        want = model(IDS).logits
+        with use_gates(model, None) as inner:
+            assert inner is state and inner.gates.flatten().tolist() == outside
+            assert torch.equal(model(IDS).logits, want)
+    assert not gated_layers(model)  # the inner block has not removed the gates of the outer one, which has
+
+
 def two_adapters(gated_first=True, **fields):
     """Return a model with adapters `default` and `second`, where `second` adapts more modules."""
     model = adapted(target_modules=["q_proj", "v_proj"]).eval()
@@ -132,7 +145,7 @@ def two_adapters(gated_first=True, **fields):
 
 
 def logits(model, gates=None, **inputs):
-    with torch.no_grad(), nullcontext() if gates is None else use_gates(model, gates):
+    with torch.no_grad(), use_gates(model, gates):
         return model(IDS, **inputs).logits
 
 
