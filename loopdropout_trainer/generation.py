@@ -77,7 +77,12 @@ def generate_greedy(
     Returns:
         The completions in the order of `prompts`, without prompts and special tokens.
     """
-    token_ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    token_ids = []
+    for prompt in prompts:
+        ids = prompt
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        token_ids.append(list(ids))
     if [] in token_ids:
         raise UserError(f"`prompts` must not be empty texts, got one at index {token_ids.index([])}.")
     looped = attach_looped_model(model)
@@ -85,7 +90,9 @@ def generate_greedy(
     if gates is not None and gates.shape[1] > 1:
         raise UserError(f"`gates` must be the same for all prompts, got gates of {gates.shape[1]} examples.")
     ending = Ending(looped, tokenizer, stop_strings, on_text)
-    decode = _decode_in_slots if supports_slots(looped) else generate_in_batches
+    decode = generate_in_batches
+    if supports_slots(looped):
+        decode = _decode_in_slots
     description = progress if isinstance(progress, str) else None
     bar = tqdm(total=len(prompts), desc=description, unit=" prompts", disable=not progress)
     completions: dict[int, str] = {}
@@ -117,9 +124,9 @@ class Ending:
         added = tokenizer.get_added_vocab()  # special tokens are not part of the decoded text
         stop_tokens = [added[stop] for stop in stops if stop in added]
         self.end_tokens = {*end_tokens(looped), tokenizer.eos_token_id, *stop_tokens} - {None}
-        # The last tokens of a completion whose text is searched for stop strings, because decoding all of it after each token
-        # takes longer and longer. A token has a byte or more. Some further tokens come before them, because a decoder may
-        # change the beginning of a text, as by removing its first space.
+        # Number of last tokens that are decoded to find a stop string. To decode all of a completion after each of its tokens
+        # would take ever longer. A stop string has at most as many tokens as bytes. Some more tokens are read before it,
+        # because a decoder may change the beginning of a text, as by removing its first space.
         self.window = max((len(stop.encode()) + 4 for stop in stops), default=0)
 
     def find_ended(self, completions: list[list[int]]) -> list[bool]:

@@ -94,13 +94,16 @@ class GateConfig:
             raise UserError(f"`rule_args` must be a mapping, got {short_repr(fields)}.")
         if "p" in fields:
             raise UserError("Set the field `p`, not `rule_args.p`.")
-        return make_rule(self.rule, **fields if self.p is None else {"p": self.p, **fields})
+        if self.p is not None:
+            fields = {"p": self.p, **fields}
+        return make_rule(self.rule, **fields)
 
     @property
     def rows_per_process(self) -> int:
         """Number of rows of a full micro-batch in one process. With `split_batches`, all processes share a micro-batch."""
-        is_shared = self.accelerator_config.split_batches
-        return self.per_device_train_batch_size // (self.world_size if is_shared else 1)
+        if self.accelerator_config.split_batches:
+            return self.per_device_train_batch_size // self.world_size
+        return self.per_device_train_batch_size
 
     @property
     def examples_per_step(self) -> int:

@@ -82,7 +82,10 @@ class GateSamplingMixin(AdapterTrainingMixin):
         if self.gate_state.rule is not self.rule:  # another trainer of this model has put its gates on it
             self.prepare_gates()
         self.last_gates = self.sample_gates(inputs)
-        self.num_trained = len(self.example_ids(inputs)[0]) if has_targets(inputs) else 0
+        self.num_trained = 0
+        if has_targets(inputs):
+            ids, _ = self.example_ids(inputs)
+            self.num_trained = len(ids)
         self.gate_state.set(self.last_gates)
         inputs.pop("example_ids", None)
 
