@@ -97,8 +97,11 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         present = {name: getattr(self, name) for name in _QWEN3_FIELDS if name != "use_cache"}  # off in training
         if self.base_config_dict is None:
             return Qwen3Config(**present).to_dict()
-        stored = self.base_config_dict.items()
-        return {name: value if "rope" in name else present.get(name, value) for name, value in stored}
+        nested = dict(self.base_config_dict)
+        for name in nested.keys() & present.keys():
+            if "rope" not in name:  # which keeps its published form
+                nested[name] = present[name]
+        return nested
 
     def published_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         saved = {name: value for name, value in fields.items() if name not in _QWEN3_FIELDS}

@@ -259,7 +259,9 @@ class PackedPass(BatchPass):
         columns = self.packing.examples
         if len(batch.active[0]) == 1:  # one gate for all examples
             columns = [0] * len(lengths)
-        active = [[gates[column] for column in columns] for gates in batch.active[:num_loops]]
+        active = []  # [K][N] in the order of the packed row
+        for gates in batch.active[:num_loops]:
+            active.append([gates[column] for column in columns])
         return plan_loops(active, lengths, self._least_frozen(state))
 
     def _run_group(self, loop: int, group: Group, inputs: LoopInputs) -> Tensor:
@@ -311,11 +313,15 @@ class PackedPass(BatchPass):
         """Return the inputs of some examples."""
         pick = functools.partial(self._pick, examples=examples)
         if examples not in self._selected:
+            lengths = [self.packing.lengths[index] for index in examples]
+            injected = inputs.injected
+            if injected is not None:
+                injected = pick(injected)
             self._selected[examples] = {
-                "attention_mask": self._attention(inputs.state, [self.packing.lengths[index] for index in examples]),
+                "attention_mask": self._attention(inputs.state, lengths),
                 "position_ids": pick(inputs.position_ids),
                 "position_embeddings": tuple(map(pick, inputs.position_embeddings)),
-                "injected": None if inputs.injected is None else pick(inputs.injected),
+                "injected": injected,
                 "token_examples": pick(inputs.token_examples, dim=0),
             }
         return replace(inputs, state=pick(inputs.state), **self._selected[examples])

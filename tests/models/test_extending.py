@@ -149,5 +149,5 @@ def test_wrong_descriptions_raise(monkeypatch):
         check_loops(model, input_ids=ids)
     forward = model.model.forward
     model.model.forward = lambda loop_gates, **inputs: forward(**inputs)
-    with pytest.raises(NotLoopedError, match="`model.layers.0.* under the gates.* pass unknown keywords on"):
+    with pytest.raises(NotLoopedError, match="`model.layers.0.* under the current gates.* pass unknown keywords on"):
         check_loops(model, input_ids=ids)
