@@ -1,5 +1,6 @@
 """The import of the package, its dependencies, and the command `loopdropout`, from a clone and from a wheel."""
 
+import configparser
 import functools
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from helpers.errors import user_error
@@ -139,6 +141,18 @@ def test_constraints_pin_every_direct_dependency():
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "evaluate", "deepspeed", "lm-eval"):
         assert Version(pins[name])
+
+
+def test_lowest_versions_are_the_bounds_of_setup_cfg():
+    done = subprocess.run([ROOT / ".ci/lowest"], capture_output=True, text=True, check=True)
+    pins = dict(line.split("==") for line in done.stdout.split())
+    assert pins.keys() == {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "evaluate"}
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for requirement in map(Requirement, config["options"]["install_requires"].split("\n")[1:]):
+        if requirement.name in pins:
+            assert f">={pins[requirement.name]}" in str(requirement.specifier).split(",")
+    assert not re.search(r"==\d", (ROOT / ".ci/latest").read_text())
 
 
 @pytest.mark.build
