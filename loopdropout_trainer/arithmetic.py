@@ -183,7 +183,9 @@ def add_mistake(answer: str, seed: int) -> str:
     value = int(steps[0].split()[0])
     for index, step in enumerate(steps):
         _, operator, right, *_ = step.split()
-        result = OPERATIONS[operator](value, int(right)) + mistake * (index == wrong_step)
+        result = OPERATIONS[operator](value, int(right))
+        if index == wrong_step:
+            result += mistake
         steps[index] = f"{value} {operator} {right} = {result}"
         value = result
     return "\n".join([*steps, f"#### {value}"])

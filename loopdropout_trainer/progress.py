@@ -53,7 +53,8 @@ class JobProgressCallback(ProgressCallback):
         self.current_step = self.first_step = state.global_step
         self.start = time.monotonic()
         self.time_left = ""  # after the first step, such as "job: 0:01:00 left"
-        self.evaluation_seconds = self.trained_at and self.start - self.trained_at
+        if self.trained_at is not None:
+            self.evaluation_seconds = self.start - self.trained_at
         hidden = args.disable_tqdm or not state.is_world_process_zero
         self.training_bar = tqdm(desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden)
         if state.global_step:

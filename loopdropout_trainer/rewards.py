@@ -57,8 +57,13 @@ def gsm8k_format(completion: str, reference: str) -> bool:
 @register_reward
 def last_number(completion: str, reference: str) -> bool:
     """Compare the last integer with the last integer of the reference."""
-    (got, wanted) = (_INTEGER.findall(text)[-1:] for text in (completion, reference))
-    return bool(wanted) and [number.replace(",", "") for number in got] == [wanted[0].replace(",", "")]
+    got, wanted = _last_integer(completion), _last_integer(reference)
+    return wanted is not None and got == wanted
+
+
+def _last_integer(text: str) -> str | None:
+    numbers = _INTEGER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 @register_reward

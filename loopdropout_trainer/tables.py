@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,7 +140,9 @@ def paired_samples(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> list
 def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) -> pd.Series:
     """Return the differences between two settings by seed, or a part of each by `answer_decomposition`."""
     gains = (average(ours) - average(other)).dropna()
-    for seed in gains.index if part else ():
+    if part is None:
+        return gains
+    for seed in gains.index:
         rows = answer_decomposition(*paired_samples(ours, other, seed))
         gains[seed] = next(row["value"] for row in rows if row["metric"] == part)
     return gains
@@ -154,11 +156,15 @@ def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part:
     gains = paired_gains(ours, other, part)
     if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
         return str(compare_answers(*paired_samples(ours, other, gains.index[0])))
-    if len(gains) < 2:
-        return "".join(f"{gain:+.{decimals}f}" for gain in gains) or "–"
+    if len(gains) == 0:
+        return "–"
+    if len(gains) == 1:
+        return f"{gains.iloc[0]:+.{decimals}f}"
     test = stats.ttest_1samp(gains, 0)
-    mean, low, high = [f"{value:+.{decimals}f}" for value in (gains.mean(), *test.confidence_interval())]
-    return f"{mean} [{low}, {high}]" + ", not significant" * (not test.pvalue < 0.05)  # NaN if all are equal
+    interval = test.confidence_interval()
+    text = f"{gains.mean():+.{decimals}f} [{interval.low:+.{decimals}f}, {interval.high:+.{decimals}f}]"
+    is_significant = test.pvalue < 0.05  # it is NaN, so not significant, if all gains are equal
+    return text if is_significant else f"{text}, not significant"
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
@@ -166,9 +172,19 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
     results = results.assign(label=results["method"])
     for _, rows in results.groupby("method"):
         for name in differing(rows.filter(like="recipe_")):
-            texts = [f", {name[7:]} = {value}" if pd.notna(value) else "" for value in rows[name]]
-            results.loc[rows.index, "label"] += texts
+            texts = f", {name.removeprefix('recipe_')} = " + rows[name].map(str)
+            results.loc[rows.index, "label"] += texts.where(rows[name].notna(), "")
     return results
+
+
+def find_baseline(label: str, labels: Iterable[str]) -> str | None:
+    """Return the first label of LoRA whose settings another label has, too, such as "LoRA, lora_r = 8"."""
+    own_parts = {"LoRA", *label.split(", ")}
+    for other in labels:
+        parts = {*other.split(", ")}
+        if "LoRA" in parts and parts <= own_parts:
+            return other
+    return None
 
 
 def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
@@ -180,11 +196,12 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
     rows = labelled(select(results, {"metric": "accuracy", "num_loops": results["num_loops"]}))
     lines = []
     for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
-        by_label, parts = dict(tuple(part.groupby("label", sort=False))), lambda label: {*label.split(", ")}
+        by_label = dict(tuple(part.groupby("label", sort=False)))
         for label, ours in by_label.items():
-            loras = [each for each in by_label if {"LoRA"} <= parts(each) <= {"LoRA", *parts(label)}]
-            is_compared = loras and ours["method"].iloc[0] not in ("LoRA", "base model")
-            gain = difference(ours, by_label[loras[0]]) if is_compared else ""
+            gain = ""
+            baseline = find_baseline(label, by_label)
+            if baseline is not None and ours["method"].iloc[0] not in ("LoRA", "base model"):
+                gain = difference(ours, by_label[baseline])
             lines.append([task, f"{depth:g}", label, mean_sd(average(ours)), gain])
     return pd.DataFrame(lines, columns=["task", "K", "method", "accuracy", "minus LoRA"]).set_index(
         ["task", "K", "method"]
@@ -196,9 +213,12 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
 
 def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Return `mean` and `sd` over seeds for each value of the columns `by`, with panels and labels in their order."""
-    values = [(key, average(part)) for key, part in rows.groupby(by, sort=False)]
-    data = pd.DataFrame([[*key, own.mean(), own.std()] for key, own in values], columns=[*by, "mean", "sd"])
-    for name in {"panel", "label"} & {*by}:
+    lines = []
+    for key, part in rows.groupby(by, sort=False):
+        values = average(part)
+        lines.append([*key, values.mean(), values.std()])
+    data = pd.DataFrame(lines, columns=[*by, "mean", "sd"])
+    for name in {"panel", "label"}.intersection(by):
         data[name] = pd.Categorical(data[name], data[name].unique())
     return data.fillna({"sd": 0.0})
 
@@ -229,15 +249,16 @@ def overview_figure(results: pd.DataFrame) -> Any:
     }
     single = "only loop t with the adapter"
     trained = results.query("task == 'training'")["num_loops"].unique()
+    has_one_depth = len(trained) == 1
     labels = {
-        "x_label": ["loops K" + " (dotted: in training)" * (len(trained) == 1), single, single],
+        "x_label": ["loops K (dotted: in training)" if has_one_depth else "loops K", single, single],
         "y_label": ["accuracy (%)", "accuracy (%)", "loss reduction (%)"],
     }
-    rows = pd.concat([rows.assign(panel=panel) for panel, rows in panels.items()]).dropna(subset="loop")
+    rows = pd.concat([own.assign(panel=panel) for panel, own in panels.items()]).dropna(subset="loop")
     by = ["panel", "label", "loop"]
     data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
     figure = line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
-    if len(trained) == 1 and hasattr(figure, "items"):
+    if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
         figure.items[0] += p9.geom_vline(xintercept=trained[0], linetype="dotted", color="#777777")
     return figure
 
@@ -268,8 +289,10 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
         if len(parts[-1]) > len(keys) and widths[[*parts[-1], place]].sum() > 82:
             parts.append(keys)
         parts[-1] = [*parts[-1], place]
-    for part in parts:
-        print("" if part is not parts[0] else f"\n{title}")
+    print(f"\n{title}")
+    for number, part in enumerate(parts):
+        if number > 0:
+            print()
         grid = Table(box=None, pad_edge=False, show_header=False)
         for place in part:
             grid.add_column(justify="left" if place in keys else "right", overflow="fold")
@@ -278,7 +301,7 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
         Console(width=80, markup=False, highlight=False, emoji=False).print(grid)
 
 
-def print_by_method(title: str, rows: pd.DataFrame, columns: Any, cell_format: str = "{:.1f}") -> None:
+def print_by_method(title: str, rows: pd.DataFrame, columns: str | pd.Series, cell_format: str = "{:.1f}") -> None:
     """Print results with one line for each method. `columns`: name or values of the column that each result is in."""
     if len(rows):
         print_table(title, rows.pivot_table("value", "method", columns, sort=False), cell_format)

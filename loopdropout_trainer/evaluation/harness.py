@@ -192,8 +192,11 @@ def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
     if not isinstance(completion, str):  # log-likelihoods of choices, or of a text
         scores = [response[0] if isinstance(response, tuple | list) else response for response in responses]
         completion, answer = None, arguments[int(np.argmax(scores))][-1].strip()
-        target = arguments[target][-1].strip() if isinstance(target, int) else target  # the index of a choice
-    elif answer == "[invalid]" or sample["filter"] == "none" and not completion.strip():
+        if isinstance(target, int):  # the index of a choice
+            target = arguments[target][-1].strip()
+    elif answer == "[invalid]":
+        answer = None
+    elif sample["filter"] == "none" and not completion.strip():
         answer = None
     value = sample.get(metric)
     return {

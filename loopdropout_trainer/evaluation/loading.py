@@ -23,7 +23,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, short_repr
 from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
@@ -78,12 +78,12 @@ def load_benchmarks(
     Raises:
         UserError: if there is no such task, or its data cannot be loaded.
     """
+    own_benchmarks, revisions = own_benchmarks or {}, revisions or {}
     tasks = []
     for name in names:
-        if fields := (own_benchmarks or {}).get(name):
-            valid = inspect.signature(own_benchmark).parameters
-            if unknown := min({*fields} - {*valid}, default=None):
-                raise UserError(f"The benchmark `{name}` has no field `{unknown}`.{closest_match(unknown, valid)}")
+        if name in own_benchmarks:
+            fields = own_benchmarks[name]
+            _check_fields(name, fields)
             tasks.append(own_benchmark(name, **fields))
         elif name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
@@ -92,8 +92,20 @@ def load_benchmarks(
                 f"{name} can run code, as any task file of lm-eval. Add `--import {name}` to the command line."
             )
         else:
-            tasks += load_task(name, (revisions or {}).get(name), limit).values()
+            tasks += load_task(name, revisions.get(name), limit).values()
     return tasks
+
+
+def _check_fields(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise UserError unless the description of a benchmark in a recipe is a mapping of arguments of `own_benchmark`."""
+    if not isinstance(fields, Mapping):
+        raise UserError(
+            f"`own_benchmarks` must map {name!r} to a mapping of fields such as `files` and `like`, got {short_repr(fields)}."
+        )
+    valid = inspect.signature(own_benchmark).parameters
+    for field in fields:
+        if field not in valid:
+            raise UserError(f"The benchmark `{name}` has no field `{field}`.{closest_match(field, valid)}")
 
 
 @preserved_random_states()
@@ -126,7 +138,11 @@ def own_benchmark(
         UserError: if the files cannot be read, or the arguments do not describe a task.
     """
     _check_own_name(name)
-    if not files or (None in (prompt, target, scorer) if like is None else scorer):
+    if like is None:
+        is_described = None not in (prompt, target, scorer)
+    else:
+        is_described = scorer is None
+    if not files or not is_described:
         raise UserError(
             f"The benchmark `{name}` must have `files`, and either `prompt`, `target` and `scorer` or `like`."
         )
@@ -138,7 +154,11 @@ def own_benchmark(
     templates = {"doc_to_text": PROMPT_TEMPLATES.get(prompt, prompt), "doc_to_target": target}
     config = {field: functools.partial(fill, text) for field, text in templates.items() if text is not None}
     if scorer is not None:
-        score = lambda row, answers: {"acc": REWARDS[scorer](answers[:1], answer=[fill(target, row)])[0] == 1}
+
+        def score(row: Mapping[str, Any], answers: Sequence[str]) -> dict[str, bool]:
+            (reward,) = REWARDS[scorer](answers[:1], answer=[fill(target, row)])
+            return {"acc": reward == 1}
+
         config["process_results"] = score
     if chat is not None:
         config["metadata"] = {"apply_chat_template": chat}
@@ -218,8 +238,11 @@ def load_task(name: str, revision: str | None = None, limit: int | None = None) 
         overrides["dataset_kwargs"] = {"split": name.removeprefix("arithmetic_"), "num_examples": limit}
     with _explained(name):
         # lm-eval applies overrides only to the tasks of a new group.
-        specs = [{"task": member, **overrides} for member in _members(manager, name)]
-        tasks = manager.load([{"group": "selected", "task": specs}] if overrides else [name])["tasks"]
+        specs: list[Any] = [name]
+        if overrides:
+            members = [{"task": member, **overrides} for member in _members(manager, name)]
+            specs = [{"group": "selected", "task": members}]
+        tasks = manager.load(specs)["tasks"]
     if name not in manager.all_groups:
         return tasks
     group = Group(name)
@@ -231,8 +254,16 @@ def load_task(name: str, revision: str | None = None, limit: int | None = None) 
 def _members(manager: TaskManager, name: str) -> list[str]:
     """Return the names of all tasks of a task, a group or a tag."""
     entry = manager.task_index[name]
-    parts = entry.cfg["task"] if name in manager.all_groups else sorted(entry.tags) if name in manager.all_tags else []
-    return [member for part in parts for member in _members(manager, part)] or [name]
+    if name in manager.all_groups:
+        parts = entry.cfg["task"]
+    elif name in manager.all_tags:
+        parts = sorted(entry.tags)
+    else:
+        return [name]
+    members = []
+    for part in parts:
+        members += _members(manager, part)
+    return members
 
 
 def _find_manager(name: str) -> TaskManager:
@@ -249,5 +280,7 @@ def _find_manager(name: str) -> TaskManager:
 @functools.cache
 def _load_manager(folder: str | None, include_defaults: bool) -> TaskManager:
     logging.getLogger("lm_eval.tasks._index").addFilter(lambda record: "overrides existing" not in str(record.msg))
-    paths = [str(TASKS), *([str(_LM_EVAL / folder)] if folder else [])]
+    paths = [str(TASKS)]
+    if folder is not None:
+        paths.append(str(_LM_EVAL / folder))
     return TaskManager(include_path=paths, include_defaults=include_defaults)

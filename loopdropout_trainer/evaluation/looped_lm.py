@@ -87,12 +87,14 @@ class LoopedLM(HFLM):
     ) -> None:
         state = PartialState(cpu=not torch.accelerator.is_available())
         if isinstance(pretrained, str):
-            is_usable = torch.device(device or "cpu").type in ("cpu", state.device.type)  # lm-eval's default is "cuda"
-            device = device if device and is_usable and state.num_processes == 1 else state.device
             source = find_source_of(pretrained, adapter, revision)
             source.check_run(num_loops, gates)
             pretrained = load(
-                source, num_loops=num_loops, dtype=dtype, attn_implementation=attn_implementation, device=device
+                source,
+                num_loops=num_loops,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                device=_choose_device(device, state),
             )
             tokenizer = source.load_tokenizer(chat_template)
         if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in pretrained.parameters()):
@@ -133,10 +135,13 @@ class LoopedLM(HFLM):
         columns = {"num_loops": self.num_loops, "gates": "unit" if self.has_adapter else "none"}
         if self.gates:
             columns["gates"] = "-".join(f"{gate:g}" for gate in self.gates)
-            if sorted(self.gates) == [*[0] * (self.num_loops - 1), 1] and self.num_loops > 1:
+            is_single_loop = self.gates.count(1) == 1 and self.gates.count(0) == self.num_loops - 1
+            if is_single_loop and self.num_loops > 1:
                 columns["loop"] = self.gates.index(1) + 1
                 columns["gates"] = f"loop {columns['loop']}"
-        return columns if self.readout is None else {**columns, "readout": self.readout}
+        if self.readout is not None:
+            columns["readout"] = self.readout
+        return columns
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -144,16 +149,16 @@ class LoopedLM(HFLM):
 
         The readout after loop t is the output of t loops.
         """
-        depth, config = self.readout or self.num_loops, self.looped.config
-        before, config.use_cache = config.use_cache, False  # generation asks for a cache itself
+        depth = self.readout or self.num_loops
+        gates = use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext()
+        config = self.looped.config
+        use_cache = config.use_cache
+        config.use_cache = False  # generation asks for a cache itself
         try:
-            with (
-                use_depth(self.model, depth),
-                use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext(),
-            ):
+            with use_depth(self.model, depth), gates:
                 yield
         finally:
-            config.use_cache = before
+            config.use_cache = use_cache
 
     @contextmanager
     def keep_answers(self, folder: str | Path | None) -> Iterator[None]:
@@ -179,7 +184,9 @@ class LoopedLM(HFLM):
 
         # lm-eval lets the processes wait for one another in rolling log-likelihoods, so all of them compute or none.
         is_common = kind == "loglikelihood_rolling" and self.world_size > 1
-        return run(requests) if self.answers is None or is_common else self.answers.complete(kind, requests, run)
+        if self.answers is None or is_common:
+            return run(requests)
+        return self.answers.complete(kind, requests, run)
 
     def loglikelihood(self, requests, disable_tqdm=False):
         return self._complete(
@@ -257,16 +264,22 @@ class LoopedLM(HFLM):
         room = self.max_length - max_new_tokens
         if room < 1:
             raise UserError(f"`max_new_tokens` must be less than {self.max_length}, got {max_new_tokens}.")
-        description = f"{requests[0].task_name}, K = {self.num_loops}, gates: {self.columns['gates']}"
-        prompts = [self.tok_batch_encode([request.args[0]], left_truncate_len=room)[0][0] for request in requests]
+        prompts = []
+        for request in requests:
+            ids, _ = self.tok_batch_encode([request.args[0]], left_truncate_len=room)  # [1, S]
+            prompts.append(ids[0].tolist() or [self.prefix_token_id])
+        batch_size = self._detect_batch_size() if self.batch_size == "auto" else self.batch_size
+        progress: str | bool = f"{requests[0].task_name}, K = {self.num_loops}, gates: {self.columns['gates']}"
+        if disable_tqdm or self.rank != 0:
+            progress = False
         return generate_greedy(
             self.model,
             self.tokenizer,
-            [prompt.tolist() or [self.prefix_token_id] for prompt in prompts],
+            prompts,
             max_new_tokens,
-            self._detect_batch_size() if self.batch_size == "auto" else self.batch_size,
+            batch_size,
             handle_stop_sequences(options["until"], eos=None),
-            progress=description if not disable_tqdm and self.rank == 0 else False,
+            progress=progress,
             on_completion=lambda index, text: self.cache_hook.add_partial(
                 "generate_until", requests[index].args, text
             ),
@@ -285,7 +298,20 @@ class LoopedLM(HFLM):
         PartialState().wait_for_everyone()
 
 
+def _choose_device(device: str | None, state: PartialState) -> str | torch.device:
+    """Return the device of a model: the given one, if this process alone uses it and it exists, else the process's own.
+
+    lm-eval asks for "cuda" by default, also on a machine without a GPU.
+    """
+    if device is None or state.num_processes > 1:
+        return state.device
+    exists = torch.device(device).type in ("cpu", state.device.type)
+    return device if exists else state.device
+
+
 def _without_zeros(tokens: Sequence[int]) -> tuple[int, ...]:
     """Return tokens without the zeros at their end, with which lm-eval pads."""
-    length = max((index + 1 for index, token in enumerate(tokens) if token), default=0)
+    length = len(tokens)
+    while length > 0 and tokens[length - 1] == 0:
+        length -= 1
     return tuple(tokens[:length])

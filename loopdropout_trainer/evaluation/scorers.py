@@ -98,7 +98,7 @@ def score_metamath_math(problem: Problem, answers: Sequence[str | None]) -> dict
 # IFEval
 
 
-def check_punkt(problems: Dataset) -> Dataset:
+def require_punkt(problems: Dataset) -> Dataset:
     """Raise `UserError` before the generation if IFEval's scorer lacks its data. Importing the scorer tries to download it."""
     import lm_eval.tasks.ifeval.instructions_util  # noqa: F401
     import nltk

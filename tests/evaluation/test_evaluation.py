@@ -217,6 +217,11 @@ def test_own_benchmark_explains_mistakes(tmp_path, monkeypatch, fields, message)
         load_benchmarks([name], {name: own})
 
 
+def test_own_benchmark_must_be_a_mapping():
+    with user_error("`own_benchmarks` must map 'capitals' to a mapping of fields such as `files` and `like`, got"):
+        load_benchmarks(["capitals"], {"capitals": ["rows.jsonl"]})
+
+
 def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
     rows = write_lines(tmp_path / "rows.jsonl", CAPITALS)
     fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
