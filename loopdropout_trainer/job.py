@@ -6,7 +6,7 @@ trainings and measurements need are imported in the functions, so that mistakes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.plan import describe_examples, describe_left_out, print_next_commands, print_plan
-from loopdropout_trainer.recipe import build, dump_recipe, override, recipe_dict
+from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import (
     RECIPE_FILE,
     RUN_FILE,
@@ -47,12 +47,12 @@ class Job:
     """The runs of a training script.
 
     Args:
+        settings: Settings that the dataclasses were made from, by `read_settings`. They are the recipe of the first run.
         script: Steps around the training.
         model: Base model.
         adapter: New adapter, or the adapter that the training starts from.
         data: Source of the examples.
         training: Settings of the training.
-        extra: Further dataclasses of the script, whose settings belong to the recipe.
 
     Attributes:
         runs: The runs. The first one is the rule of the recipe.
@@ -65,13 +65,13 @@ class Job:
 
     def __init__(
         self,
+        settings: Mapping[str, Any],
         *,
         script: ScriptArguments,
         model: ModelArguments,
         adapter: AdapterArguments,
         data: DataArguments,
         training: GateConfig,
-        extra: Sequence[Any] = (),
     ) -> None:
         self.script_args, self.model_args, self.adapter_args = script, model, adapter
         self.data_args, self.args = data, training
@@ -79,7 +79,7 @@ class Job:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
         check_trackers(training.report_to)
         check_devices(training)
-        recipe = recipe_dict(script, model, adapter, data, training, *extra)
+        recipe = {name: value for name, value in settings.items() if name != "hub_token"}
         self.runs = [Run(script, training, recipe)]
         for rule in script.compare_with or ():
             if rule != training.rule:

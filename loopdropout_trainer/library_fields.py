@@ -27,7 +27,9 @@ def _inherited(
     return {"help": help, "when": when, "not_empty": not_empty, "words": words, "bounds": Bounds(**bounds)}
 
 
-_SEED = {"at_least": 0, "below": 2**32}
+SEED_BOUNDS = {"at_least": 0, "below": 2**32}
+"""Bounds of a seed, which NumPy keeps in 32 bits."""
+
 _SHARE = {"at_least": 0, "at_most": 1}
 _PORT = {"at_least": 1, "at_most": 65535}
 
@@ -56,7 +58,7 @@ LIBRARY_FIELDS: dict[str, dict[str, Any]] = {
     "save_steps": _inherited("", "monitoring", above=0),
     "push_to_hub": _inherited("", "output"),
     "hub_model_id": _inherited("", "output", not_empty=True),
-    "seed": _inherited("", "repetition", **_SEED),
+    "seed": _inherited("", "repetition", **SEED_BOUNDS),
     "use_cpu": _inherited("", "never"),
     "resume_from_checkpoint": _inherited(
         "`true` continues the run from the newest complete checkpoint in `output_dir`, or starts it. A folder names the "
@@ -72,7 +74,7 @@ LIBRARY_FIELDS: dict[str, dict[str, Any]] = {
     "num_generations": _inherited("", at_least=2),
     "max_completion_length": _inherited("", at_least=1),
     # Fields of transformers' Trainer that matter at another moment than the training, or have bounds
-    "data_seed": _inherited(when="repetition", **_SEED),
+    "data_seed": _inherited(when="repetition", **SEED_BOUNDS),
     "eval_steps": _inherited(when="monitoring", above=0),
     "save_strategy": _inherited(when="monitoring"),
     "hub_private_repo": _inherited(when="output"),

@@ -72,14 +72,11 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
     Raises:
         UserError: if a file does not exist or is not a flat YAML mapping.
     """
-    name = str(path).removeprefix("recipes/")
-    path = recipes_folder() / name if not Path(path).exists() and name in recipe_names() else Path(path).resolve()
+    path = _find_recipe(path)
     if path in extended_by:
         raise UserError(f"The recipe {path} extends itself.")
     if len(extended_by) > MOST_EXTENDED:
         raise UserError(f"The recipe {extended_by[0]} must extend at most {MOST_EXTENDED} recipes.")
-    if not path.exists():
-        raise UserError(f"The recipe {path} does not exist.{closest_match(name, recipe_names())}")
     recipe = read_yaml_file(path, f"The recipe {path}")
     if not isinstance(recipe, dict):
         raise UserError(f"The recipe {path} must be a mapping `field: value`.")
@@ -88,8 +85,19 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
         return recipe
     if not isinstance(base, str):
         raise UserError(f"`extends` must be the name of one recipe, got {base!r} in {path}.")
-    base = path.parent / base if (path.parent / base).exists() else base
-    return override(load_recipe(base, (*extended_by, path)), recipe)
+    return override(load_recipe(_find_recipe(base, path.parent), (*extended_by, path)), recipe)
+
+
+def _find_recipe(name: str | Path, folder: Path = Path()) -> Path:
+    """Return the path of a recipe: a file relative to a folder, or a recipe of the package."""
+    path = folder / name
+    if path.exists():
+        return path.resolve()
+    name = str(name).removeprefix("recipes/")
+    if name in recipe_names():
+        return recipes_folder() / name
+    neighbors = [str(Path(name).with_name(file.name)) for file in path.parent.glob("*.y*ml")]
+    raise UserError(f"The recipe {path.resolve()} does not exist.{closest_match(name, [*neighbors, *recipe_names()])}")
 
 
 def import_files(paths: Sequence[str]) -> None:
@@ -127,16 +135,69 @@ def override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
     recipe = dict(recipe)
     for name, value in changes.items():
-        if value != recipe.get(name):
-            for dependent in REPLACED_TOGETHER.get(name, ()):
-                recipe.pop(dependent, None)
-            if name == "rule" and value in RULES:
-                fields = RULES[value].__dataclass_fields__
-                if "p" not in fields or recipe.get("p") in (0, [0]):  # p = 0 makes plain LoRA of most rules
-                    recipe.pop("p", None)
-                if recipe.get("rule_args"):
-                    recipe["rule_args"] = {key: kept for key, kept in recipe["rule_args"].items() if key in fields}
+        if value == recipe.get(name):
+            continue
+        for dependent in REPLACED_TOGETHER.get(name, ()):
+            recipe.pop(dependent, None)
+        if name == "rule" and value in RULES:
+            fields = RULES[value].__dataclass_fields__
+            if "p" not in fields or recipe.get("p") in (0, [0]):  # p = 0 makes plain LoRA of most rules
+                recipe.pop("p", None)
+            if recipe.get("rule_args"):
+                recipe["rule_args"] = {key: kept for key, kept in recipe["rule_args"].items() if key in fields}
     return {**recipe, **changes}
+
+
+def read_settings(
+    dataclass_types: Sequence[type],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    unread_types: Sequence[type] = (),
+) -> dict[str, Any]:
+    """Return the settings of a command line `[RECIPE.yaml] [--field value ...]`. They are also the recipe of the run.
+
+    Args:
+        dataclass_types: Dataclasses with the valid fields.
+        argv: Command line without the script. Default: `sys.argv[1:]`.
+        description: Text at the top of `--help`.
+        unread_types: Dataclasses whose fields a recipe, but not the command line, may set too, without an effect here.
+
+    Raises:
+        UserError: For an unknown field, a value of the wrong type or out of bounds, or a recipe that sets a field that can
+            run code.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
+    if "-h" in argv or "--help" in argv:
+        print_help(dataclass_types, description, first_words)
+        sys.exit(0)
+    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    fields = {f.name: f for cls in dataclass_types for f in dataclasses.fields(cls) if f.init}
+    hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items() if name in fields}
+    changes = _options(argv, hints, first_words)
+    import_files(_words(changes.pop("import", ())))
+    recipe = {}
+    if path is not None:
+        recipe = load_recipe(path)
+        _check_safe(recipe, path)
+    unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - fields.keys()
+    for name in changes:
+        if name in unread:
+            raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
+    settings = {name: value for name, value in override(recipe, changes).items() if name not in unread}
+    for name in settings:
+        if name not in fields:
+            hint = closest_match(FORMER_NAMES.get(name, USUAL_NAMES.get(name, name)), fields)
+            raise UserError(f"`{name}` is not a field of this script.{hint}")
+    settings = {
+        name: _read_value(fields[name], value, hints[name])
+        for name, value in settings.items()
+        if value is not None or _is_optional(hints[name])
+    }
+    for name, field in fields.items():
+        if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"`{name}` must be set.")
+    return settings
 
 
 def parse(
@@ -145,68 +206,42 @@ def parse(
     description: str | None = None,
     unread_types: Sequence[type] = (),
 ) -> tuple[Any, ...]:
-    """Build dataclasses from `[RECIPE.yaml] [--field value ...]`.
-
-    Args:
-        dataclass_types: dataclasses with the valid fields.
-        argv: command line without the script. Default: `sys.argv[1:]`.
-        description: text at the top of `--help`.
-        unread_types: dataclasses whose fields a recipe, but not the command line, may set too, without an effect here.
-
-    Returns:
-        One instance of each dataclass. `recipe_dict` returns the settings that they were made from.
+    """Return one instance of each dataclass, made from a command line as `read_settings` reads it.
 
     Raises:
-        UserError: for an unknown field, a value of the wrong type, a value that a dataclass rejects, a recipe that sets
-            a field that can run code, or an `output_dir` with a link that leaves it.
+        UserError: As in `read_settings` and `build`.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
-    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    if {"-h", "--help"} & {*argv}:
-        print_help(dataclass_types, description, first_words)
-        sys.exit(0)
-    fields = {f.name: f for cls in dataclass_types for f in dataclasses.fields(cls) if f.init}
-    hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items() if name in fields}
-    changes = _options(argv, hints, first_words)
-    import_files(_words(changes.pop("import", ())))
-    recipe = load_recipe(path) if path else {}
+    return build(dataclass_types, read_settings(dataclass_types, argv, description, unread_types))
+
+
+def _check_safe(recipe: Mapping[str, Any], path: str) -> None:
+    """Raise UserError if a recipe sets a field that can run code, such as a kernel or a file of another person."""
     for name, value in _nested(recipe):
-        is_code = ("attn_implementation" in name or name == "script") and "/" in str(value)  # a kernel, or a file
-        if is_code or value not in (None, SAFE_VALUES.get(name, value)):
+        names_file = ("attn_implementation" in name or name == "script") and "/" in str(value)
+        if names_file or value not in (None, SAFE_VALUES.get(name, value)):
             raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
-    unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - {*fields}
-    settings = {}
-    for name, value in override(recipe, changes).items():
-        if name in unread and name in changes:
-            raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
-        if name in unread:
-            continue
-        if name not in fields:
-            other_name = FORMER_NAMES.get(name, USUAL_NAMES.get(name, name))
-            hint = closest_match(other_name, fields)
-            raise UserError(f"`{name}` is not a field of this script.{hint}")
-        if value is not None or type(None) in get_args(hints[name]):
-            settings[name] = _fit(value, hints[name])
-            _check_choice(fields[name], settings[name], hints[name])
-            check_type(f"`{name}`", settings[name], hints[name])
-            check_value(fields[name], settings[name], hints[name])
-    for name, field in fields.items():
-        if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(f"`{name}` must be set.")
-    instances = build(dataclass_types, settings)
-    for instance in instances:
-        if folder := getattr(instance, "output_dir", None):
-            check_links(folder)  # here, because every command writes into such a folder
-    return instances
+
+
+def _is_optional(hint: Any) -> bool:
+    """Return whether a field takes None. Another field with the value `null` has its default."""
+    return type(None) in get_args(hint)
+
+
+def _read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
+    """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
+    value = _fit(value, hint)
+    _check_choice(field, value, hint)
+    check_type(f"`{field.name}`", value, hint)
+    check_value(field, value, hint)
+    return value
 
 
 def _fit(value: Any, hint: Any) -> Any:
     """Return a value as a field's type takes it: a list, a float of an integer, a text of a number, or a path without `~`."""
     types = single_types(hint)
     item_type = _item_type(types)
-    is_list = isinstance(value, list) or value is not None and str not in types
-    if item_type is not None and is_list:
+    takes_lists_only = str not in types and value is not None
+    if item_type is not None and (isinstance(value, list) or takes_lists_only):
         return [_fit(item, item_type) for item in _words(value)]
     if isinstance(value, str) and value.startswith("~/"):
         return os.path.expanduser(value)
@@ -230,7 +265,9 @@ def _check_choice(field: dataclasses.Field, value: Any, hint: Any) -> None:
     enums = [kind for kind in single_types(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
     choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
     choices = [choice for choice in choices if choice]
-    for item in _words(value) if choices else ():
+    if not choices:
+        return
+    for item in _words(value):
         if item is not None and item not in choices:
             matches = closest_match(item, choices)
             raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
@@ -252,23 +289,22 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
 
 
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return one instance of each dataclass, made from the settings that are its fields."""
+    """Return one instance of each dataclass, made from the settings that are its fields.
+
+    Raises:
+        UserError: For settings that a dataclass rejects, or an `output_dir` with a link that leaves it.
+    """
     instances = []
     for cls in dataclass_types:
         names = {field.name for field in dataclasses.fields(cls) if field.init}
         try:
-            instances.append(cls(**{name: value for name, value in settings.items() if name in names}))
+            instance = cls(**{name: value for name, value in settings.items() if name in names})
         except ValueError as error:  # of TRL and transformers
             raise UserError(str(error)) from error
-    for instance in instances:
-        names = settings.keys() & instance.__dataclass_fields__.keys() - {"hub_token"}
-        instance._settings = {name: value for name, value in settings.items() if name in names}
+        if folder := getattr(instance, "output_dir", None):
+            check_links(folder)  # here, because every command writes into such a folder
+        instances.append(instance)
     return tuple(instances)
-
-
-def recipe_dict(*instances: Any) -> dict[str, Any]:
-    """Return the settings that `parse` made dataclasses from, as a recipe without the Hub token."""
-    return {name: value for instance in instances for name, value in instance._settings.items()}
 
 
 def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
@@ -294,12 +330,14 @@ def _words(value: Any) -> list[Any]:
 def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) -> dict[str, Any]:
     """Return the value of each `--field` of a command line. Words of a field that is not a text are read as in YAML."""
     options: dict[str, list[str]] = {}
+    name = None
     for word in argv:
         if word.startswith("--"):
-            name, *values = word[2:].split("=", 1)
-            options[name.replace("-", "_")] = values
-        elif options:
-            values.append(word)
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            options[name] = [value] if equals else []
+        elif name is not None:
+            options[name].append(word)
         else:
             raise UserError(f"Options must be given as `--field value`, got {word!r}.")
     return {
@@ -316,14 +354,18 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
     types = single_types(hint)
     item_type = _item_type(types)
     is_list = item_type is not None or list in types
-    if not is_list and len(words) > 1:
+    if len(words) > 1 and not is_list:
         raise UserError(f"Words without `--field` must come first, {first_words}, got {' '.join(words[1:])}.")
     is_text = str in types or str in single_types(item_type)
-    if not words and not is_list or "" in words and not is_text:  # YAML reads an empty text as null
+    is_missing = not words and not is_list
+    is_null = "" in words and not is_text  # as YAML reads an empty text
+    if is_missing or is_null:
         raise UserError(f"`{name}` must have a value.")
     takes_mapping = any(dict in (kind, get_origin(kind)) for kind in types)
     values = []
     for word in words:
-        is_yaml = not is_text or takes_mapping and word.startswith("{")
-        values.append(read_yaml(word, f"`{name}`") if is_yaml else word)
+        if is_text and not (takes_mapping and word.startswith("{")):
+            values.append(word)
+        else:
+            values.append(read_yaml(word, f"`{name}`"))
     return values[0] if len(values) == 1 else values

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from peft import PeftModel
 from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
+from transformers import PreTrainedModel
 
 from loopdropout_trainer.arguments import DEPTH_BOUNDS, DepthArguments, option
 from loopdropout_trainer.errors import UserError, run_script
@@ -31,7 +33,9 @@ from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates
+from loopdropout_trainer.prompts import PromptFormat
 from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.terminal import raw_terminal, show_controls
@@ -59,11 +63,14 @@ class ChatArguments(DepthArguments):
         None,
         "Name (`tulu2`, `ouro`, ...) or Jinja file. Default: the format of the training, else the tokenizer's own.",
     )
-    max_new_tokens: int = option(256, "Maximum number of tokens of an answer.")
+    max_new_tokens: int = option(256, "Maximum number of tokens of an answer.", at_least=1)
+
+
+ARGUMENTS = (ChatArguments,)
 
 
 def main(argv: list[str] | None = None) -> None:
-    (args,) = parse([ChatArguments], name_words(argv, "model", "prompt"), __doc__)
+    (args,) = parse(ARGUMENTS, name_words(argv, "model", "prompt"), __doc__)
     if args.chat_template is not None and args.prompt_template is not None:
         raise UserError("Set either `chat_template` or `prompt_template`, not both.")
 
@@ -73,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     for num_loops in args.eval_num_loops or [None]:
         source.check_run(num_loops, *(args.gates or ()))
     model = load(source, device=torch.accelerator.current_accelerator(check_available=True))
-    looped, is_adapter = find_looped_model(model), source.is_adapter
+    looped = find_looped_model(model)
     tokenizer = source.load_tokenizer(args.chat_template)
     add_end_tokens(looped, end_token_ids(tokenizer))
 
@@ -86,31 +93,55 @@ def main(argv: list[str] | None = None) -> None:
     with suppress(EOFError):
         for prompt in prompts:
             print("" if args.prompt or sys.stdin.isatty() else prompt)
-            ids = prompt_format.ask(prompt)
             for num_loops in args.eval_num_loops or [looped.num_loops]:
                 for gates in expand_gates(args.gates, num_loops):
-                    columns = {"base model": [0.0] * num_loops} if is_adapter else {}
-                    columns["adapter" if is_adapter else source.folder.name] = parse_gates(gates, num_loops)
-                    answers = dict.fromkeys(columns, "")
-                    title = ", ".join(filter(None, [f"K = {num_loops}", gates]))
-                    with Live(
-                        get_renderable=partial(make_table, title, answers),
-                        console=Console(file=raw_terminal()),
-                        redirect_stdout=False,
-                        redirect_stderr=False,
-                    ):
-                        for name, numbers in columns.items():
-                            with use_depth(model, num_loops), use_gates(model, numbers) if numbers else nullcontext():
-                                generate_greedy(
-                                    model,
-                                    tokenizer,
-                                    [ids],
-                                    args.max_new_tokens,
-                                    stop_strings=prompt_format.stop_strings,
-                                    progress=False,
-                                    on_text=partial(answers.__setitem__, name),
-                                )
+                    title = f"K = {num_loops}" if gates is None else f"K = {num_loops}, {gates}"
+                    columns = gates_by_column(source, gates, num_loops)
+                    print_answers(title, columns, num_loops, prompt, model, prompt_format, args.max_new_tokens)
                     print()
+
+
+def gates_by_column(source: Source, gates: str | None, num_loops: int) -> dict[str, list[float] | None]:
+    """Return the gates of each column of a table: of an adapter and its base model, or of a model without gates."""
+    numbers = parse_gates(gates, num_loops)
+    if source.is_adapter:
+        return {"base model": [0.0] * num_loops, "adapter": numbers}
+    return {source.folder.name: numbers}
+
+
+def print_answers(
+    title: str,
+    columns: dict[str, list[float] | None],
+    num_loops: int,
+    prompt: str,
+    model: PreTrainedModel | PeftModel,
+    prompt_format: PromptFormat,
+    max_new_tokens: int,
+) -> None:
+    """Print a table with the answer to a prompt under the gates of each column. It grows while the model answers."""
+    answers = dict.fromkeys(columns, "")
+    table = Live(
+        get_renderable=lambda: make_table(title, answers),
+        console=Console(file=raw_terminal()),
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with table, use_depth(model, num_loops):
+        for name, gates in columns.items():
+
+            def show(text: str, name: str = name) -> None:
+                answers[name] = text
+
+            with nullcontext() if gates is None else use_gates(model, gates):
+                generate_greedy(
+                    model,
+                    prompt_format.tokenizer,
+                    [prompt_format.ask(prompt)],
+                    max_new_tokens,
+                    stop_strings=prompt_format.stop_strings,
+                    progress=False,
+                    on_text=show,
+                )
 
 
 def make_table(title: str, answers: dict[str, str]) -> Table:

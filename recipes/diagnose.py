@@ -20,7 +20,8 @@ from typing import Any
 import pandas as pd
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopdropout_trainer.arguments import (
     DEPTH_BOUNDS,
@@ -44,7 +45,7 @@ from loopdropout_trainer.diagnostics import (
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
-from loopdropout_trainer.recipe import parse, recipe_dict
+from loopdropout_trainer.recipe import build, read_settings
 from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, write_results
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import MODELS, Source
@@ -67,24 +68,30 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
     task: str = option(
         DEVELOPMENT, "Task whose reference solutions are scored, or `development` for held-out examples."
     )
-    num_examples: int = option(500, "Maximum number of examples.")
+    num_examples: int = option(500, "Maximum number of examples.", at_least=1)
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths of depth_matrix. Default: 1 to twice the model's own depth.", **DEPTH_BOUNDS
     )
-    max_length: int | None = option(LoopDropoutConfig.max_length, LIBRARY_FIELDS["max_length"]["help"])
+    max_length: int | None = option(LoopDropoutConfig.max_length, LIBRARY_FIELDS["max_length"]["help"], at_least=1)
     completion_only_loss: bool | None = option(None, "Whether only completions are scored. Default: as in TRL.")
     assistant_only_loss: bool = option(False, "Whether only turns of the assistant are scored.")
-    per_device_eval_batch_size: int = option(8, "Number of examples that a process scores at a time.")
+    per_device_eval_batch_size: int = option(8, "Number of examples that a process scores at a time.", at_least=1)
     output_dir: str = option("outputs/diagnostics", "Folder of the results.")
     use_cpu: bool = option(False, "Whether to run on the CPU only.")
 
 
+ARGUMENTS = (DiagnoseArguments, SourceArguments, DataArguments)
+UNREAD = (SFTArguments, AdapterArguments, LoopDropoutConfig)
+"""Dataclasses of trainings, whose fields in a recipe have no effect here."""
+
+
 def main(argv: list[str] | None = None) -> None:
+    # Settings
     argv = name_sources(argv, "adapters")
-    types, unread = (DiagnoseArguments, SourceArguments), (SFTArguments, AdapterArguments, LoopDropoutConfig)
-    args, model_args, data_args = parse((*types, DataArguments), argv, __doc__, unread)
-    if args.task != DEVELOPMENT:
-        parse(types, argv, __doc__, (*unread, DataArguments))  # a task has its own data
+    settings = read_settings(ARGUMENTS, argv, __doc__, UNREAD)
+    args, model_args, data_args = build(ARGUMENTS, settings)
+    if args.task != DEVELOPMENT:  # it has its own data, so that options of other data are a mistake
+        read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*UNREAD, DataArguments))
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and data
@@ -93,8 +100,8 @@ def main(argv: list[str] | None = None) -> None:
         dtypes = {source.name: model_args.dtype or source.dtype or "bfloat16" for source in sources}
         check_curvature(args.diagnostics, dtypes)
         check_depths(args, sources)
+        check_data(args, sources, settings)
         data = DiagnosedData(args, data_args, model_args.chat_template)
-        data.check_recipes(sources)
 
     # Measurement
     loader = ModelLoader(state.device, model_args.attn_implementation)
@@ -103,18 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         if state.is_main_process:
             print(source.describe())
         model = loader.load(source, dtypes[source.name], model_args.num_loops)
-        batches = data.batches(source)
-        columns = {"method": "base model"} if source.kind == "base model" else source.columns
-        measured = []
-        if source.is_adapter and "single_loop" in args.diagnostics:
-            measured += single_loop(model, batches)
-        if "readouts" in args.diagnostics:
-            measured += readouts(model, batches)
-        if "depth_matrix" in args.diagnostics:
-            measured += depth_matrix(model, batches, args.eval_num_loops)
-        if source.is_adapter and "curvature" in args.diagnostics:
-            measured += curvature(model, batches)
-        measured = [{**columns, "task": args.task, **row} for row in measured]
+        measured = measure(args, source, model, data.batches(source))
         if state.is_main_process:
             write_results(args.output_dir, measured)
         rows += measured
@@ -123,6 +119,23 @@ def main(argv: list[str] | None = None) -> None:
     if state.is_main_process:
         print_results(rows)
         print(f"The results are in {args.output_dir}")
+
+
+def measure(
+    args: DiagnoseArguments, source: Source, model: PreTrainedModel | PeftModel, batches: list
+) -> list[dict[str, Any]]:
+    """Return the results of a model. Only adapters can be active in one loop alone."""
+    rows = []
+    if source.is_adapter and "single_loop" in args.diagnostics:
+        rows += single_loop(model, batches)
+    if "readouts" in args.diagnostics:
+        rows += readouts(model, batches)
+    if "depth_matrix" in args.diagnostics:
+        rows += depth_matrix(model, batches, args.eval_num_loops)
+    if source.is_adapter and "curvature" in args.diagnostics:
+        rows += curvature(model, batches)
+    columns = {"method": "base model"} if source.kind == "base model" else source.columns
+    return [{**columns, "task": args.task, **row} for row in rows]
 
 
 def find_sources(names: list[str], model_args: SourceArguments) -> list[Source]:
@@ -159,6 +172,18 @@ def check_curvature(diagnostics: list[str], dtypes: dict[str, str]) -> None:
             )
 
 
+def check_data(args: DiagnoseArguments, sources: list[Source], settings: dict[str, Any]) -> None:
+    """Raise UserError if a model was trained on other data, whose held-out examples are others."""
+    if args.task != DEVELOPMENT:
+        return
+    for source in sources:
+        if not source.recipe:
+            continue
+        difference = compare_recipes(source.recipe, settings, fields=DataArguments.__dataclass_fields__)
+        if difference:
+            raise UserError(f"The recipe must have the data of the adapter in {source.name}, but {difference}.")
+
+
 class DiagnosedData:
     """The examples of all models, as each model's own tokenizer reads them.
 
@@ -171,19 +196,6 @@ class DiagnosedData:
     def __init__(self, args: DiagnoseArguments, data_args: DataArguments, chat_template: str | None) -> None:
         self.args, self.data_args, self.chat_template = args, data_args, chat_template
         self._batches: dict[tuple, list] = {}
-
-    def check_recipes(self, sources: list[Source]) -> None:
-        """Raise UserError if a model was trained on other data, whose held-out examples are others."""
-        if self.args.task != DEVELOPMENT:
-            return
-        for source in sources:
-            if not source.recipe:
-                continue
-            difference = compare_recipes(
-                source.recipe, recipe_dict(self.data_args), fields=DataArguments.__dataclass_fields__
-            )
-            if difference:
-                raise UserError(f"The recipe must have the data of the adapter in {source.name}, but {difference}.")
 
     def batches(self, source: Source) -> list:
         """Return the batches of a model."""
@@ -224,11 +236,14 @@ def print_results(rows: list[dict]) -> None:
     reductions = results.query("metric == 'loss_reduction'")
     if reductions.empty:
         for metric, column in {"readout_loss": "loop", "depth_loss": "num_loops"}.items():
-            if len(losses := results.query("metric == @metric")):
+            losses = results[results["metric"] == metric]
+            if len(losses):
                 print_by_method(f"{metric} (nats) by {column}", losses, losses[column].astype(int), "{:.4g}")
     print_loss_reductions(results)
     for method, own in reductions.query("gates != 'unit'").groupby("method", sort=False):
-        if "LoRA" in method.split(", ") or own["seed"].isna().any():  # LoRA, or an adapter without a recipe
+        is_lora = "LoRA" in method.split(", ")
+        has_recipe = own["seed"].notna().all()
+        if is_lora or not has_recipe:
             print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean())}")
 
 

@@ -13,16 +13,26 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, Scri
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
-from loopdropout_trainer.recipe import parse
+from loopdropout_trainer.recipe import build, read_settings
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 
 
+ARGUMENTS = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutDPOConfig)
+
+
 def main(argv: list[str] | None = None) -> None:
     # Settings and plan
-    types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutDPOConfig)
-    script_args, model_args, adapter_args, data_args, training_args = parse(types, argv, __doc__)
-    job = Job(script=script_args, model=model_args, adapter=adapter_args, data=data_args, training=training_args)
+    settings = read_settings(ARGUMENTS, argv, __doc__)
+    script_args, model_args, adapter_args, data_args, training_args = build(ARGUMENTS, settings)
+    job = Job(
+        settings,
+        script=script_args,
+        model=model_args,
+        adapter=adapter_args,
+        data=data_args,
+        training=training_args,
+    )
 
     # Tokenizer and data
     tokenizer = job.load_tokenizer()

@@ -13,7 +13,7 @@ evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ from typing import Any
 import pandas as pd
 import torch
 from accelerate import PartialState
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopdropout_trainer.arguments import (
     DEPTH_BOUNDS,
@@ -35,7 +39,7 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.gate_state import expand_gates
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import dump_recipe, parse, recipe_dict
+from loopdropout_trainer.recipe import build, dump_recipe, read_settings
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import Source
@@ -60,12 +64,16 @@ class EvaluationArguments(BenchmarkArguments):
     gates: list[str] | None = option(
         None, "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."
     )
-    readout: int | None = option(None, "Loop (from 1) whose readout gives the logits. Default: the last loop.")
+    readout: int | None = option(
+        None, "Loop (from 1) whose readout gives the logits. Default: the last loop.", at_least=1
+    )
     apply_chat_template: bool | None = option(
         None, "Whether prompts are turns of a chat. Default: as each task defines."
     )
     system_instruction: str | None = option(None, "System turn of the chat.")
-    max_new_tokens: int | None = option(None, "Maximum number of tokens of an answer. Default: as each task defines.")
+    max_new_tokens: int | None = option(
+        None, "Maximum number of tokens of an answer. Default: as each task defines.", at_least=1
+    )
     averages: dict[str, list[str]] | None = option(
         None, "Averages of tasks in the table, as a mapping name: [task, ...] (JSON)."
     )
@@ -91,13 +99,14 @@ class EvaluationArguments(BenchmarkArguments):
         return adapters
 
 
+ARGUMENTS = (EvaluationArguments, SourceArguments)
+
+
 def main(argv: list[str] | None = None) -> None:
-    arguments = args, model_args = parse(
-        (EvaluationArguments, SourceArguments),
-        name_sources(argv, "adapter"),
-        __doc__,
-        unread_types=(SFTArguments, AdapterArguments, DataArguments, LoopDropoutConfig),
-    )
+    # Settings
+    unread = (SFTArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+    settings = read_settings(ARGUMENTS, name_sources(argv, "adapter"), __doc__, unread)
+    args, model_args = build(ARGUMENTS, settings)
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and tasks
@@ -105,10 +114,8 @@ def main(argv: list[str] | None = None) -> None:
         sources = find_sources(args, model_args)
     check_runs(args, sources.values(), model_args.num_loops)
     check_conversations(args, sources.values(), model_args.chat_template)
-    settings = {**recipe_dict(*arguments), **describe_base(sources, model_args)}
-    compared = SourceArguments.__dataclass_fields__
-    if difference := find_difference(args.output_dir, settings, UNCOMPARED | {"num_loops"}, compared):
-        raise UserError(f"{args.output_dir} holds results of another model: {difference}. Set another `output_dir`.")
+    settings |= describe_base(sources, settings)
+    check_folder(args.output_dir, settings)
     tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
 
     # Evaluation, with the models over one base model in a row
@@ -119,37 +126,11 @@ def main(argv: list[str] | None = None) -> None:
         if state.is_main_process:
             print(source.describe())
         model = loader.load(source, model_args.dtype or source.dtype or "bfloat16", model_args.num_loops)
-        looped = find_looped_model(model)
         tokenizer = source.load_tokenizer(model_args.chat_template)
-        columns = result_columns(name, args.adapters[name], source)
-        for num_loops in args.eval_num_loops or [looped.num_loops]:
-            for gates in expand_gates(own_gates(args, source), num_loops):
-                lm = LoopedLM(
-                    model,
-                    tokenizer,
-                    batch_size=args.benchmark_batch_size,
-                    num_loops=num_loops,
-                    gates=gates,
-                    readout=args.readout,
-                )
-                results = evaluate_tasks(
-                    lm,
-                    tasks,
-                    limit=args.benchmark_limit,
-                    cache_dir=Path(args.output_dir, "cache"),
-                    output_dir=Path(args.output_dir, "samples", name),
-                    allow_unsafe_code=args.allow_unsafe_code,
-                    apply_chat_template=args.apply_chat_template,
-                    system_instruction=args.system_instruction,
-                    max_new_tokens=args.max_new_tokens,
-                )
-                results = [{**columns, **row} for row in results]
-                for row in results:
-                    if "samples" in row:
-                        row["samples"] = f"samples/{name}/{row['samples']}"
-                if state.is_main_process:
-                    write_results(args.output_dir, results)
-                rows += [{**row, "name": name} for row in results if "group" not in row]
+        for results in evaluate_source(name, source, model, tokenizer, tasks, args):
+            if state.is_main_process:
+                write_results(args.output_dir, results)
+            rows += [{**row, "name": name} for row in results if "group" not in row]
         del model
 
     # Table
@@ -160,6 +141,43 @@ def main(argv: list[str] | None = None) -> None:
         rows.sort(key=lambda row: [*sources].index(row["name"]))
         print_results(rows, args.averages or {})
         print(f"\nThe results are in {args.output_dir}")
+
+
+def evaluate_source(
+    name: str,
+    source: Source,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[Task | Group],
+    args: EvaluationArguments,
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the results of a model at each depth and under each of the gates."""
+    columns = result_columns(name, args.adapters[name], source)
+    for num_loops in args.eval_num_loops or [find_looped_model(model).num_loops]:
+        for gates in expand_gates(own_gates(args, source), num_loops):
+            lm = LoopedLM(
+                model,
+                tokenizer,
+                batch_size=args.benchmark_batch_size,
+                num_loops=num_loops,
+                gates=gates,
+                readout=args.readout,
+            )
+            results = evaluate_tasks(
+                lm,
+                tasks,
+                limit=args.benchmark_limit,
+                cache_dir=Path(args.output_dir, "cache"),
+                output_dir=Path(args.output_dir, "samples", name),
+                allow_unsafe_code=args.allow_unsafe_code,
+                apply_chat_template=args.apply_chat_template,
+                system_instruction=args.system_instruction,
+                max_new_tokens=args.max_new_tokens,
+            )
+            for row in results:
+                if "samples" in row:
+                    row["samples"] = f"samples/{name}/{row['samples']}"
+            yield [{**columns, **row} for row in results]
 
 
 def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict[str, Source]:
@@ -207,15 +225,18 @@ def result_columns(name: str, path: str, source: Source) -> dict[str, Any]:
     return {**source.columns, "method": source.columns["method"] if is_known else name}
 
 
-def describe_base(sources: dict[str, Source], model_args: SourceArguments) -> dict[str, Any]:
+def describe_base(sources: dict[str, Source], settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the base model, which all results in a folder share, as far as they are known."""
     first = next((source for source in sources.values() if source.is_adapter), next(iter(sources.values())))
     known = first.recipe or {"model_name_or_path": first.base, "model_revision": first.revision}
-    settings = {name: getattr(model_args, name) for name in recipe_dict(model_args)}
+    base = {}
     for name in SourceArguments.__dataclass_fields__:
-        if settings.get(name) is None:
-            settings[name] = known.get(name)
-    return {name: value for name, value in settings.items() if value is not None}
+        value = settings.get(name)
+        if value is None:
+            value = known.get(name)
+        if value is not None:
+            base[name] = value
+    return base
 
 
 def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
@@ -230,6 +251,15 @@ def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
     for title, tasks in averages.items():
         table.loc[title] = table.reindex(tasks).mean(skipna=False)
     print_table("Results", table.rename_axis("task"), "{:.2f}")
+
+
+def check_folder(folder: str, settings: dict[str, Any]) -> None:
+    """Raise UserError if a folder holds results of another base model."""
+    difference = find_difference(
+        folder, settings, ignored=UNCOMPARED | {"num_loops"}, fields=SourceArguments.__dataclass_fields__
+    )
+    if difference:
+        raise UserError(f"{folder} holds results of another model: {difference}. Set another `output_dir`.")
 
 
 def check_conversations(args: EvaluationArguments, sources: Iterable[Source], chat_template: str | None) -> None:

@@ -26,8 +26,11 @@ class ExportArguments:
     output_dir: str = option(..., "Folder for the adapter in the authors' format.")
 
 
+ARGUMENTS = (ExportArguments,)
+
+
 def main(argv: list[str] | None = None) -> None:
-    (args,) = parse([ExportArguments], name_words(argv, "adapter"), __doc__)
+    (args,) = parse(ARGUMENTS, name_words(argv, "adapter"), __doc__)
     source = find_source(args.adapter, accept=("adapter",), what="adapter")
     print(source.describe())
     folder = export_authors_format(source, args.output_dir)

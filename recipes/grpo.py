@@ -16,7 +16,7 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, Scri
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
-from loopdropout_trainer.recipe import parse
+from loopdropout_trainer.recipe import build, read_settings
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
@@ -29,6 +29,16 @@ class RewardArguments:
     rewards: list[str] = option(["gsm8k_strict"], "Rewards, which are added by `reward_weights`.", choices=REWARDS)
 
 
+ARGUMENTS = (
+    ScriptArguments,
+    ModelArguments,
+    AdapterArguments,
+    DataArguments,
+    LoopDropoutGRPOConfig,
+    RewardArguments,
+)
+
+
 def add_answer(example: dict) -> dict[str, str]:
     """Return the completion of an example as the reference `answer`."""
     completion = example["completion"]
@@ -37,15 +47,15 @@ def add_answer(example: dict) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> None:
     # Settings and plan
-    types = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutGRPOConfig, RewardArguments)
-    script_args, model_args, adapter_args, data_args, training_args, reward_args = parse(types, argv, __doc__)
+    settings = read_settings(ARGUMENTS, argv, __doc__)
+    script_args, model_args, adapter_args, data_args, training_args, reward_args = build(ARGUMENTS, settings)
     job = Job(
+        settings,
         script=script_args,
         model=model_args,
         adapter=adapter_args,
         data=data_args,
         training=training_args,
-        extra=[reward_args],
     )
 
     # Tokenizer and data

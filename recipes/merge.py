@@ -48,8 +48,11 @@ class MergeArguments:
     hub_private_repo: bool | None = option(None, "Whether a new repository is private.")
 
 
+ARGUMENTS = (MergeArguments,)
+
+
 def main(argv: list[str] | None = None) -> None:
-    (args,) = parse([MergeArguments], name_words(argv, "adapter"), __doc__)
+    (args,) = parse(ARGUMENTS, name_words(argv, "adapter"), __doc__)
 
     # Model and tokenizer
     adapter = find_source(args.adapter, accept=("adapter",), what="adapter")

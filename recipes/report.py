@@ -43,10 +43,10 @@ Missing runs are listed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -54,10 +54,11 @@ from typing import Any
 
 import pandas as pd
 
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.files import check_links, recipe_names
+from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.recipe import load_recipe
+from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
     OWN_FAMILY,
@@ -76,6 +77,20 @@ from loopdropout_trainer.tables import (
 
 
 COSTS = ["trainable_parameters", "train_seconds", "tokens_per_second", "peak_memory_gb"]
+
+
+@dataclass
+class ReportArguments:
+    """The runs, and the tables and figures to make."""
+
+    first_words = "FOLDER [FOLDER ...]"
+
+    folders: list[str] = option(..., "Folders of runs. All folders below them are read.")
+    tables: list[str] = option([], "Names in recipes/tables, YAML files, or `all`. Default: a summary.")
+    output_dir: str = option("report", "Folder of the report.")
+
+
+ARGUMENTS = (ReportArguments,)
 
 
 class Missing(UserError):
@@ -100,15 +115,18 @@ def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[
 
     The steps count the examples that fit into `max_length`, if their number is given, because the others are left out.
     """
-    recipe, sweeps = load_recipe(name), map(load_recipe, recipe_names())
-    own = [{**sweep, **sweep["measure"]} for sweep in sweeps if sweep.get("recipe") == name and "measure" in sweep]
+    recipe = load_recipe(name)
     batch = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
-    steps = recipe["num_train_epochs"] * math.ceil((num_fitting_examples or recipe["num_train_examples"]) / batch)
-    used = {
-        field: ", ".join(map(str, sorted({value for sweep in own for value in sweep[field]})))
-        for field in ("learning_rates", "seeds", "benchmarks")
-    }
-    return {**recipe, "batch": batch, "steps": steps, **used}
+    num_examples = num_fitting_examples or recipe["num_train_examples"]
+    steps = recipe["num_train_epochs"] * math.ceil(num_examples / batch)
+    values: dict[str, set] = {"learning_rates": set(), "seeds": set(), "benchmarks": set()}
+    for sweep in map(load_recipe, recipe_names()):
+        if sweep.get("recipe") == name and "measure" in sweep:
+            settings = {**sweep, **sweep["measure"]}
+            for field, used in values.items():
+                used.update(settings[field])
+    texts = {field: ", ".join(map(str, sorted(used))) for field, used in values.items()}
+    return {**recipe, "batch": batch, "steps": steps, **texts}
 
 
 def fill_cell(
@@ -150,20 +168,27 @@ def fill_cell(
         costs = find(results, {"task": "training", "metric": of})
         rows = costs[costs["run"].isin(rows["run"])]
     by_task = [average(own) for _, own in rows.groupby("task")]
-    values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale
+    values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale  # by seed
     if show == "mean":
         return mean_sd(values, decimals)
-    return " / ".join(f"{value:.{decimals}f}" for value in values) if show == "seeds" else f"{rows[show].iloc[0]:g}"
+    if show == "seeds":
+        return " / ".join(f"{value:.{decimals}f}" for value in values)
+    return f"{rows[show].iloc[0]:g}"
 
 
 def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, Any], Any]]:
     """Yield the heads, the title of the column, the selection and the paper's number of each cell, row by row."""
     for row in spec["rows"]:
-        heads, wanted = {}, spec.get("filter", {})
+        heads, wanted = {}, dict(spec.get("filter", {}))
         for (title, column), head in zip(spec["heads"].items(), row, strict=False):
-            ((heads[title], selection),) = (head if isinstance(head, dict) else {str(head): {column: head}}).items()
-            wanted = {**wanted, **selection}
-        for (title, column), paper in zip_longest(spec["columns"].items(), row[len(heads) :]):
+            if isinstance(head, dict):  # the text of the head, and the columns that it selects
+                text, selection = next(iter(head.items()))
+            else:
+                text, selection = str(head), {column: head}
+            heads[title] = text
+            wanted |= selection
+        papers = row[len(heads) :]  # it has no numbers if the paper has none
+        for (title, column), paper in zip_longest(spec["columns"].items(), papers):
             yield heads, title, {**wanted, **column}, paper
 
 
@@ -189,6 +214,17 @@ NOT_COMPARED = {"show", "minus", "part", "of", "recipe", "metric"}
 """Options of cells that are not accuracies, and so have no best value."""
 
 
+def compared_lines(spec: dict) -> list[list[int]]:
+    """Return the lines of the table of `build_table` whose settings are equal apart from the method, in groups."""
+    groups: dict[str, list[int]] = {}
+    for line, (_, _, wanted, _) in enumerate(read_numbers(spec)):
+        if NOT_COMPARED & wanted.keys():
+            continue
+        settings = {name: value for name, value in wanted.items() if name not in ("method", "variant")}
+        groups.setdefault(repr(sorted(settings.items())), []).append(line)
+    return list(groups.values())
+
+
 def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) -> pd.DataFrame:
     """Return a table with the rows and columns of the paper, and the paper's number and ours in neighboring columns.
 
@@ -200,13 +236,8 @@ def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) ->
         mark_best: Function from the text of a best value to the marked text, for example bold.
     """
     sources = [name for name in ("paper", "here") if name in table]
-    groups = {}
-    for line, (_, _, wanted, _) in enumerate(read_numbers(spec)):
-        if not NOT_COMPARED & {*wanted}:
-            settings = {name: value for name, value in wanted.items() if name not in ("method", "variant")}
-            groups.setdefault(repr(sorted(settings.items())), []).append(line)
     texts = table[sources].copy()
-    for lines in groups.values():
+    for lines in compared_lines(spec):
         for source in sources:
             means = table.loc[lines, source].str.extract(r"^([-+]?[\d.]+)")[0].astype(float)
             if len(means) > 1 and means.notna().all():
@@ -244,7 +275,8 @@ def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
     """Return the gates of eight examples, as a training draws them, and the gates of inference."""
     draw = Draw(seed=seed, step=0, example_ids=[(row, 0) for row in range(8)], num_loops=num_loops)
     gates = pd.DataFrame(make_rule("loop_dropout", p=p).sample(draw).tolist())  # [K, 8]
-    data = gates.melt(var_name="example", value_name="mean", ignore_index=False).reset_index(names="loop") + [1, 1, 0]
+    data = gates.melt(var_name="example", value_name="mean", ignore_index=False).reset_index(names="loop")
+    data[["loop", "example"]] += 1  # both count from 1 in the figure
     return pd.concat([data.assign(panel="during training"), data.assign(panel="inference", mean=1.0)])
 
 
@@ -256,19 +288,30 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     if spec["figure"] == "gates":
         return heat_plot(draw_gates(**spec["filter"]), "loop", "example", spec["title"], **labels)
     x = spec["x"]
-
-    def points_by(*by: str, **change: Any) -> pd.DataFrame:
-        wanted = {x: results.reindex(columns=[x])[x].dropna(), **spec["filter"], **change}
-        panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
-        return points(pd.concat(panels).assign(label=lambda rows: rows["method"]), ["panel", *by, x])
-
     if spec["figure"] == "heat":
-        ours, other = points_by(spec["y"]), points_by(spec["y"], **spec["minus"])
+        ours = panel_points(spec, results, [spec["y"], x])
+        other = panel_points(spec, results, [spec["y"], x], spec["minus"])
         both = ours.merge(other, on=["panel", spec["y"], x], suffixes=("_ours", ""))
         gains = both.assign(mean=both["mean_ours"] - both["mean"])
         return heat_plot(gains, x, spec["y"], spec["title"], **labels, shows_gains=True)
     axes = pd.DataFrame(labels, [*spec["panels"]])
-    return line_plot(points_by("label"), x, axes, spec["title"], spec.get("gain_over"))
+    return line_plot(panel_points(spec, results, ["label", x]), x, axes, spec["title"], spec.get("gain_over"))
+
+
+def panel_points(spec: dict, results: pd.DataFrame, by: Sequence[str], change: dict | None = None) -> pd.DataFrame:
+    """Return the points of all panels of a figure.
+
+    Args:
+        spec: Content of a YAML file of a figure.
+        results: From `load_results`.
+        by: Columns that tell the points of a panel apart. `label` is the method.
+        change: Columns of the results to select instead of the values of the file.
+    """
+    x = spec["x"]
+    wanted = {x: results.reindex(columns=[x])[x].dropna(), **spec["filter"], **(change or {})}
+    panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
+    rows = pd.concat(panels)
+    return points(rows.assign(label=rows["method"]), ["panel", *by])
 
 
 # The command
@@ -313,48 +356,53 @@ def held_out_losses(losses: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["method", "loss"]).set_index("method")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", help="Folders of runs. All folders below them are read.")
-    parser.add_argument("--tables", nargs="+", default=[], help="Names in recipes/tables, YAML files, or `all`.")
-    parser.add_argument("--output_dir", default="report", type=Path, help="Folder of the report (default: report).")
-    arguments = parser.parse_args(argv)
-    results, output_dir = load_results(*arguments.folders), arguments.output_dir
-    output_dir.mkdir(parents=True, exist_ok=True)
-    check_links(output_dir)
+def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
+    """Make the table or the figure of a YAML file, or print what is missing for it."""
+    spec = load_recipe(name if name.endswith(".yaml") else f"tables/{name}.yaml")
+    path = output_dir / Path(name).stem
+    try:
+        if "figure" in spec:
+            draw_figure(build_figure(spec, results), path)
+            return
+        table, missing = build_table(spec, results)
+        notes = []
+        if table["here"].str.contains("significant").any():
+            notes.append(OWN_FAMILY)
+        if missing:
+            notes += [*missing, *spec["made_by"]]
+        save_layout(spec, table, path, notes)
+    except Missing as reason:
+        print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
 
-    # Tables and figures of YAML files
-    names = arguments.tables
+
+def summarize(results: pd.DataFrame, output_dir: Path) -> None:
+    """Make the tables of costs, held-out losses and accuracies, and the figure of all runs."""
+    costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
+    save_table(costs.round(2).map("{:.12g}".format), "Costs of the training", output_dir / "costs")
+    losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
+    if len(losses):
+        title = "Held-out loss in nats per token, mean ± SD over seeds"
+        note = (
+            "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better."
+        )
+        save_table(held_out_losses(losses), title, output_dir / "held_out_loss", [note])
+    if "accuracy" in {*results["metric"]}:
+        note = f"The 95% intervals are over seeds, or over problems if there is one seed. {OWN_FAMILY}"
+        save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
+        draw_figure(overview_figure(results), output_dir / "overview")
+
+
+def main(argv: list[str] | None = None) -> None:
+    (args,) = parse(ARGUMENTS, name_words(argv, "folders"), __doc__)
+    results, output_dir = load_results(*args.folders), Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    names = args.tables
     if names == ["all"]:
         names = [name for name in recipe_names() if name.startswith("tables/")]
     for name in names:
-        spec = load_recipe(name if name.endswith(".yaml") else f"tables/{name}.yaml")
-        path = output_dir / Path(name).stem
-        try:
-            if "figure" in spec:
-                draw_figure(build_figure(spec, results), path)
-            else:
-                table, missing = build_table(spec, results)
-                family = [OWN_FAMILY] if table["here"].str.contains("significant").any() else []
-                save_layout(spec, table, path, [*family, *missing, *(spec["made_by"] if missing else [])])
-        except Missing as reason:
-            print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
-
-    # Summary
-    if not arguments.tables:
-        costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
-        save_table(costs.round(2).map("{:.12g}".format), "Costs of the training", output_dir / "costs")
-        losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
-        if len(losses):
-            table = held_out_losses(losses)
-            note = "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better."
-            save_table(
-                table, "Held-out loss in nats per token, mean ± SD over seeds", output_dir / "held_out_loss", [note]
-            )
-        if "accuracy" in {*results["metric"]}:
-            note = f"The 95% intervals are over seeds, or over problems if there is one seed. {OWN_FAMILY}"
-            save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
-            draw_figure(overview_figure(results), output_dir / "overview")
+        make_named(name, results, output_dir)
+    if not names:
+        summarize(results, output_dir)
 
 
 if __name__ == "__main__":

@@ -60,9 +60,12 @@ class ServeArguments:
     )
 
 
+ARGUMENTS = (ServeArguments,)
+
+
 def main(argv: list[str] | None = None) -> None:
     own, options = split_options(sys.argv[1:] if argv is None else argv)
-    (args,) = parse([ServeArguments], name_words(own, "model"), __doc__)
+    (args,) = parse(ARGUMENTS, name_words(own, "model"), __doc__)
     source = find_source(args.model)
     print(source.describe(), flush=True)
     source.check_run(args.num_loops, args.gates)

@@ -16,16 +16,26 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTA
 from loopdropout_trainer.data import DataArguments, label_example, preview
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
-from loopdropout_trainer.recipe import parse
+from loopdropout_trainer.recipe import build, read_settings
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
+ARGUMENTS = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+
+
 def main(argv: list[str] | None = None) -> None:
     # Settings and plan
-    types = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
-    script_args, model_args, adapter_args, data_args, training_args = parse(types, argv, __doc__)
-    job = Job(script=script_args, model=model_args, adapter=adapter_args, data=data_args, training=training_args)
+    settings = read_settings(ARGUMENTS, argv, __doc__)
+    script_args, model_args, adapter_args, data_args, training_args = build(ARGUMENTS, settings)
+    job = Job(
+        settings,
+        script=script_args,
+        model=model_args,
+        adapter=adapter_args,
+        data=data_args,
+        training=training_args,
+    )
 
     # Tokenizer and data
     tokenizer = job.load_tokenizer()

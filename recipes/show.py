@@ -28,8 +28,11 @@ class ShowArguments:
     revision: str | None = option(None, "Branch, tag or commit of names on the Hub.")
 
 
+ARGUMENTS = (ShowArguments,)
+
+
 def main(argv: list[str] | None = None) -> None:
-    (args,) = parse([ShowArguments], name_words(argv, "names"), __doc__)
+    (args,) = parse(ARGUMENTS, name_words(argv, "names"), __doc__)
     texts = [repr(find_source(name, revision=args.revision, accept=ALL_KINDS)) for name in args.names]
     print("\n\n".join(texts))
 

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from pathlib import Path
@@ -37,6 +36,7 @@ from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
 from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.library_fields import SEED_BOUNDS
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import (
     DEVELOPMENT,
@@ -63,7 +63,7 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 NON_FINITE = (-math.inf, -math.inf)
 
 
-class Run(NamedTuple):
+class SweepRun(NamedTuple):
     """One start of the training script. If `selects` is true, it only serves the choice of the learning rate."""
 
     method: str
@@ -98,8 +98,10 @@ class Sweep:
     )
     settings: dict[str, Any] = option({}, "Fields of every recipe (JSON).")
     measure: dict[str, Any] = option({}, "Fields of the evaluation of the final runs (JSON).")
-    seeds: list[int] = option([101, 102, 103], "Training seeds. The first one chooses the learning rate.")
-    learning_rates: list[float] = option([], "Candidates for every method.")
+    seeds: list[int] = option(
+        [101, 102, 103], "Training seeds. The first one chooses the learning rate.", **SEED_BOUNDS
+    )
+    learning_rates: list[float] = option([], "Candidates for every method.", above=0)
     rate_factors: dict[str, Any] = option({}, "Factors on the learning rates by method (JSON).")
     full_grid: bool = option(False, "Train every seed with every learning rate and choose none.")
     extend_grid: bool = option(
@@ -113,7 +115,7 @@ class Sweep:
     script: str = option("sft", "Training script: sft, dpo or grpo.")
     output_dir: str = option("outputs/sweep", "Folder of all runs.")
     launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
-    workers: int = option(1, "Number of runs at a time, each on its own GPU.")
+    workers: int = option(1, "Number of runs at a time, each on its own GPU.", at_least=1, at_most=1024)
     print_commands: bool = option(False, "Print the commands of the runs that can start, and stop.")
     dry_run: bool = option(False, "Print the number of trainings, and stop.")
 
@@ -133,7 +135,7 @@ class Sweep:
             self.select_on = "eval_loss" if self.chose_loss else DEVELOPMENT
         self.recipes = {name: self._make_recipes(definition) for name, definition in methods.items()}
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
-        self.done: set[Run] = set()
+        self.done: set[SweepRun] = set()
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
 
@@ -151,12 +153,8 @@ class Sweep:
 
     def _make_recipes(self, definition: str | dict) -> dict[bool, dict]:
         """Return the settings of a method's runs without learning rate and seed, by `selects`."""
-        path = self.recipe
-        if isinstance(definition, str):
-            path, definition = (definition, {}) if definition.endswith(".yaml") else (path, {"rule": definition})
-        recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
-        recipe = {**override(recipe, self.settings), "evaluate_base": False}
-        has_held_out = recipe.get("num_eval_examples") or recipe.get("eval_files")
+        recipe, own = self._read_method(definition)
+        has_held_out = bool(recipe.get("num_eval_examples") or recipe.get("eval_files"))
         if self.chose_loss and not self.full_grid and not has_held_out:
             raise UserError(
                 "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
@@ -164,19 +162,35 @@ class Sweep:
             )
         if has_held_out and self.script == "dpo":
             recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties
-        final = override({**recipe, **self.measure}, definition)
+        final = override({**recipe, **self.measure}, own)
         for name in SET_BY_SWEEP & final.keys():
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
-        first = {name: value for name, value in override(recipe, definition).items() if name not in FINAL_ONLY}
-        first |= {"evaluate_base": False, "benchmarks": [] if self.select_on == "eval_loss" else [self.select_on]}
+        make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
+        return {True: self._make_selecting_recipe(override(recipe, own)), False: final}
+
+    def _read_method(self, definition: str | dict) -> tuple[dict, dict]:
+        """Return the recipe that a method starts from, with the sweep's settings, and the method's own settings."""
+        path, own = self.recipe, definition
+        if isinstance(definition, str) and definition.endswith(".yaml"):
+            path, own = definition, {}
+        elif isinstance(definition, str):
+            own = {"rule": definition}
+        recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
+        return {**override(recipe, self.settings), "evaluate_base": False}, own
+
+    def _make_selecting_recipe(self, recipe: dict) -> dict:
+        """Return the recipe of the runs that choose a learning rate, which are measured on what chooses only."""
+        first = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
+        first["evaluate_base"] = False
+        first["benchmarks"] = [] if self.select_on == "eval_loss" else [self.select_on]
         if "own_benchmarks" in self.measure:
             first["own_benchmarks"] = self.measure["own_benchmarks"]
-        if (first.get("num_eval_examples") or first.get("eval_files")) and self.script not in ("dpo", "grpo"):
+        has_held_out = bool(first.get("num_eval_examples") or first.get("eval_files"))
+        if has_held_out and self.script not in ("dpo", "grpo"):
             first["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
-        make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
-        return {True: first, False: final}
+        return first
 
-    def run_settings(self, run: Run) -> dict:
+    def run_settings(self, run: SweepRun) -> dict:
         """Return the recipe of a run."""
         return {
             **self.recipes[run.method][run.selects],
@@ -186,7 +200,7 @@ class Sweep:
             "resume_from_checkpoint": "true",
         }
 
-    def folder(self, run: Run) -> Path:
+    def folder(self, run: SweepRun) -> Path:
         """Return the folder of a run."""
         return Path(self.output_dir, run.name)
 
@@ -199,9 +213,11 @@ class Sweep:
         """
         factor = self.rate_factors.get(method, 1.0)
         rates = sorted(_rounded(factor * rate) for rate in self.learning_rates)
-        limit = len(rates) + (4 if self.extend_grid and not self.full_grid else 0)
+        limit = len(rates)
+        if self.extend_grid and not self.full_grid:
+            limit += 4
         while True:
-            scores = {rate: self.score(Run(method, rate, self.seeds[0], True)) for rate in rates}
+            scores = {rate: self.score(SweepRun(method, rate, self.seeds[0], True)) for rate in rates}
             if None in scores.values() or max(scores.values()) == NON_FINITE:
                 return Choice(rates, None)
             best = max(scores, key=scores.get)
@@ -215,46 +231,63 @@ class Sweep:
 
     def _remark(self, scores: dict[float, tuple[float, float]], best: float) -> str:
         """Return a remark if the best learning rate is at the edge of its grid, or others have the same score."""
-        remark = "It is at the edge of the grid. " if best in (min(scores), max(scores)) else ""
+        remarks = []
+        if best in (min(scores), max(scores)):
+            remarks.append("It is at the edge of the grid.")
         ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
         if len(ties) > 1:
-            remark += f"The selection was uninformative. {' and '.join(ties)} have equal scores on {self.select_on}. "
-            remark += "The tie was broken by the held-out loss, then by the smaller rate."
-        return remark
+            remarks.append(
+                f"The selection was uninformative. {' and '.join(ties)} have equal scores on {self.select_on}. The tie was "
+                "broken by the held-out loss, then by the smaller rate."
+            )
+        return " ".join(remarks)
 
-    def pending(self) -> list[Run]:
+    def pending(self) -> list[SweepRun]:
         """Return the runs that have a learning rate and are not done, in the order of their seeds."""
         runs = []
         for method in self.recipes:
-            rates, best, *_ = self.choice(method)
+            choice = self.choice(method)
+            final_rates = choice.rates
             if not self.full_grid:
-                runs += [Run(method, rate, self.seeds[0], True) for rate in rates]
-                rates = [] if best is None else [best]
-            runs += [Run(method, rate, seed, False) for rate in rates for seed in self.seeds]
+                runs += [SweepRun(method, rate, self.seeds[0], True) for rate in choice.rates]
+                final_rates = [] if choice.best is None else [choice.best]
+            for rate in final_rates:
+                runs += [SweepRun(method, rate, seed, False) for seed in self.seeds]
         runs.sort(key=lambda run: self.seeds.index(run.seed))
         return [run for run in runs if not self.is_done(run)]
 
     def num_trainings(self) -> int:
         """Return the number of trainings, without extended grids."""
         num_rates, num_seeds = len(self.learning_rates), len(self.seeds)
-        return len(self.recipes) * (num_rates * num_seeds if self.full_grid else num_rates + num_seeds - 1)
+        by_method = num_rates + num_seeds - 1
+        if self.full_grid:
+            by_method = num_rates * num_seeds
+        return len(self.recipes) * by_method
 
     # The state of a run, from its folder
 
-    def score(self, run: Run) -> tuple[float, float] | None:
+    def score(self, run: SweepRun) -> tuple[float, float] | None:
         """Return the score that chooses the learning rate and the negative held-out loss, or None before the run."""
         folder = self.folder(run)
         if run.name not in self.scores and folder.is_dir():
-            is_finite = read_run(folder).get("status") != "non-finite"
-            rows = [row for row in read_results(folder) if is_finite and row["gates"] == "unit"]
-            values = {(row["metric"], row["task"]): row["value"] for row in rows}
-            loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
-            score = -loss if self.select_on == "eval_loss" else values.get(("accuracy", self.select_on), -math.inf)
-            if score > -math.inf or not is_finite:
-                self.scores[run.name] = (score, -loss)
+            score = self._read_score(folder)
+            if score is not None:
+                self.scores[run.name] = score
         return self.scores.get(run.name)
 
-    def is_done(self, run: Run) -> bool:
+    def _read_score(self, folder: Path) -> tuple[float, float] | None:
+        """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured."""
+        if read_run(folder).get("status") == "non-finite":
+            return NON_FINITE
+        rows = [row for row in read_results(folder) if row["gates"] == "unit"]
+        values = {(row["metric"], row["task"]): row["value"] for row in rows}
+        loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
+        score = values.get(("accuracy", self.select_on), -math.inf)
+        if self.select_on == "eval_loss":
+            score = -loss
+        return (score, -loss) if score > -math.inf else None
+
+    def is_done(self, run: SweepRun) -> bool:
         """Return whether a run has finished with its settings.
 
         Raises:
@@ -262,15 +295,17 @@ class Sweep:
         """
         folder = self.folder(run)
         path = folder / SETTINGS_FILE
-        if run not in self.done and path.exists():
-            saved, new = load_recipe(path), self.run_settings(run)
-            if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
-                raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
-            score = self.score(run)
-            # A run may have further results, of fields that are no longer set.
-            is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
-            if is_measured or score == NON_FINITE or run.selects and score is not None:
-                self.done.add(run)
+        if run in self.done or not path.exists():
+            return run in self.done
+        saved, new = load_recipe(path), self.run_settings(run)
+        if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
+            raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
+        score = self.score(run)
+        has_chosen = run.selects and score is not None
+        # A run may have further results, of fields that are no longer set.
+        is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
+        if is_measured or has_chosen or score == NON_FINITE:
+            self.done.add(run)
         return run in self.done
 
     # Training
@@ -282,7 +317,8 @@ class Sweep:
             UserError: if a run fails.
         """
         number = self.workers
-        gpus = islice(cycle(_gpus() if number > 1 else [{}]), number)
+        environments = _gpus() if number > 1 else [{}]
+        gpus = islice(cycle(environments), number)
         with ThreadPoolExecutor(number) as pool:
             try:
                 for worker in as_completed([pool.submit(self._work, gpu) for gpu in gpus]):
@@ -295,19 +331,28 @@ class Sweep:
 
     def _work(self, gpu: dict[str, str]) -> None:
         """Train one run after the other until none is left."""
-        while (runs := self.pending()) and not self.stopped.is_set():
-            for run in runs:
-                folder = self.folder(run)
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(folder / "sweep.lock", "w") as lock, suppress(BlockingIOError):  # another worker trains it
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if not self.is_done(run):
-                        self._train(run, gpu, lock.fileno())
-                        break
-            else:
-                self.stopped.wait(1)
+        while not self.stopped.is_set():
+            runs = self.pending()
+            if not runs:
+                return
+            if not any(self._train_unless_locked(run, gpu) for run in runs):
+                self.stopped.wait(1)  # other workers train all of them
 
-    def command(self, run: Run) -> list[str]:
+    def _train_unless_locked(self, run: SweepRun, gpu: dict[str, str]) -> bool:
+        """Train a run, and return whether this worker did it, because no other one trains it or has finished it."""
+        folder = self.folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "sweep.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            if self.is_done(run):
+                return False
+            self._train(run, gpu, lock.fileno())
+            return True
+
+    def command(self, run: SweepRun) -> list[str]:
         """Write the recipe of a run, and return its command."""
         folder = self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
@@ -319,7 +364,7 @@ class Sweep:
         imports = ["--import", *IMPORTED] if IMPORTED else []
         return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *imports]
 
-    def _train(self, run: Run, gpu: dict[str, str], lock: int) -> None:
+    def _train(self, run: SweepRun, gpu: dict[str, str], lock: int) -> None:
         path = self.folder(run) / "log.txt"
         with open(path, "a", encoding="utf-8") as log:
             process = subprocess.Popen(
@@ -347,13 +392,8 @@ class Sweep:
 
         path = Path(self.output_dir, "summary.json")
         own_choices = {}
-        if self.chose_loss and not self.full_grid:
-            print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
-        for method in () if self.full_grid else self.recipes:
-            choice = self.choice(method)
-            print(f"{method}: learning rate {choice.best}. {choice.remark}")
-            self._print_losses(method, choice.rates)
-            own_choices[method] = choice._asdict()
+        if not self.full_grid:
+            own_choices = self._print_choices()
         table = accuracy_table(load_results(self.output_dir))
         if len(table):
             print_table(ACCURACY_TITLE, table)
@@ -362,14 +402,29 @@ class Sweep:
             summary = {"choices": choices | own_choices, "accuracy": table.reset_index().to_dict("records")}
             write_file(path, json.dumps(summary, indent=1) + "\n")
 
+    def _print_choices(self) -> dict[str, dict]:
+        """Print the chosen learning rate of each method, and return the choices."""
+        if self.chose_loss:
+            print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
+        choices = {}
+        for method in self.recipes:
+            choice = self.choice(method)
+            print(f"{method}: learning rate {choice.best}. {choice.remark}".rstrip())
+            self._print_losses(method, choice.rates)
+            choices[method] = choice._asdict()
+        return choices
+
     def _print_losses(self, method: str, rates: list[float]) -> None:
         """Print the held-out losses of a method's candidates, if they choose."""
         if self.select_on != "eval_loss":
             return
         for rate in rates:
-            loss = -self.score(Run(method, rate, self.seeds[0], True))[1]
+            loss = -self.score(SweepRun(method, rate, self.seeds[0], True))[1]
             text = f"{loss:.4f} nats per token" if math.isfinite(loss) else "not finite"
             print(f"  {rate:<10g} held-out loss {text}")
+
+
+ARGUMENTS = (Sweep,)
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -385,7 +440,7 @@ def _rounded(rate: float) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    (sweep,) = parse((Sweep,), argv, __doc__)
+    (sweep,) = parse(ARGUMENTS, argv, __doc__)
     if sweep.dry_run:
         print(f"{sweep.num_trainings()} trainings")
     elif sweep.print_commands:

@@ -1,4 +1,8 @@
-"""Bounds of numbers: every numeric field of every script, and of the training arguments in Python, with unusual values."""
+"""Bounds of numbers: every numeric field of every script, and of the training arguments in Python, with unusual values.
+
+The scripts and their fields are not listed here. A script of the package has its dataclasses in `ARGUMENTS`, so that a new
+script or a new field is tested, too.
+"""
 
 import contextlib
 import dataclasses
@@ -11,46 +15,26 @@ import pytest
 
 from helpers.errors import user_error
 from helpers.files import load_script
-from loopdropout_trainer.arguments import (
-    AdapterArguments,
-    ModelArguments,
-    ScriptArguments,
-    SFTArguments,
-    SourceArguments,
-)
 from loopdropout_trainer.bounds import Bounds
-from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.cli import scripts
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.fields import metadata_of, single_types
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
-from loopdropout_trainer.recipe import parse
+from loopdropout_trainer.recipe import build, parse, read_settings
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
 
-TRAINING = (ModelArguments, AdapterArguments, DataArguments)
-SCRIPTS = {name: load_script(f"recipes/{name}.py") for name in ("chat", "diagnose", "evaluate", "export", "grpo")}
-SCRIPTS |= {name: load_script(f"recipes/{name}.py") for name in ("merge", "serve", "sweep")}
-START = "--model_name_or_path tiny-ouro --preparation arithmetic --use_cpu true"
-COMMANDS = {
-    "sft": ((SFTArguments, *TRAINING, LoopDropoutConfig), START),
-    "dpo": ((ScriptArguments, *TRAINING, LoopDropoutDPOConfig), START),
-    "grpo": (
-        (ScriptArguments, *TRAINING, LoopDropoutGRPOConfig, SCRIPTS["grpo"].RewardArguments),
-        START,
-    ),
-    "chat": ((SCRIPTS["chat"].ChatArguments,), "--model x"),
-    "serve": ((SCRIPTS["serve"].ServeArguments,), "--model x"),
-    "evaluate": ((SCRIPTS["evaluate"].EvaluationArguments, SourceArguments), "--benchmarks x --model_name_or_path x"),
-    "diagnose": (
-        (SCRIPTS["diagnose"].DiagnoseArguments, SourceArguments, DataArguments),
-        "--model_name_or_path x --preparation arithmetic",
-    ),
-    "sweep": ((SCRIPTS["sweep"].Sweep,), "--recipe quickstart.yaml --learning_rates 1e-4"),
-    "merge": ((SCRIPTS["merge"].MergeArguments,), "--adapter x"),
-    "export": ((SCRIPTS["export"].ExportArguments,), "--adapter x --output_dir y"),
+COMMANDS = {name: load_script(f"recipes/{name}.py").ARGUMENTS for name in scripts()}
+"""Dataclasses of each script."""
+
+TRAININGS = ("sft", "dpo", "grpo")
+REQUIRED = dict.fromkeys(TRAININGS, "--model_name_or_path tiny-ouro --preparation arithmetic --use_cpu true") | {
+    "evaluate": "--benchmarks x --model_name_or_path x",
+    "diagnose": "--model_name_or_path x --preparation arithmetic",
+    "sweep": "--recipe quickstart.yaml --learning_rates 1e-4 3e-4",
 }
-"""Dataclasses of each command with fields, and words that it can do with. The command `report` has no numbers."""
+"""Words that a script cannot do without, apart from fields without a default."""
 
 TEXTS = ("0", "-1", "1e30", "1" + "0" * 400, ".nan", "", "many")
 
@@ -70,6 +54,17 @@ def numeric_fields(*classes):
                 yield field, hints[field.name]
 
 
+def required_words(command):
+    """Return words with which a script's settings can be read."""
+    words = REQUIRED.get(command, "").split()
+    for cls in COMMANDS[command]:
+        for field in dataclasses.fields(cls):
+            has_default = field.default is not field.default_factory
+            if field.init and not has_default and f"--{field.name}" not in words:
+                words += [f"--{field.name}", "x"]
+    return words
+
+
 def is_number(value, text):
     """Return whether a field's value is the number of a text."""
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -81,19 +76,20 @@ def is_number(value, text):
 
 def try_values(command, name, out):
     """Return the values of a field that end in something else than a sentence about it, or its own meaning."""
-    classes, words = COMMANDS[command]
+    classes, words = COMMANDS[command], required_words(command)
     wrong = []
     for text in TEXTS:
-        options = ["--output_dir", out] if command in ("sft", "dpo", "grpo") else []
+        options = ["--output_dir", out] if command in TRAININGS else []
         try:
-            instances = parse(classes, [*words.split(), *options, f"--{name}", text])
+            settings = read_settings(classes, [*words, *options, f"--{name}", text])
+            instances = build(classes, settings)
             value = next(getattr(instance, name) for instance in instances if hasattr(instance, name))
             if not is_number(value, text):
                 wrong.append((name, text, f"became {value!r}"))
-            if command in ("sft", "dpo", "grpo"):
+            if command in TRAININGS:
                 with contextlib.redirect_stdout(io.StringIO()):
-                    script, model, adapter, data, training, *extra = instances
-                    Job(script=script, model=model, adapter=adapter, data=data, training=training, extra=extra)
+                    script, model, adapter, data, training, *_ = instances
+                    Job(settings, script=script, model=model, adapter=adapter, data=data, training=training)
         except UserError as error:
             if name not in str(error) or "\n" in str(error):
                 wrong.append((name, text, str(error)))
@@ -104,8 +100,31 @@ def try_values(command, name, out):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_number_has_a_meaning_or_a_sentence(command, tmp_path):
-    names = [field.name for field, _ in numeric_fields(*COMMANDS[command][0])]
+    names = [field.name for field, _ in numeric_fields(*COMMANDS[command])]
     assert [wrong for name in names for wrong in try_values(command, name, str(tmp_path))] == []
+
+
+UNBOUNDED = {
+    "split_seed",
+    "scale",
+    "p",
+    "arithmetic_steps",
+    "f_alpha_divergence_coef",
+    "loss_weights",
+    "reward_weights",
+}
+"""Numbers of any sign and size, or with bounds of their own: `p` has them by rule, `arithmetic_steps` by the problems."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_of_a_script_has_bounds(command):
+    """A new number of a script, or of a new release of the libraries, has no bounds until somebody declares them."""
+    unbounded = {
+        field.name
+        for field, _ in numeric_fields(*COMMANDS[command])
+        if metadata_of(field).get("bounds", Bounds()) == Bounds()
+    }
+    assert unbounded <= UNBOUNDED
 
 
 CONFIGS = (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig)
@@ -151,15 +170,14 @@ REJECTED = [
 @pytest.mark.parametrize(("words", "message"), REJECTED)
 def test_number_out_of_bounds_is_explained(words, message):
     with user_error(re.escape(message)):
-        parse(COMMANDS["sft"][0], [*START.split(), *words.split()])
+        parse(COMMANDS["sft"], [*required_words("sft"), *words.split()])
 
 
 @pytest.mark.parametrize("command", ["chat", "evaluate", "diagnose"])
 def test_depths_of_all_commands_have_the_same_bounds(command):
-    classes, words = COMMANDS[command]
     for depth in ("0", "1025"):
         with user_error(f"`eval_num_loops` must be at least 1 and at most 1,024, got {depth}"):
-            parse(classes, [*words.split(), "--eval_num_loops", "4", depth])
+            parse(COMMANDS[command], [*required_words(command), "--eval_num_loops", "4", depth])
 
 
 def test_numbers_with_a_meaning_of_their_own_are_accepted(config):
@@ -167,8 +185,37 @@ def test_numbers_with_a_meaning_of_their_own_are_accepted(config):
     assert (args.max_steps, args.max_grad_norm, args.learning_rate) == (-1, math.inf, 0)
 
 
-def test_every_inherited_number_has_bounds():
-    """A number of a new release of the libraries has no bounds yet, except for numbers of any sign and size."""
-    without = {field.name for cls in CONFIGS for field, _ in numeric_fields(cls) if not metadata_of(field)}
-    assert without == {"f_alpha_divergence_coef", "loss_weights", "reward_weights"}
+def test_library_fields_have_bounds_of_the_right_type():
     assert all(isinstance(metadata["bounds"], Bounds) for metadata in LIBRARY_FIELDS.values())
+
+
+COUNTS = [
+    ("chat", "max_new_tokens"),
+    ("diagnose", "num_examples"),
+    ("diagnose", "max_length"),
+    ("diagnose", "per_device_eval_batch_size"),
+    ("evaluate", "max_new_tokens"),
+    ("evaluate", "readout"),
+    ("evaluate", "benchmark_limit"),
+    ("evaluate", "benchmark_batch_size"),
+    ("evaluate", "num_threads"),
+]
+
+
+@pytest.mark.parametrize(("command", "name"), COUNTS)
+def test_counts_of_commands_must_be_positive(command, name):
+    with user_error(f"`{name}` must be at least 1( and at most 1,024)?, got 0"):
+        parse(COMMANDS[command], [*required_words(command), f"--{name}", "0"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--workers 0", "`workers` must be at least 1 and at most 1,024, got 0."),
+        ("--seeds 1 -1", "`seeds` must be at least 0 and below 4,294,967,296, got -1."),
+        ("--learning_rates 0", "`learning_rates` must be above 0, got 0"),
+    ],
+)
+def test_numbers_of_a_sweep_are_bounded(words, message):
+    with user_error(re.escape(message)):
+        parse(COMMANDS["sweep"], [*required_words("sweep"), *words.split()])

@@ -15,7 +15,7 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, Scri
 from loopdropout_trainer.data import PREPARATIONS, DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names, recipes_folder
-from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse, recipe_dict
+from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse, read_settings
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
 
@@ -80,9 +80,10 @@ def test_parse_reads_yaml_like_options(write, yaml_text, words, value):
 
 
 def test_parse_prefers_the_command_line(write):
-    arguments = read(write("name: x\nseed: 1\nitems: [1]\nmapping: null\n"), "--seed", "2")
+    words = write("name: x\nseed: 1\nitems: [1]\nmapping: null\n"), "--seed", "2"
+    arguments = read(*words)
     assert (arguments.seed, arguments.items, arguments.mapping) == (2, [1], None)
-    assert recipe_dict(arguments) == {"name": "x", "seed": 2, "items": [1], "mapping": None}
+    assert read_settings((Arguments,), words) == {"name": "x", "seed": 2, "items": [1], "mapping": None}
 
 
 @pytest.mark.parametrize("name", ["seed", "items", "p", "mapping", "report_to"])
@@ -206,6 +207,17 @@ def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):
     assert own["preparation"] == "gsm8k" and "model_revision" not in own
     Path("quickstart.yaml").write_text("p: 0.1\n")
     assert load_recipe("quickstart.yaml") == {"p": 0.1}  # a file of the user comes first
+
+
+def test_extended_recipe_is_not_looked_for_in_the_current_folder(write, tmp_path, monkeypatch):
+    write("p: 0.1\n", "elsewhere/quickstart.yaml")
+    path = write("extends: quickstart.yaml\n", "mine/own.yaml")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_recipe(path)["preparation"] == "arithmetic"
+    write("p: 0.1\n", "mine/base.yaml")
+    path = write("extends: bsae.yaml\n", "mine/other.yaml")
+    with user_error(re.escape(f"The recipe {tmp_path}/mine/bsae.yaml does not exist. Did you mean 'base.yaml'?")):
+        load_recipe(path)
 
 
 SFT_TYPES = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)

@@ -55,7 +55,7 @@ def write_sweep(path, folder):
         rates = made.choice(method).rates
         for rate in rates if made.full_grid else [rates[len(rates) // 2]]:
             for seed in made.seeds:
-                recipe = made.run_settings(sweep.Run(method, rate, seed, False))
+                recipe = made.run_settings(sweep.SweepRun(method, rate, seed, False))
                 run = folder / recipe["run_name"]
                 run.mkdir(parents=True)
                 rows = expected_results(recipe)

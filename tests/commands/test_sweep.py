@@ -119,12 +119,12 @@ def test_sweep_prepares_runs_of_each_method(lab):
     measure = {"benchmarks": ["arithmetic_test"], "eval_num_loops": [4]}
     made = lab.sweep(methods={"hard": own}, measure=measure, select_on="eval_loss", rate_factors={"hard": 0.5})
     assert made.choice("hard").rates == [0.005, 0.01, 0.02]
-    first, final = (made.run_settings(sweep.Run("hard", 0.01, 101, selects)) for selects in (True, False))
+    first, final = (made.run_settings(sweep.SweepRun("hard", 0.01, 101, selects)) for selects in (True, False))
     measured = lambda run: [run.get(name) for name in ("benchmarks", "single_loop_batches", "eval_num_loops")]
     assert measured(first) == [[], 16, None] and measured(final) == [["arithmetic_hard"], 1, [2]]
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "single_loop_batches": None}))
     made = lab.sweep(script="dpo")  # ties are broken by its own held-out loss
-    first, final = (made.run_settings(sweep.Run("lora", 0.01, 101, selects)) for selects in (True, False))
+    first, final = (made.run_settings(sweep.SweepRun("lora", 0.01, 101, selects)) for selects in (True, False))
     assert first["eval_strategy"] == final["eval_strategy"] == "epoch" and "single_loop_batches" not in first
 
 
@@ -147,7 +147,7 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
             (lab.folder / "kept").hardlink_to(lab.out / "summary.json")
     assert [*json.loads((lab.folder / "kept").read_text())["choices"]] == ["lora"]  # a file is replaced, not rewritten
     text = capsys.readouterr().out
-    assert "lora: learning rate 0.02. \n" in text and "15.00 ± 7.07" in text
+    assert "lora: learning rate 0.02.\n" in text and "15.00 ± 7.07" in text
     summary = json.loads((lab.out / "summary.json").read_text())
     choice = {"rates": [0.01, 0.02, 0.04], "best": 0.02, "remark": ""}
     assert summary["choices"] == {"lora": choice, "loop_dropout": choice}
@@ -162,7 +162,7 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     lab.run(**fields).write_summary()
     out = capsys.readouterr().out
     assert out.endswith(
-        "lora: learning rate 0.02. \n  0.01       held-out loss 0.3000 nats per token\n"
+        "lora: learning rate 0.02.\n  0.01       held-out loss 0.3000 nats per token\n"
         "  0.02       held-out loss 0.2000 nats per token\n  0.04       held-out loss 0.4000 nats per token\n"
     )
     assert ("because no `benchmarks` are set" in out) is not bool(fields)
@@ -192,7 +192,7 @@ def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, names):
 GRIDS = {  # scores: the learning rates in the order of their runs, the choice, the remark
     "inside": ({"0.0025": 6, "0.005": 8, "0.01": 7}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.005, ""),
     "limit": ({"0.000625": 9, "0.00125": 8, "0.0025": 7, "0.005": 6, "0.01": 5},
-              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, "It is at the edge of the grid. "),
+              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, "It is at the edge of the grid."),
     "above": ({"0.02": 2, "0.04": 3, "0.08": 4}, [0.01, 0.02, 0.04, 0.08, 0.16], 0.08, ""),
 }  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_sweep_runs_the_training_script(lab):
     recipe |= {"benchmark_limit": 1, "eval_num_loops": None, "single_loop_accuracy": False, "merge": False}
     lab.recipe.write_text(yaml.safe_dump(recipe))
     made = lab.sweep(seeds=[1], script="sft")
-    for run in made.pending()[0], sweep.Run("lora", 0.01, 1, False):
+    for run in made.pending()[0], sweep.SweepRun("lora", 0.01, 1, False):
         python(*made.command(run)[1:])
         assert made.is_done(run) and all(map(math.isfinite, made.score(run)))
     rows = [(row["task"], row["metric"]) for row in read_lines(made.folder(run) / "results.jsonl")]
