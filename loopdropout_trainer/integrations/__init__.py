@@ -3,19 +3,12 @@
 VLLM_PLUGIN = "loop_dropout"
 """Name of the plugin for vLLM, which the environment variable `VLLM_PLUGINS` selects."""
 
-VLLM_ARCHITECTURES = (
-    "OuroForCausalLM",
-    "RavenForCausalLM",
-    "LDSForCausalLM",
-    "NanbeigeForCausalLM",
-    "ParcaeForCausalLM",
-)
-"""Names in `config.json` of the classes that the plugin serves."""
-
 
 def register_vllm_models() -> None:
     """Register the families with vLLM, which calls this in each of its processes by the entry point `vllm.general_plugins`."""
     from vllm import ModelRegistry
 
-    for architecture in VLLM_ARCHITECTURES:
+    from loopdropout_trainer.models import MODELS
+
+    for architecture in MODELS:
         ModelRegistry.register_model(architecture, "loopdropout_trainer.integrations.vllm:LoopedForCausalLM")

@@ -27,7 +27,16 @@ except (
     _reason = f"{version('transformers')} is installed: {str(error).partition(' (')[0]}"
     UNSUPPORTED["dory"] = ("Dory", f"it needs the interface of transformers 5.24, but {_reason}")
 
-for _model in (OuroForCausalLM, HuginnForCausalLM, LoopusForCausalLM, NanbeigeForCausalLM, ParcaeForCausalLM):
+MODELS = {
+    "OuroForCausalLM": OuroForCausalLM,
+    "RavenForCausalLM": HuginnForCausalLM,
+    "LDSForCausalLM": LoopusForCausalLM,
+    "NanbeigeForCausalLM": NanbeigeForCausalLM,
+    "ParcaeForCausalLM": ParcaeForCausalLM,
+}
+"""Native classes by their names in `config.json`, which are the published ones."""
+
+for _model in MODELS.values():
     AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)
     AutoModel.register(_model.config_class, _model.backbone_class, exist_ok=True)
     AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)

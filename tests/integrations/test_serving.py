@@ -27,12 +27,13 @@ from helpers.tiny import TINY, tiny_hrm, tiny_ouro, varied, with_adapter
 from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.integrations import register_vllm_models
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models.layers import Attention
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.merging import export_authors_format
 from loopdropout_trainer.saving.metadata import write_metadata
-from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.saving.source import find_source, read_model_config
 from loopdropout_trainer.serving import vllm_command
 from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
 
@@ -267,6 +268,19 @@ def test_engine_is_vllm_where_it_can_serve(adapter, installed_vllm, monkeypatch,
         assert choose(folder) == "transformers"
         with user_error("because vLLM is not installed"):
             choose(folder, "--", "--max-model-len", 64)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_family_is_registered_with_vllm(installed_vllm, monkeypatch, tmp_path, tokenizer, family):
+    registered = {}
+    registry = SimpleNamespace(register_model=registered.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    register_vllm_models()
+    for saved in (TINY[family](), tokenizer):
+        saved.save_pretrained(tmp_path)
+    (architecture,) = read_model_config(str(tmp_path)).architectures
+    assert registered[architecture] == "loopdropout_trainer.integrations.vllm:LoopedForCausalLM"
+    assert choose(tmp_path) == "vllm"
 
 
 @pytest.mark.parametrize("rule", ["independent", "learned"])
