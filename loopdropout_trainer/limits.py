@@ -15,7 +15,7 @@ import numpy as np
 from loopdropout_trainer.errors import UserError, first_line, short_repr
 
 
-RENDER_SECONDS = 20
+RENDER_SECONDS = 10
 RENDER_MEMORY = 2 << 30
 """Time in seconds and memory in bytes for the text of one conversation. Usual templates take a millisecond."""
 
@@ -35,40 +35,112 @@ def render_chat(tokenizer: Any, turns: list[Any], **options: Any) -> str:
     Raises:
         UserError: If the template fails, for example because it does not end or fills the memory.
     """
+    from jinja2 import TemplateError
+
     try:
-        with _bounded(RENDER_SECONDS, RENDER_MEMORY):
-            text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
-    except Exception as error:  # a template is a program, which can raise anything
-        reason = first_line(error)
-        raise UserError(f"`chat_template` cannot render the conversation {short_repr(turns)}: {reason}") from error
-    if len(text) > MAX_CHARACTERS:
-        raise UserError(f"`chat_template` makes {len(text):,} characters of the conversation {short_repr(turns)}.")
+        return render_text(tokenizer, turns, **options)
+    except TemplateError as error:
+        raise rendering_error(turns, error) from error
+
+
+def render_text(tokenizer: Any, turns: list[Any], **options: Any) -> str:
+    """Return the text of a conversation, as `render_chat` does.
+
+    Raises:
+        TemplateError: If the template itself raises an error, such as "System role not supported".
+        UserError: If the template fails in another way.
+    """
+    with bounded_rendering(turns):
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    check_length(text)
     return text
 
 
-@contextmanager
-def _bounded(seconds: int, memory: int) -> Iterator[None]:
-    """Raise TimeoutError or MemoryError if the block takes more time in seconds, or more further memory in bytes.
+def rendering_error(turns: Any, error: Exception) -> UserError:
+    """Return the error of a conversation that a chat template cannot write."""
+    return UserError(f"`chat_template` cannot render the conversation {short_repr(turns)}: {first_line(error)}")
 
-    Signals reach the main thread only, so that the block has no limit of time in others.
+
+def check_length(text: str) -> None:
+    """Raise UserError if a chat template has written a text that is too long for a tokenizer."""
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"`chat_template` makes {len(text):,} characters of the conversation {short_repr(text)}.")
+
+
+_running = threading.local()
+"""The limits of the chat template that a thread runs, as its attribute `limits`."""
+
+
+@contextmanager
+def bounded_rendering(turns: Any) -> Iterator[None]:
+    """Bound the time and the memory of a chat template inside the block, until `end_rendering`.
+
+    Signals reach the main thread only, so a template has no limit of time in other threads.
+
+    Args:
+        turns: Conversation, for the message.
+
+    Raises:
+        UserError: If the template takes too long, fills the memory, or fails with another error than a `TemplateError`.
     """
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):  # systems without such a limit, or with a lower one
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, limits[1]))
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main:
-        previous = signal.signal(signal.SIGALRM, _raise_timeout)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    from jinja2 import TemplateError
+
+    if getattr(_running, "limits", None) is not None:  # the caller has set them
+        yield
+        return
+    limits = _running.limits = _Limits()
     try:
         yield
-    except MemoryError as error:
-        raise MemoryError(f"it takes more than {memory >> 20:,} MB of memory") from error
+    except (TemplateError, UserError):
+        raise
+    except Exception as error:  # a template is a program, which can raise anything
+        if not limits.are_set:  # the error of a tokenizer
+            raise
+        limits.remove()  # the message needs memory, too
+        if isinstance(error, MemoryError):
+            error = MemoryError(f"it takes more than {RENDER_MEMORY >> 20:,} MB of memory")
+        raise rendering_error(turns, error) from error
     finally:
-        if is_main:
+        limits.remove()
+        _running.limits = None
+
+
+def end_rendering(texts: list[str]) -> None:
+    """Remove the limits of `bounded_rendering`, because the texts are written, and a tokenizer may take longer."""
+    limits = getattr(_running, "limits", None)
+    if limits is not None and limits.are_set:
+        limits.remove()
+        for text in texts:
+            check_length(text)
+
+
+class _Limits:
+    """Limits of time and memory, from their creation until `remove`.
+
+    The first raises TimeoutError, again and again, because the libraries of a template may catch it. The second raises
+    MemoryError.
+    """
+
+    def __init__(self) -> None:
+        self.are_set = True
+        self._memory = resource.getrlimit(resource.RLIMIT_AS)
+        with suppress(OSError, ValueError):  # systems without such a limit, or with a lower one
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + RENDER_MEMORY, self._memory[1]))
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            self._handler = signal.signal(signal.SIGALRM, _raise_timeout)
+            signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 1)
+
+    def remove(self) -> None:
+        """Restore the former limits, if they are not yet restored."""
+        if not self.are_set:
+            return
+        self.are_set = False
+        if self._is_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+            signal.signal(signal.SIGALRM, self._handler)
+        resource.setrlimit(resource.RLIMIT_AS, self._memory)
 
 
 def _raise_timeout(number: int, frame: Any) -> None:

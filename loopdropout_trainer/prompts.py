@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data import FIELD
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.limits import render_text
 
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class PromptFormat:
             messages: Turns with `role` and `content`, a text or a list of text parts as in OpenAI's protocol.
 
         Raises:
-            UserError: If the format cannot express the conversation.
+            UserError: If the format cannot express the conversation, or the chat template does not end.
         """
         from jinja2 import TemplateError
 
@@ -88,9 +89,8 @@ class PromptFormat:
             raise UserError("`messages` must have at least one turn.")
         template = self.chat_template if self.text is None else self._make_template("")
         turns = [{**turn, "content": _join_parts(turn.get("content"))} for turn in messages]
-        options = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
         try:
-            return self.tokenizer.apply_chat_template(turns, **options)
+            return render_text(self.tokenizer, turns, chat_template=template, add_generation_prompt=True)
         except TemplateError as error:
             if self.text is not None:
                 raise UserError(str(error)) from error

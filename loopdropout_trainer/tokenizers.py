@@ -18,8 +18,8 @@ from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBas
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, closest_match, short_repr
-from loopdropout_trainer.files import model_path
-from loopdropout_trainer.limits import render_chat
+from loopdropout_trainer.files import model_path, read_text
+from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
 
 if TYPE_CHECKING:
@@ -51,14 +51,23 @@ class PreTrainedTokenizerFast(TokenizersBackend):
     """A tokenizer that is read from `tokenizer.json` unchanged, also by transformers 4 after `save_pretrained`.
 
     Using it does not change it. Other tokenizers of transformers keep the padding and the truncation of their last call, and
-    save them in `tokenizer.json`.
+    save them in `tokenizer.json`. Its chat template, which may be a stranger's, ends in bounded time and memory.
     """
 
-    def _encode_plus(self, *args: Any, **kwargs: Any) -> BatchEncoding:
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write a conversation as the chat template does. The limits end where the tokenizer gets the text."""
+        with bounded_rendering(conversation):
+            written = super().apply_chat_template(conversation, *args, **kwargs)
+        if isinstance(written, str):
+            check_length(written)
+        return written
+
+    def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> BatchEncoding:
         """Tokenize texts, and restore the padding and the truncation of `tokenizer.json`."""
+        end_rendering([text] if isinstance(text, str) else text)
         padding, truncation = self.backend_tokenizer.padding, self.backend_tokenizer.truncation
         try:
-            return super()._encode_plus(*args, **kwargs)
+            return super()._encode_plus(text, *args, **kwargs)
         finally:
             if padding is None:
                 self.backend_tokenizer.no_padding()
@@ -136,7 +145,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> 
         hint = closest_match(name_or_path, CHAT_TEMPLATES)
         names = ", ".join(CHAT_TEMPLATES)
         raise UserError(f"`chat_template` must be {names} or a Jinja file, got {name_or_path!r}.{hint}")
-    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    tokenizer.chat_template = read_text(path)
     for name, token in CHAT_TOKENS.get(name_or_path, {}).items():
         _set_token(tokenizer, name, token)
 

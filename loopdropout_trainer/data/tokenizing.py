@@ -80,10 +80,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, turns: list[Row], **options: Any
     """Return the tokens of turns as the chat template writes them, and the mask of the assistant's tokens if it is asked."""
     if tokenizer.chat_template is None:
         raise UserError("`chat_template` must be set, because the examples are conversations.")
-    render_chat(tokenizer, turns, **{name: value for name, value in options.items() if name != _MASK})
+    text = render_chat(tokenizer, turns, **{name: value for name, value in options.items() if name != _MASK})
+    if _MASK not in options:
+        return {"input_ids": _encode(tokenizer, text, add_special_tokens=False)}
     no_warnings = {"verbose": False}  # about long texts
     encoded = tokenizer.apply_chat_template(turns, return_dict=True, tokenizer_kwargs=no_warnings, **options)
-    return {name: encoded[name] for name in ("input_ids", "assistant_masks") if name in encoded}
+    return {name: encoded[name] for name in ("input_ids", "assistant_masks")}
 
 
 def _tokenize_texts(

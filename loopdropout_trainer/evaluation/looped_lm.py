@@ -14,6 +14,7 @@ import lm_eval.api.task
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
@@ -28,6 +29,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.evaluation.answers import AnswerCache, answer_key
 from loopdropout_trainer.gate_state import parse_gates
 from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.limits import rendering_error
 from loopdropout_trainer.looped import attach_looped_model, check_num_loops, use_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.saving.loading import load
@@ -289,7 +291,10 @@ class LoopedLM(HFLM):
         """Return the text of a chat. The beginning of an answer follows the generation prompt unchanged."""
         turns = list(chat_history)
         beginning = "" if add_generation_prompt else turns.pop()["content"]
-        return super().apply_chat_template(turns) + beginning
+        try:
+            return super().apply_chat_template(turns) + beginning
+        except TemplateError as error:  # also without a system turn, which lm-eval leaves out then
+            raise rendering_error(turns, error) from error
 
     def all_gather(self, tensor):
         return gather(tensor) if self.world_size > 1 else tensor

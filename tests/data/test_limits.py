@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 from datasets import config
+from jinja2 import TemplateError
+from transformers import TokenizersBackend
 
 from helpers.errors import user_error
 from helpers.files import TINY_OURO_PATH, write_lines
-from loopdropout_trainer import limits
-from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer import limits, load_model
+from loopdropout_trainer.data import DataArguments, load_datasets, tokenize
 from loopdropout_trainer.data.caching import digest_files
+from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.limits import check_nesting, render_chat
+from loopdropout_trainer.prompts import PromptFormat
 from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 
 
@@ -30,8 +34,12 @@ ENDLESS = {
     ),
     "product": ("{{ 'a' * 10 ** 14 }}", "more than 256 MB of memory"),
     "length": ("{{ 'a' * 10 ** 6 }}a", "makes 1,000,001 characters of the conversation"),
+    "power": (
+        "{{ 10 ** (10 ** 9) }}",
+        "more than (256 MB of memory|1 seconds)",
+    ),  # jinja2 itself ignores its first error
     "type": ("{{ 1 + 'a' }}", "unsupported operand"),
-    "end": ("{{ raise_exception('No system turns') }}", "cannot render the conversation .*: No system turns"),
+    "end": ("{{ raise_exception('No system turns') }}", "cannot render .*: No system turns"),
 }
 
 
@@ -40,26 +48,83 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-@pytest.mark.parametrize(("template", "reason"), ENDLESS.values(), ids=ENDLESS)
-def test_endless_templates_end_in_a_sentence(tmp_path, monkeypatch, template, reason):
+def prepare(tokenizer, folder):
+    path = write_lines(folder / "chat.jsonl", [{"messages": TURNS}])
+    load_datasets(DataArguments(train_files=[path]), tokenizer, 100)
+
+
+def evaluate(tokenizer, folder):
+    LoopedLM(load_model("tiny-ouro"), tokenizer).apply_chat_template([{"role": "system", "content": "x"}, *TURNS[:1]])
+
+
+RENDERERS = {
+    "data": prepare,
+    "end tokens": lambda tokenizer, folder: end_token_ids(tokenizer),
+    "chat and serve": lambda tokenizer, folder: PromptFormat(tokenizer, None).ask("Hi"),
+    "evaluate": evaluate,
+}
+
+
+@pytest.fixture
+def low_limits(monkeypatch):
     monkeypatch.setattr(limits, "RENDER_SECONDS", 1)
     monkeypatch.setattr(limits, "RENDER_MEMORY", 256 << 20)
     monkeypatch.setattr(limits, "MAX_CHARACTERS", 10**6)
+
+
+def state():
+    return (
+        resource.getrlimit(resource.RLIMIT_AS),
+        signal.getsignal(signal.SIGALRM),
+        signal.getitimer(signal.ITIMER_REAL),
+    )
+
+
+@pytest.mark.parametrize("render", RENDERERS.values(), ids=RENDERERS)
+@pytest.mark.parametrize(("template", "reason"), ENDLESS.values(), ids=ENDLESS)
+def test_endless_templates_end_in_a_sentence(tmp_path, low_limits, template, reason, render):
     tokenizer = load_tokenizer(TINY_OURO_PATH)
     tokenizer.chat_template = template
-    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM), time.monotonic()
-    path = write_lines(tmp_path / "chat.jsonl", [{"messages": TURNS}])
-    with user_error(f"`chat_template` .*{reason}"):
-        load_datasets(DataArguments(train_files=[path]), tokenizer, 100)
-    with user_error(f"`chat_template` .*{reason}"):
-        end_token_ids(tokenizer)
-    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before[:2]
-    assert time.monotonic() - before[2] < 20 and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    before, began = state(), time.monotonic()
+    with user_error(f"[Tt]emplate.*{reason}"):
+        render(tokenizer, tmp_path)
+    assert state() == before and time.monotonic() - began < 20
+
+
+def test_templates_of_trl_end_in_a_sentence(low_limits, monkeypatch):
+    """TRL's trainers call the tokenizer themselves. What follows the template has no limits."""
+    tokenizer = load_tokenizer(TINY_OURO_PATH)
+    for template, reason in (ENDLESS[name] for name in ("loops", "product", "length")):
+        tokenizer.chat_template = template
+        with user_error(f"`chat_template` .*{reason}"):
+            tokenizer.apply_chat_template(TURNS, return_dict=True)
+    with pytest.raises(TemplateError, match="No system turns"):  # TRL and lm-eval catch it
+        tokenizer.apply_chat_template(TURNS, chat_template=ENDLESS["end"][0])
+    found = []
+
+    before = state()
+    encode = TokenizersBackend._encode_plus
+
+    def watch(self, *args, **kwargs):
+        found.append(state())
+        return encode(self, *args, **kwargs)
+
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    monkeypatch.setattr(TokenizersBackend, "_encode_plus", watch)
+    tokenizer.apply_chat_template(TURNS)
+    assert found == [before]
 
 
 def test_usual_templates_are_not_limited():
     tokenizer = load_tokenizer(TINY_OURO_PATH, chat_template="tulu2")
-    assert render_chat(tokenizer, TURNS) == tokenizer.apply_chat_template(TURNS, tokenize=False)
+    text = TokenizersBackend.apply_chat_template(tokenizer, TURNS, tokenize=False)
+    assert render_chat(tokenizer, TURNS) == tokenizer.apply_chat_template(TURNS, tokenize=False) == text
+    ids = TokenizersBackend.apply_chat_template(tokenizer, TURNS)["input_ids"]
+    assert (
+        tokenize({"messages": TURNS}, tokenizer)["input_ids"]
+        == tokenizer.apply_chat_template(TURNS)["input_ids"]
+        == ids
+    )
 
 
 DEEP = {

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import openai
 import psutil
@@ -81,6 +82,27 @@ def server(adapted):
 @pytest.fixture(autouse=True)
 def no_program_outlives_its_test():
     """Let the server outlive the tests of this module."""
+
+
+ENDLESS = "{% for m in messages %}{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+ENDLESS += "{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
+
+
+def test_endless_template_ends_in_a_sentence(tmp_path):
+    """A stranger's template that does not end for one conversation stops neither the server nor its memory."""
+    tokenizer = load_tokenizer("tiny-ouro")
+    tokenizer.chat_template = ENDLESS
+    load_model("tiny-ouro").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    bound = "from loopdropout_trainer import limits\nlimits.RENDER_SECONDS = 1\n"
+    program = Program("-c", bound + START, tmp_path, KEY)
+    port = int(wait_for(lambda: program.stdout.partition("port ")[2], program))
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
+    chat = partial(client.chat.completions.create, model="run", max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="`chat_template` .* more than 1 seconds"):
+        chat(messages=[{"role": "user", "content": "loop"}])
+    assert chat(messages=[{"role": "user", "content": "Hi"}]).choices[0].finish_reason == "length"
+    program.end()
 
 
 def expected(adapted, ouro_tokenizer, prompts, num_loops=4, gates=None, max_tokens=12, stops=()):
