@@ -9,6 +9,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.fields import check_fields, option
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.looped import MOST_LOOPS
+from loopdropout_trainer.rewards import REWARDS
 
 
 if TYPE_CHECKING:
@@ -221,3 +222,10 @@ class SFTArguments(ScriptArguments):
     preview: int | None = option(
         None, "Index of a training example to print, with its trained tokens marked.", "never", at_least=0
     )
+
+
+@dataclass
+class RewardArguments:
+    """Rewards of completions."""
+
+    rewards: list[str] = option(["gsm8k_strict"], "Rewards, which are added by `reward_weights`.", choices=REWARDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from loopdropout_trainer.arguments import ScriptArguments
+from loopdropout_trainer.arguments import AdapterArguments, RewardArguments, ScriptArguments, SFTArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.results import (
     LENGTH,
@@ -17,6 +17,7 @@ from loopdropout_trainer.results import (
     read_run,
 )
 from loopdropout_trainer.saving.integrity import find_damage
+from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 from loopdropout_trainer.training.distributed import shards_weights
 
 
@@ -28,6 +29,17 @@ logger = logging.getLogger(__name__)
 
 LORA_VARIANTS = {"loraplus_lr_ratio": "LoRA+", "use_rslora": "rsLoRA", "lora_dropout": "Input dropout"}
 """Names of the methods that a setting makes of LoRA."""
+
+
+TRAINING_TYPES = (
+    SFTArguments,
+    AdapterArguments,
+    LoopDropoutConfig,
+    LoopDropoutDPOConfig,
+    LoopDropoutGRPOConfig,
+    RewardArguments,
+)
+"""Dataclasses with the fields of all trainings apart from the data, which recipes of trainings set in other scripts."""
 
 
 class Run(NamedTuple):

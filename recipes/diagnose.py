@@ -25,9 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopdropout_trainer.arguments import (
     DEPTH_BOUNDS,
-    AdapterArguments,
     DepthArguments,
-    SFTArguments,
     SourceArguments,
     TaskArguments,
     option,
@@ -47,6 +45,7 @@ from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.recipe import build, read_settings
 from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, write_results
+from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import MODELS, Source
 from loopdropout_trainer.saving.loading import ModelLoader
@@ -81,17 +80,15 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
 
 
 ARGUMENTS = (DiagnoseArguments, SourceArguments, DataArguments)
-UNREAD = (SFTArguments, AdapterArguments, LoopDropoutConfig)
-"""Dataclasses of trainings, whose fields in a recipe have no effect here."""
 
 
 def main(argv: list[str] | None = None) -> None:
     # Settings
     argv = name_sources(argv, "adapters")
-    settings = read_settings(ARGUMENTS, argv, __doc__, UNREAD)
+    settings = read_settings(ARGUMENTS, argv, __doc__, TRAINING_TYPES)
     args, model_args, data_args = build(ARGUMENTS, settings)
     if args.task != DEVELOPMENT:  # it has its own data, so that options of other data are a mistake
-        read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*UNREAD, DataArguments))
+        read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*TRAINING_TYPES, DataArguments))
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and data

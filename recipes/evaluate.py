@@ -28,9 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopdropout_trainer.arguments import (
     DEPTH_BOUNDS,
-    AdapterArguments,
     BenchmarkArguments,
-    SFTArguments,
     SourceArguments,
     option,
 )
@@ -41,11 +39,11 @@ from loopdropout_trainer.gate_state import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
+from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import find_base, find_source
-from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
 @dataclass
@@ -104,7 +102,7 @@ ARGUMENTS = (EvaluationArguments, SourceArguments)
 
 def main(argv: list[str] | None = None) -> None:
     # Settings
-    unread = (SFTArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+    unread = (*TRAINING_TYPES, DataArguments)
     settings = read_settings(ARGUMENTS, name_sources(argv, "adapter"), __doc__, unread)
     args, model_args = build(ARGUMENTS, settings)
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())

@@ -10,9 +10,7 @@ below, and `--field value` overrides it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, option
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, RewardArguments, ScriptArguments
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
@@ -20,13 +18,6 @@ from loopdropout_trainer.recipe import build, read_settings
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
-
-
-@dataclass
-class RewardArguments:
-    """Rewards of completions."""
-
-    rewards: list[str] = option(["gsm8k_strict"], "Rewards, which are added by `reward_weights`.", choices=REWARDS)
 
 
 ARGUMENTS = (

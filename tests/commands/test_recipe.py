@@ -11,7 +11,13 @@ import pytest
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments
+from loopdropout_trainer.arguments import (
+    AdapterArguments,
+    ModelArguments,
+    RewardArguments,
+    ScriptArguments,
+    SFTArguments,
+)
 from loopdropout_trainer.data import PREPARATIONS, DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names, recipes_folder
@@ -268,7 +274,7 @@ def test_recipe_has_the_settings_of_the_paper(name):
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith(("dpo/", "grpo/"))])
 def test_recipe_of_dpo_and_grpo_parses(name):
     config_class = LoopDropoutDPOConfig if name.startswith("dpo") else LoopDropoutGRPOConfig
-    rewards = load_script("recipes/grpo.py").RewardArguments
+    rewards = RewardArguments
     config = parse((ScriptArguments, *SFT_TYPES[1:-1], config_class, rewards), [name, "--use_cpu", "true"])[4]
     assert config.output_dir == f"outputs/{name.removesuffix('.yaml')}"
 
