@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,11 @@ def model_path(name: Any) -> Any:
         isinstance(name, str) and name.endswith("/loopdropout_trainer/tiny_ouro") and not Path(name).is_dir()
     )
     return str(TINY_OURO_PATH) if name == "tiny-ouro" or is_elsewhere else name
+
+
+def public_name(name: str) -> str:
+    """Return `tiny-ouro` for the folder of that model, and other names unchanged."""
+    return "tiny-ouro" if name == str(TINY_OURO_PATH) else name
 
 
 def checkpoint_step(folder: str | Path) -> int | None:
@@ -94,15 +100,40 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        OSError: If it cannot be read.
+        UserError: If it is not a file, or not a text in UTF-8. A pipe or a device may never end.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} must be a file, got a folder, a pipe or a device.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise UserError(f"{path} must be a text in UTF-8 ({first_line(error)}).") from error
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Text that is nested too deeply raises ValueError, as other text that is not JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it has too many levels of lists and objects") from None
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        UserError: If the file does not hold a JSON object.
+        OSError: If it cannot be read.
+        UserError: If it does not hold a JSON object.
     """
+    text = read_text(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{path} is not a JSON file ({first_line(error)}). Save it again.") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} must hold a JSON object, got {short_repr(fields)}. Save it again.")
@@ -110,21 +141,31 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_links(folder: str | Path) -> None:
-    """Raise UserError if a file or folder in a folder is a link that leaves it, because writing would change its target.
+    """Raise UserError if a folder has a link that leaves it, because writing would change its target, a pipe or a device.
 
-    Such a link may come from somebody else, for example in an archive. The folder itself may be a link.
+    They may come from somebody else, for example in an archive. The folder itself may be a link.
     """
     root = os.path.realpath(folder)
     for parent, folders, files in os.walk(root):
         if "wandb" in folders:
             folders.remove("wandb")  # W&B itself links its logs, and this package writes nothing there
         for name in (*folders, *files):
-            path = Path(parent, name)
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-                raise UserError(
-                    f"{path} must not be a link to {os.path.realpath(path)}, outside of the folder that is written. "
-                    "Delete the link, or replace it by a copy."
-                )
+            check_link(Path(parent, name), root)
+
+
+def check_link(path: Path, folder: str | Path) -> None:
+    """Raise UserError if a path inside a folder is a link that leaves the folder, a pipe or a device."""
+    mode = path.lstat().st_mode if os.path.lexists(path) else 0
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # in which writing may never end
+        raise UserError(f"{path} must not be a pipe or a device, because files of the folder are replaced. Delete it.")
+    if not stat.S_ISLNK(mode):
+        return
+    target = os.path.realpath(path)
+    if not Path(target).is_relative_to(os.path.realpath(folder)):
+        raise UserError(
+            f"{path} must not be a link to {target}, outside of the folder that is written. Delete the link, or replace it by "
+            "a copy."
+        )
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from loopdropout_trainer.plan import describe_examples, describe_left_out, print
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import (
     RECIPE_FILE,
-    RUN_FILE,
     result_columns,
     write_results,
     write_run,
@@ -203,7 +202,7 @@ class Job:
         """
         from loopdropout_trainer.progress import JobProgressCallback
 
-        trainer.method = run.title
+        trainer.method, trainer.recipe = run.title, run.recipe
         trainer.saved_facts["prompt_template"] = self.data_args.prompt_format
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
@@ -215,9 +214,8 @@ class Job:
         folder = Path(trainer.args.output_dir)
         is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
         if trainer.is_world_process_zero():
-            if (folder / RUN_FILE).exists():  # it is measured further, or made longer
-                write_run(folder, status="trained" if is_trained else "stopped")
             dump_recipe(run.recipe, folder / RECIPE_FILE)
+            write_run(folder, status="trained" if is_trained else "training")
         if is_trained:
             load_trained(trainer, folder)
         else:
@@ -356,18 +354,18 @@ def check_trackers(names: list[str]) -> None:
 
 
 def train_new(trainer: Trainer, folder: Path) -> None:
-    """Train an adapter, or continue its training. `run.json` notes a training whose numbers are not finite."""
+    """Train an adapter, or continue its training. `run.json` notes why it ended early, unless it failed."""
     import torch
 
-    from loopdropout_trainer.training.stopping import NonFiniteGradientError
+    from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of the run before
     try:
         trainer.train(trainer.args.resume_from_checkpoint)
-    except NonFiniteGradientError:
-        if trainer.is_world_process_zero():
-            write_run(folder, status="non-finite")
+    except (NonFiniteGradientError, TrainingInterrupted) as error:
+        if trainer.is_world_process_zero() and error.status is not None:
+            write_run(folder, status=error.status)
         raise
 
 

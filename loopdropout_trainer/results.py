@@ -9,10 +9,13 @@ A folder of results has three files:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
 from collections.abc import Collection, Iterable, Mapping, Sized
+from contextlib import suppress
+from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +23,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.files import is_checkpoint, lock_file, sync_files, write_file
+from loopdropout_trainer.files import (
+    is_checkpoint,
+    lock_file,
+    parse_json,
+    public_name,
+    read_json_object,
+    read_text,
+    sync_files,
+    write_file,
+)
+from loopdropout_trainer.library_fields import SAFE_VALUES
 from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
 
 
@@ -140,7 +153,7 @@ def write_run(output_dir: str | Path, **facts: Any) -> None:
 def read_run(output_dir: str | Path) -> dict[str, Any]:
     """Return the facts of `run.json`, or an empty dict if there is no readable file."""
     try:
-        return dict(json.loads(Path(output_dir, RUN_FILE).read_text(encoding="utf-8")))
+        return read_json_object(Path(output_dir, RUN_FILE))
     except (OSError, ValueError):
         return {}
 
@@ -255,6 +268,54 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     ]
 
 
+ALWAYS_SAVED = (
+    "rule",
+    "p",
+    "learning_rate",
+    "seed",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
+"""Arguments of a training that `training_recipe` has also if they are the default."""
+
+_UNSAVED = {
+    "output_dir",
+    "resume_from_checkpoint",
+    "hub_token",
+    "model_init_kwargs",  # the model has fields of its own
+    "generation_batch_size",  # GRPOConfig derives it
+    *SAFE_VALUES,
+}
+"""Arguments of a training that `training_recipe` leaves out, also because they can run code."""
+
+
+def training_recipe(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of a training in Python as a recipe. It has no data, which the program made."""
+    model, args = trainer.model, trainer.args
+    lora, facts = model.peft_config[model.active_adapters[0]], trainer.looped.trained_with
+    recipe = {
+        "model_name_or_path": public_name(model.get_base_model().config.name_or_path),
+        "model_revision": facts.get("base_revision"),
+        "num_loops": trainer.num_loops,
+        "dtype": facts.get("dtype"),
+        "adapter_name_or_path": facts.get("initial_adapter"),
+        "lora_r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "use_rslora": lora.use_rslora,
+    }
+    for field in dataclasses.fields(trainer.config_class):
+        value, default = getattr(args, field.name, None), field.default
+        value = value.value if isinstance(value, Enum) else value
+        is_changed = value != default and (value or default)
+        if field.name in ALWAYS_SAVED or is_changed and field.name not in _UNSAVED:
+            with suppress(TypeError):  # an object, such as `accelerator_config`
+                recipe[field.name] = json.loads(json.dumps(value))
+    return {name: value for name, value in recipe.items() if value is not None}
+
+
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return the columns that two results share if one replaces the other."""
     ignored = {"value", "n"}
@@ -267,6 +328,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [dict(parse_json(line)) for line in read_text(path).splitlines()]
     except ValueError as error:
         raise UserError(f"{path} is not a file of JSON lines ({error}). Remove it and measure again.") from error

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import public_name
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.saving.facts import Source, public_name
+from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import resolve_commit
 from loopdropout_trainer.saving.metadata import METADATA_FILE
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.files import TINY_OURO_PATH, is_checkpoint, model_path
+from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.adapter_files import AdapterFiles
@@ -255,8 +255,3 @@ class Source:
 
 def _at(name: str | None, revision: str | None) -> str | None:
     return f"{name} at {revision}" if name and revision else name
-
-
-def public_name(name: str) -> str:
-    """Return the name of a model for people: `tiny-ouro` instead of its folder."""
-    return "tiny-ouro" if name == str(TINY_OURO_PATH) else name

@@ -10,7 +10,15 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from loopdropout_trainer.lora import find_active_adapter
-from loopdropout_trainer.results import result_columns, saved_step, training_results, write_results
+from loopdropout_trainer.recipe import dump_recipe
+from loopdropout_trainer.results import (
+    RECIPE_FILE,
+    result_columns,
+    saved_step,
+    training_recipe,
+    training_results,
+    write_results,
+)
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
@@ -21,6 +29,15 @@ from loopdropout_trainer.training.stopping import check_finite
 class AdapterFilesMixin:
     """Saving and logging of a TRL trainer with a gated adapter. `AdapterTrainingMixin` lists its attributes."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the model has trained on, which TRL counts and logs under this name."""
+        return self._total_train_tokens
+
+    @num_tokens.setter
+    def num_tokens(self, num_tokens: int) -> None:
+        self._total_train_tokens = num_tokens
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log values, in training with the means of `step_metrics`."""
         if self.model.training:
@@ -30,7 +47,7 @@ class AdapterFilesMixin:
         super().log(logs, start_time)
 
     def record_training(self, first_step: int) -> None:
-        """Write the results of a training and its state with the logged losses, for reports, cards and plots.
+        """Write the settings and results of a training and its state with the logged losses, for reports, cards and plots.
 
         Args:
             first_step: Step that the training was continued from, or 0.
@@ -38,6 +55,7 @@ class AdapterFilesMixin:
         self.save_state()
         rows = training_results(self, first_step)
         if self.is_world_process_zero():
+            dump_recipe(self.recipe or training_recipe(self), Path(self.args.output_dir, RECIPE_FILE))
             columns = result_columns(self, self.method or self.rule.title)
             rows = [{"task": "training", **columns, **row} for row in rows]
             write_results(self.args.output_dir, rows, columns["step"])

@@ -27,6 +27,15 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     if not TYPE_CHECKING:  # type checkers see the same signature in GRPOTrainer
         __init__ = with_gates(GRPOTrainer.__init__)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompts and completions. TRL's other trainers count in another place."""
+        return self.state.num_input_tokens_seen
+
+    @num_tokens.setter
+    def num_tokens(self, num_tokens: int) -> None:
+        self.state.num_input_tokens_seen = num_tokens
+
     def before_init(self, arguments: dict[str, Any]) -> None:
         super().before_init(arguments)
         if arguments["args"].beta != 0:

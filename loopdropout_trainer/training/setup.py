@@ -125,6 +125,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         samples_start_states: Whether models with a random start state draw it for each step.
         runs_several_draws: Whether the trainer runs rules with several draws for a micro-batch.
         draw_index: Index of the running draw.
+        recipe: Recipe of the training, which is saved with its results. Default: made of the arguments.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
             {field}), `is_chat`, and `base_weights` (a digest).
@@ -140,6 +141,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
     physical_layers: list[int]
     last_gates: GatedBatch | None = None
     method: str | None = None
+    recipe: Mapping[str, Any] | None = None
     num_trained = 0
     tokens_before = 0
     batch_options = BatchOptions()

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
@@ -157,7 +158,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.training_id = find_source(checkpoint).training_id
         self.looped.trained_with = self.saved_settings()
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
-        self.tokens_before = self._total_train_tokens
+        self.tokens_before = self.num_tokens
         folder = self.args.output_dir
         try:
             with ExitStack() as stack:
@@ -216,6 +217,19 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         super().after_init()
         if self.padding_free:
             self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
+        if self.looped.reads_prompts:
+            self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Raise UserError, before the training, if the model cannot mark the prompt of an example. Streams are not read."""
+        datasets = [self.train_dataset]
+        if self.args.eval_strategy != "no":
+            datasets += self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        for dataset in datasets:
+            if isinstance(dataset, Dataset):
+                for start in range(0, len(dataset), 64):
+                    rows = dataset.select(range(start, min(start + 64, len(dataset))))
+                    self.looped.complete_batch(self.data_collator(list(rows)))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:

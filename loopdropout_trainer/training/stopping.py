@@ -27,7 +27,13 @@ REPEATED_SECONDS = 3
 
 
 class NonFiniteGradientError(UserError):
-    """A gradient is NaN or infinite, or a weight is. Neither is applied or saved."""
+    """A gradient is NaN or infinite, or a weight is. Neither is applied or saved.
+
+    Attributes:
+        status: Status of the run in `run.json`.
+    """
+
+    status = "non-finite"
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -35,9 +41,11 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     Attributes:
         signal: Number of the signal.
+        status: Status of the run in `run.json`, or None for a run that cannot be continued.
     """
 
     signal: int = signal.SIGINT
+    status: str | None = "stopped"
 
 
 class StopCallback(TrainerCallback):
@@ -108,6 +116,7 @@ class StopCallback(TrainerCallback):
             interrupted = TrainingInterrupted(
                 f"Training stopped after step {state.global_step:,} of {state.max_steps:,}. {advice}"
             )
+            interrupted.status = None if args.save_only_model else TrainingInterrupted.status
             # In several processes, the sum of the signals that they received: 2 (SIGINT), 15 (SIGTERM) or 0 each.
             if self.received % signal.SIGTERM == 0:
                 interrupted.signal = signal.SIGTERM

@@ -24,6 +24,7 @@ from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.plots import GRAY, line_plot, save_figure
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
+from loopdropout_trainer.saving.checkpoints import load_state
 
 
 report, sweep = load_script("recipes/report.py"), load_script("recipes/sweep.py")
@@ -439,3 +440,26 @@ def test_readme_describes_the_recipes():
             recipe["benchmarks"],
         )
         assert cells == [*map(str, settings)]
+
+
+def test_trainings_in_python_are_reported(tmp_path, make_sft, capsys):
+    """Their settings tell them apart, and nothing else is needed for a report."""
+    for name, fields in (("a", {}), ("b", {"learning_rate": 2e-4, "p": 0.25}), ("c", {"seed": 7})):
+        make_sft(output_dir=str(tmp_path / name), max_steps=2, eval_strategy="epoch", **fields).train()
+    recipe = load_recipe(tmp_path / "b" / "recipe.yaml")
+    assert (recipe["learning_rate"], recipe["p"], recipe["rule"], recipe["lora_r"]) == (2e-4, 0.25, "loop_dropout", 16)
+    assert "output_dir" not in recipe and "accelerator_config" not in recipe
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Loop Dropout, learning_rate = 0.01, p = 0.5 \d+\.\d+ ± \d", text), text
+    assert re.search(r"Loop Dropout, learning_rate = 0.0002, p = 0.25 \d+\.\d+ (?!±)", text), text
+    losses = load_state(tmp_path / "a").log_history
+    assert any("loss" in log for log in losses) and any("eval_loss" in log for log in losses)
+
+
+def test_recipes_of_python_have_no_code_and_no_tokens(tmp_path, make_sft):
+    trainer = make_sft(output_dir=str(tmp_path), max_steps=1, hub_token="hf_averysecrettoken")
+    trainer.args.model_init_kwargs = {"trust_remote_code": True, "token": "hf_averysecrettoken"}
+    trainer.train()
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "hf_" not in text and "trust_remote_code" not in text

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import signal
 import sys
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
+from loopdropout_trainer.training.stopping import TrainingInterrupted
 
 
 SCRIPTS = {name: load_script(f"recipes/{name}.py") for name in ("sft", "dpo", "grpo")}
@@ -262,6 +264,40 @@ def test_non_finite_loss_is_recorded(tmp_path):
     assert read_run(tmp_path)["status"] == "non-finite"
 
 
+def send_signal(*args):
+    signal.raise_signal(signal.SIGTERM)
+    return torch.zeros((), requires_grad=True)
+
+
+def fail(*args):
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "error", "status"),
+    [
+        (send_signal, "", TrainingInterrupted, "stopped"),
+        (send_signal, "--save_only_model true", TrainingInterrupted, "training"),
+        (fail, "", RuntimeError, "training"),
+    ],
+    ids=["stopped", "without a full checkpoint", "failed"],
+)
+def test_run_json_tells_a_stop_from_a_failure(quickstart, copy, monkeypatch, step, words, error, status):
+    """A launcher has the same status after both, so a job that submits itself again reads `run.json`."""
+    interrupt(copy, 2)
+    write_run(copy, status="stopped")  # by an earlier signal
+    seen = []
+
+    def training_step(self, *args):
+        seen.append(read_run(copy)["status"])
+        return step()
+
+    monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", training_step)
+    with pytest.raises(error):
+        run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true", FEW_MEASUREMENTS, words)
+    assert seen[0] == "training" and read_run(copy)["status"] == status
+
+
 PREFERENCES = "--max_steps 2 --num_train_examples 32 --num_eval_examples 4 --per_device_train_batch_size 8"
 REWARDS = " --num_generations 4 --max_completion_length 8 --eval_strategy no --eval_on_start false"
 
@@ -275,6 +311,8 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
     found = {(row["method"], row["metric"]) for row in read_results(tmp_path)}
     assert found >= {*product(("Loop Dropout", "LoRA"), ("train_loss", "train_seconds", *metrics))}
     assert "Training at K = 4" in text
+    words = [str(tmp_path), "--benchmarks", "arithmetic_easy_test", "--benchmark_limit", "2", "--max_new_tokens", "2"]
+    load_script("recipes/evaluate.py").main(words)  # with the recipe of the run, whose fields it knows
 
 
 # Mistakes. Each is one line on standard error, with exit code 2.

@@ -30,7 +30,7 @@ from helpers.golden import (
 )
 from helpers.tiny import TINY, sharp_hrm, tiny_hrm
 from helpers.trainers import example_nll
-from loopdropout_trainer import load_model, use_gates
+from loopdropout_trainer import LoopDropoutSFTTrainer, load_model, use_gates
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.models import HuginnForCausalLM, LoopusConfig, ParcaeForCausalLM
 from loopdropout_trainer.models.prelude_coda import philox, truncated_normals
@@ -310,6 +310,26 @@ def test_hrm_trains_on_one_answer_after_a_prompt(name):
         "attention_mask",
         "labels",
     }
+
+
+def test_hrm_examples_are_checked_before_the_training(make_sft, tokenizer, monkeypatch):
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    one = Dataset.from_list([{"messages": turns}] * 70)
+    two = Dataset.from_list([{"messages": turns}] * 69 + [{"messages": turns * 2}])
+
+    def make(train, held_out=None, **fields):
+        cls = lambda *args, **data: LoopDropoutSFTTrainer(*args, **{**data, "eval_dataset": held_out})
+        return make_sft(fields.pop("model", tiny_hrm()), cls, train, assistant_only_loss=True, **fields)
+
+    with user_error("must begin with a prompt without a loss"):
+        make_sft(tiny_hrm(), rows=one, eval_strategy="no")
+    for datasets in ((two, one), (one, two), (one, {"a": one, "b": two})):
+        with user_error("must have one answer, but one has several"):
+            make(*datasets, eval_strategy="epoch")
+    make(one, {"a": one}, eval_strategy="epoch")
+    make(one, two, eval_strategy="no")
+    make(two, model=tiny_hrm(prefix_lm=False), eval_strategy="no")
 
 
 def test_hrm_conversations_mark_what_generation_marks(train, tokenizer, monkeypatch):

@@ -113,6 +113,34 @@ def test_steps_under_gates_do_not_clip(make):
     assert logged(trainer, "clip_ratio/region_mean") == [0, 0]
 
 
+UNEVEN = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 1}
+
+
+@pytest.mark.parametrize("fields", [{"max_steps": 3}, UNEVEN], ids=["even", "uneven last step"])
+def test_num_tokens_continues(make, fields):
+    """TRL begins again in a second call of `train`."""
+    fields = {
+        "rule": "lora",
+        "remove_padding": False,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        **fields,
+    }
+    theirs = make(cls=GRPOTrainer, **fields)
+    theirs.train()
+    counts = logged(theirs, "num_tokens")
+    trainer = make(**fields)
+    trainer.train()
+    assert logged(trainer, "num_tokens") == counts and counts == sorted(set(counts))
+    resumed = make(**fields)
+    resumed.train(f"{trainer.args.output_dir}/checkpoint-1")
+    assert logged(resumed, "num_tokens") == counts and min(seen.step for seen in resumed.seen) == 1
+    trainer.train()
+    again = logged(trainer, "num_tokens")
+    assert len(again) == len(counts) and min(again) > max(counts) and again == sorted(again)
+
+
 def test_settings_that_do_not_fit_raise(make):
     model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name="math")
     with user_error("adapter must .*, because TRL copies it .* Set `beta` to 0, or"):
