@@ -16,6 +16,7 @@ from pathlib import Path
 
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.files import check_link
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.cards import read_card_fields
 from loopdropout_trainer.saving.loading import load
@@ -66,6 +67,8 @@ def main(argv: list[str] | None = None) -> None:
     # Merging
     own_folder = Path(args.adapter) if source.repository is None else Path()
     output_dir = args.output_dir or own_folder / "merged"
+    if args.output_dir is None:
+        check_link(output_dir, own_folder)  # a stranger's folder may have one
     merged = merge_and_save(
         model,
         output_dir,

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.files import check_links
+from loopdropout_trainer.files import check_links, read_json_object
 
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def write_authors_format(
     }
     settings = {**vars(config), **metadata}
     base = Path(config.base_model_name_or_path or MODEL_ID, "config.json")
-    if base.is_file() and json.loads(base.read_text()).get("model_type") == "ouro":
+    if base.is_file() and read_json_object(base).get("model_type") == "ouro":
         settings["base_model_name_or_path"] = MODEL_ID  # in a folder
     for name, values in required.items():
         if (value := settings.get(name)) not in values:

@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.data.sources import describe_data, read_sources
+from loopdropout_trainer.files import read_text
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
@@ -107,7 +108,7 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
     return {
         "dataset": [source.path for source in read_sources(recipe) if not source.files],
         "data_description": describe_data(recipe, without_folders=True) or None,
-        "recipe": recipe_path(folder).read_text(encoding="utf-8") if recipe else None,
+        "recipe": read_text(recipe_path(folder)) if recipe else None,
         "results": read_own_results(folder),
     }
 
@@ -135,7 +136,7 @@ def name_repository(folder: str | Path, repo_id: str) -> bool:
     file = Path(folder, CARD_FILE)
     if not file.is_file():
         return True
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     if repo_id in text:
         return True
     name = lambda block: re.sub(r"""(?<=["' ])\.(?=["'\s])""", repo_id, block[0])

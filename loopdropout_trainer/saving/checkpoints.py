@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import zipfile
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.files import checkpoint_step, is_checkpoint
+from loopdropout_trainer.files import checkpoint_step, is_checkpoint, read_json_object
 from loopdropout_trainer.saving.integrity import find_damage
 
 
@@ -78,7 +77,7 @@ def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoi
 def find_fault(checkpoint: Path) -> str | None:
     """Return why a training cannot continue from a checkpoint, as the end of a sentence about it, or None."""
     try:
-        json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        read_json_object(checkpoint / STATE_FILE)
     except (OSError, ValueError):
         return f"has no readable {STATE_FILE}"
     return find_damage(checkpoint) or _find_missing(checkpoint)

@@ -12,12 +12,11 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from loopdropout_trainer.errors import UserError, find_write_error
-from loopdropout_trainer.files import check_links, sync_files, write_file
+from loopdropout_trainer.files import check_links, parse_json, read_json_object, read_text, sync_files, write_file
 
 
 logger = logging.getLogger(__name__)
@@ -113,6 +112,8 @@ def find_damage(folder: str | Path) -> str | None:
         return "was not saved completely"
     for name, digest in digests.items():
         path = folder / name
+        if path.exists() and not path.is_file():  # a pipe or a device, which may never end
+            return f"has a {name} that is not a file"
         try:
             is_same = _digest(path) == digest
         except FileNotFoundError:
@@ -132,10 +133,11 @@ def check(folder: str | Path) -> None:
 
 def _read_digests(folder: Path) -> dict[str, str]:
     """Return the digests of files by name. They are empty if the files are still being written."""
-    content: Any = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
-    digests = content.get("xxh3_128", {}) if isinstance(content, dict) else None
+    digests = read_json_object(folder / CHECKSUMS_FILE).get("xxh3_128", {})
     if not isinstance(digests, dict):
         raise ValueError(f"{CHECKSUMS_FILE} has no digests.")
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in digests):
+        raise ValueError(f"{CHECKSUMS_FILE} names files outside of its folder.")
     return digests
 
 
@@ -153,9 +155,9 @@ def _is_edited(path: Path) -> bool:
     if path.name not in _EDITABLE:
         return False
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         if path.suffix == ".json":
-            json.loads(text)
+            parse_json(text)
     except ValueError:
         return False
     if not text.strip() or "\0" in text:

@@ -1,9 +1,13 @@
 """Links in a folder of somebody else: nothing is written outside of the folder that a command names."""
 
+import os
+
 import pytest
 
 from helpers.errors import user_error
 from helpers.files import GOLDEN, load_script, write_lines
+from helpers.tiny import with_adapter
+from loopdropout_trainer import load_model
 from loopdropout_trainer.files import check_links, lock_folder
 from loopdropout_trainer.saving.integrity import saving
 
@@ -50,6 +54,20 @@ def diagnose(folder):
     load_script("recipes/diagnose.py").main(words)
 
 
+def make_adapter(folder):
+    with_adapter(load_model("tiny-ouro")).save_pretrained(folder)
+    return str(folder)
+
+
+def merge(folder):
+    words = ["--adapter", make_adapter(folder.parent / "adapter"), "--output_dir", str(folder)]
+    load_script("recipes/merge.py").main(words)
+
+
+def merge_in_place(folder):
+    load_script("recipes/merge.py").main(["--adapter", make_adapter(folder)])
+
+
 def report(folder):
     (folder.parent / "run").mkdir()
     write_lines(folder.parent / "run" / "results.jsonl", [{**RESULT, "num_loops": 4, "gates": "unit", "n": 1}])
@@ -65,7 +83,15 @@ WRITERS = [
     (save, "adapter_model.safetensors"),
     (sweep, "loop_dropout/lr_0.0002/seed_42/log.txt"),
     (export, "adapter_model.safetensors"),
+    (merge, "model.safetensors"),
+    (merge, "config.json"),
+    (merge, "README.md"),
+    (merge_in_place, "merged"),
+    (merge_in_place, "merged/tokenizer.json"),
     (report, "costs.md"),
+    (report, "overview.png"),
+    (measure, "results.jsonl"),
+    (measure, "recipe.yaml"),
     (measure, "samples"),
     (measure, "cache"),
     (diagnose, "results.jsonl"),
@@ -77,7 +103,7 @@ def test_writing_does_not_follow_links(write, name, tmp_path):
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     (folder / name).parent.mkdir(parents=True)
     outside.mkdir()
-    if name not in ("samples", "cache"):
+    if name not in ("samples", "cache", "merged"):
         outside /= "victim"
         if name != "to_a_missing_file":
             outside.write_text("mine")
@@ -85,6 +111,14 @@ def test_writing_does_not_follow_links(write, name, tmp_path):
     with user_error(f"{folder}/{name} must not be a link to {outside}, outside of the folder"):
         write(folder)
     assert outside.is_dir() and not any(outside.iterdir()) or not outside.exists() or outside.read_text() == "mine"
+
+
+@pytest.mark.parametrize("write", [train, lock, save, export, merge, report, measure])
+def test_pipes_are_not_written(write, tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "adapter_config.json")
+    with user_error("adapter_config.json must not be a pipe or a device"):
+        write(tmp_path / "folder")
 
 
 def test_links_inside_a_folder_are_allowed(tmp_path):
