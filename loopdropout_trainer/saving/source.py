@@ -108,12 +108,7 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
         is_trained = (folder / METADATA_FILE).is_file() or len(trained) != 1
         return Files("adapter", folder if is_trained else trained[0])
     if (folder / "config.json").is_file():
-        old_kind = "base model"
-        if (folder / "looped.py").is_file():
-            old_kind = "standalone model"
-        elif (folder / RECIPE_FILE).is_file():
-            old_kind = "merged model"
-        return Files(metadata.get("kind", old_kind), folder)
+        return Files(_find_kind(folder, metadata), folder)
     trained = trained or named
     if len(trained) > 1:
         names = ", ".join(path.name for path in trained)
@@ -129,6 +124,17 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
         f"The folder {name} holds neither a model nor an adapter: it has no config.json and no {CONFIG_FILE}, and it is not a "
         "run."
     )
+
+
+def _find_kind(folder: Path, metadata: Mapping[str, Any]) -> Kind:
+    """Return the kind of model in a folder: the saved one, or by the files of a folder that was saved without it."""
+    if metadata.get("kind") in MODELS:
+        return metadata["kind"]
+    if (folder / "looped.py").is_file():
+        return "standalone model"
+    if (folder / RECIPE_FILE).is_file():
+        return "merged model"
+    return "base model"
 
 
 def _refusal(kind: Kind, name: str, folder: Path, accept: Collection[Kind]) -> str:
@@ -190,7 +196,7 @@ def _read_source(
         source = _read_training(source, adapter)
     else:
         base = repository or str(files.folder)
-        source = replace(source, base=base, revision=commit, num_loops=config_depth(files.folder))
+        source = replace(source, base=base, revision=commit, num_loops=_read_own_depth(files.folder))
     folders = [folder for folder in (files.folder, given, run) if (folder / "tokenizer.json").is_file()]
     if folders and (repository is None or source.is_adapter):
         return replace(source, tokenizer=(str(folders[0]), None))
@@ -217,13 +223,17 @@ def _read_training(source: Source, adapter: AdapterFiles) -> Source:
     )
 
 
-def config_depth(folder: Path) -> int | None:
-    """Return the depth that a model's configuration names, or None for a model that is not looped."""
+def _read_own_depth(folder: Path) -> int | None:
+    """Return the depth that a model's configuration names, or None for a model that is not looped.
+
+    The class of the configuration knows it. The field of a usual family is read from the file instead, because the import of
+    the classes takes a second.
+    """
     try:
         depth = read_depth(read_json_object(folder / "config.json"))
     except (OSError, UserError):  # loading it says what is wrong
         return None
-    if depth is not None:  # without the import of modeling code, which takes seconds
+    if depth is not None:
         return depth
     from loopdropout_trainer.looped import DESCRIPTIONS
 

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from helpers.errors import user_error
 from helpers.files import TINY_OURO_PATH, load_script
+from helpers.tiny import DORY, TINY, tiny_hrm
 from loopdropout_trainer import load_adapter, load_model, merge_and_save
 from loopdropout_trainer.evaluation import LoopedLM
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.loading import ModelLoader, load
 from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
@@ -412,6 +414,19 @@ def test_base_models_replace_those_of_an_adapter(places):
     assert (source.base, source.revision) == (str(TINY_OURO_PATH), None)
     assert find_source_of(places["run"], revision="main").revision == "main"
     assert find_base(replace(source, name="x")).kind == "base model"
+
+
+@pytest.mark.parametrize("make", [*TINY.values(), tiny_hrm, DORY], ids=str)
+def test_own_depth_of_a_model_is_that_of_its_class(tmp_path, make):
+    make().save_pretrained(tmp_path)
+    assert find_source(tmp_path).num_loops == find_looped_model(load_model(tmp_path)).num_loops > 1
+
+
+def test_unknown_kinds_in_settings_are_left_out(places, tmp_path):
+    shutil.copytree(places["merged"], tmp_path / "merged")
+    for kind in ("adapter", "unfinished run", "x"):
+        edit(tmp_path / "merged" / "loop_dropout.json", kind=kind)
+        assert find_source(tmp_path / "merged").kind == "merged model"
 
 
 def test_newer_settings_ask_for_an_update(places, tmp_path):
