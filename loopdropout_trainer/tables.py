@@ -42,7 +42,7 @@ OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision",
 """Settings that a result of the base model depends on."""
 
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
-OWN_FAMILY = 'Each difference is a test of its own, so "not significant" has no correction for the number of tests.'
+OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
 
 
 def load_results(*folders: str | Path) -> pd.DataFrame:

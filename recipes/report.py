@@ -45,9 +45,10 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -263,9 +264,56 @@ def bold_in_latex(text: str) -> str:
     return rf"\textbf{{{text}}}"
 
 
+LATEX = {name: rf"\{name}" for name in "&%$#_"} | {"±": r"$\pm$", "–": "--", "~": r"$\sim$", "<": "$<$", ">": "$>$"}
+WIDEST = 8
+"""Number of columns with numbers. In a wider table for LaTeX, the paper's numbers and ours are in neighboring lines."""
+SHRINK = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
+"""Beginning of a box that is as wide as the text at most. It needs the package graphicx."""
+
+
 def escape_latex(text: str) -> str:
-    """Return a text or a bold text of a table for LaTeX."""
-    return re.sub(r"([&%$#_])", r"\\\1", text).replace("±", r"$\pm$").replace("–", "--")
+    """Return a text or a bold text of a table for LaTeX, with real minus signs."""
+    text = re.sub("|".join(map(re.escape, LATEX)), lambda match: LATEX[match[0]], text)
+    return re.sub(r"(?<![\w.-])-(?=\d)", "$-$", text)
+
+
+def latex_cell(text: str, width: int = 40) -> str:
+    """Return the text of a cell for LaTeX, in lines of at most `width` characters."""
+    lines = [escape_latex(line) for line in textwrap.wrap(text.replace("not significant", "n.s."), width)]
+    if len(lines) < 2:
+        return "".join(lines)
+    return r"\shortstack[r]{" + r" \\ ".join(lines) + "}"
+
+
+def save_latex(table: pd.DataFrame, title: str, path: Path) -> None:
+    """Save a table for LaTeX with the packages booktabs and graphicx. A table that is too wide shrinks to the text.
+
+    Args:
+        table: Texts, whose index names the lines. Columns with two levels have two lines of heads.
+        title: Caption.
+        path: Path of the table, without ending.
+    """
+    num_keys, num_columns = table.index.nlevels, table.shape[1]
+    if table.astype(str).map(lambda text: "not significant" in text).any(axis=None):
+        title += f" (n.s.: not significant. {OWN_FAMILY})"
+    texts = table.reset_index(col_level=-1).astype(str).map(latex_cell)
+    texts = texts.rename(columns=partial(latex_cell, width=18))
+    latex = texts.style.hide(axis="index").to_latex(
+        hrules=True,
+        position_float="centering",
+        multicol_align="c",
+        column_format="l" * num_keys + "r" * num_columns,
+        caption=escape_latex(title),
+        label=f"tab:{path.name}",
+    )
+    if table.columns.nlevels > 1:  # a line under each group of columns
+        size = table.columns.get_level_values(1).nunique()
+        firsts = range(num_keys + 1, num_keys + num_columns + 1, size)
+        rules = [f"\\cmidrule(lr){{{first}-{first + size - 1}}}" for first in firsts]
+        head, end_of_line, body = latex.partition("\\\\\n")
+        latex = "".join([head, end_of_line, " ".join(rules), "\n", body])
+    latex = latex.replace(r"\begin{tabular}", SHRINK + "\n" + r"\begin{tabular}")
+    path.with_suffix(".tex").write_text(latex.replace(r"\end{tabular}", r"\end{tabular}}"), encoding="utf-8")
 
 
 # Figures (plots.py is imported in the functions, because tables do not need plotnine)
@@ -324,9 +372,11 @@ def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str
     print(*notes, sep="\n")
     markdown = lay_out(spec, table, bold_in_markdown).reset_index().to_markdown(index=False, disable_numparse=True)
     path.with_suffix(".md").write_text("\n\n".join([f"### {title}", markdown, *notes, ""]), encoding="utf-8")
-    latex = lay_out(spec, table, bold_in_latex).reset_index().map(escape_latex).rename(columns=escape_latex)
-    options = {"index": False, "escape": False, "caption": escape_latex(title), "label": f"tab:{path.name}"}
-    path.with_suffix(".tex").write_text(latex.to_latex(**options), encoding="utf-8")
+    bold = lay_out(spec, table, bold_in_latex)
+    bold.columns = pd.MultiIndex.from_tuples([name.rsplit(", ", 1) for name in bold], names=[None, "numbers"])
+    if len(bold.columns) > WIDEST:
+        bold = bold.stack("numbers", future_stack=True)
+    save_latex(bold, title, path)
     table.to_csv(path.with_suffix(".csv"), index=False)
 
 
@@ -334,10 +384,10 @@ def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str]
     """Print a table, whose index names the lines, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
     print_table(title, table)
     print(*notes, sep="\n")
+    save_latex(table, title, path)
     table = table.reset_index()
     markdown = "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""])
     path.with_suffix(".md").write_text(markdown, encoding="utf-8")
-    table.to_latex(path.with_suffix(".tex"), index=False, escape=True, caption=title, label=f"tab:{path.name}")
     table.to_csv(path.with_suffix(".csv"), index=False)
     print(f"Wrote {path}.md, .tex and .csv")
 

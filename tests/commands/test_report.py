@@ -5,6 +5,8 @@ import json
 import math
 import random
 import re
+import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -172,7 +174,43 @@ def test_best_accuracy_among_methods_is_bold():
     shown = report.lay_out(spec, table, report.bold_in_latex)
     assert shown["A & B, here"].tolist() == ["–", "86.5 ± 0.4", "90.1 ± 0.1"]
     assert report.escape_latex(shown["A & B, paper"].iloc[1]) == r"\textbf{86.5 $\pm$ 0.4}"
-    assert report.escape_latex("A & B, 5%") == r"A \& B, 5\%"
+    assert report.escape_latex("A & B, 5% ~ -0.2, 1e-4, Ouro-1.4B") == r"A \& B, 5\% $\sim$ $-$0.2, 1e-4, Ouro-1.4B"
+
+
+@pytest.mark.parametrize("num_titles", [1, 5])
+def test_latex_has_the_papers_number_next_to_ours(num_titles, tmp_path):
+    titles = [f"GSM8K_{number}" for number in range(num_titles)]
+    columns = pd.MultiIndex.from_product([titles, ["paper", "here"]], names=[None, "numbers"])
+    numbers = [["85.3 ± 0.6", "+1.0 [-0.5, +2.5], not significant"] * num_titles]
+    table = pd.DataFrame(numbers, pd.Index(["LoRA"], name="Method"), columns)
+    if len(columns) > report.WIDEST:
+        table = table.stack("numbers", future_stack=True)
+    report.save_latex(table, "Accuracy in %", tmp_path / "a")
+    text = (tmp_path / "a.tex").read_text()
+    assert r"\caption{Accuracy in \% (n.s.: not significant. Each difference is a test of its own" in text
+    if num_titles == 1:
+        assert r" & \multicolumn{2}{c}{GSM8K\_0} \\" in text and r"\cmidrule(lr){2-3}" in text
+        assert r"LoRA & 85.3 $\pm$ 0.6 & +1.0 [$-$0.5, +2.5], n.s. \\" in text
+    else:
+        assert r"LoRA & paper & 85.3 $\pm$ 0.6 & 85.3" in text and r"LoRA & here & +1.0 [$-$0.5, +2.5], n.s. &" in text
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed")
+def test_tables_compile_with_latex(results, tmp_path, capsys):
+    names = []
+    for path in TABLES:
+        spec = load_recipe(path)
+        report.save_layout(spec, report.build_table(spec, results_of(spec, results))[0], tmp_path / path.stem)
+        names.append(path.stem)
+    lora = {"task": "a", "num_loops": 4, "gates": "unit", "seed": 1, "method": "LoRA", "metric": "accuracy"}
+    report.save_table(pd.DataFrame([lora]).set_index("task"), report.ACCURACY_TITLE, tmp_path / "accuracy")
+    inputs = "".join(rf"\input{{{name}}}\clearpage" for name in [*names, "accuracy"])
+    head = r"\documentclass{article}\usepackage{booktabs,graphicx}"
+    (tmp_path / "all.tex").write_text(rf"{head}\begin{{document}}{inputs}\end{{document}}")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all"]
+    log = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=120)
+    assert log.returncode == 0, log.stdout[-2000:]
+    assert b"Overfull" not in log.stdout
 
 
 def test_tables_and_figures_name_existing_files():
