@@ -182,7 +182,11 @@ class GateState:
     Gradient checkpointing is the reason for both attributes. It drops the activations of a layer after the forward pass, and
     runs the layer again in the backward pass, loop K first. By then `batch` may hold the gates of the next pass, so a
     `RunningLoop` keeps the gates of its own pass. On CUDA the layer runs again in a thread of autograd, so both are plain
-    attributes and not thread-locals.
+    attributes and not thread-locals. For two passes with gates a and b, each [K, N]:
+
+        pass               a, forward             b, forward             a, backward
+        batch              a                      b                      b
+        running            a[0] a[1] ... a[K-1]   b[0] b[1] ... b[K-1]   a[K-1] ... a[1] a[0]
 
     Attributes:
         batch: Gates of the next forward pass. The trainer sets them for a training step, `use_gates` for its block,

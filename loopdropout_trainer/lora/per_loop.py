@@ -58,6 +58,8 @@ class PerLoopLora(GatedLora, kind="per_loop"):
             raise UserError(
                 f"`init_lora_weights` must be True or 'gaussian' with a pair of factors for each loop, got {init!r}."
             )
+        # A seed of its own, so that all processes draw the same factors. The global random state stays as it was, so that the
+        # order of the data does not depend on the kind of adapter.
         digest = hashlib.blake2b(f"independent adapters {seed}".encode(), digest_size=7).digest()
         with torch.random.fork_rng():
             torch.manual_seed(int.from_bytes(digest, "little"))
@@ -70,8 +72,12 @@ class PerLoopLora(GatedLora, kind="per_loop"):
                         layer.reset_lora_parameters(adapter, init)
                     factors_a.append(layer.lora_A[adapter].weight.detach().clone())
                     factors_b.append(layer.lora_B[adapter].weight.detach().clone())
-                layer.lora_A[adapter] = LoopFactors(factors_a, layer.lora_A[adapter].weight.requires_grad)
-                layer.lora_B[adapter] = LoopFactors(factors_b, layer.lora_B[adapter].weight.requires_grad)
+                layer.lora_A[adapter] = LoopFactors(
+                    factors_a, layer.lora_A[adapter].weight.requires_grad
+                )  # [K, r, in]
+                layer.lora_B[adapter] = LoopFactors(
+                    factors_b, layer.lora_B[adapter].weight.requires_grad
+                )  # [K, out, r]
 
     def down(self, module: LoraLayer, adapter: str, x: Tensor) -> Tensor:
         return module.lora_A[adapter](x, self.gate_state.loop)

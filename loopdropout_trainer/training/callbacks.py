@@ -147,7 +147,8 @@ class SensitivityCallback(GatedStepCallback, ExportableState):
             self.rule.load_state_dict(saved["attributes"])
 
     def on_micro_batch_end(self) -> None:
-        self.total += self.trainer.last_gates.sampled.grad.abs().sum(dim=1)
+        gradient = self.trainer.last_gates.sampled.grad  # [K, N], because the rule lets its gates require gradients
+        self.total += gradient.abs().sum(dim=1)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.on_micro_batch_end()
