@@ -77,14 +77,7 @@ def generate_greedy(
     Returns:
         The completions in the order of `prompts`, without prompts and special tokens.
     """
-    token_ids = []
-    for prompt in prompts:
-        ids = prompt
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt)["input_ids"]
-        token_ids.append(list(ids))
-    if [] in token_ids:
-        raise UserError(f"`prompts` must not be empty texts, got one at index {token_ids.index([])}.")
+    token_ids = _tokenize(tokenizer, prompts)
     looped = attach_looped_model(model)
     gates = looped.gate_state.gates
     if gates is not None and gates.shape[1] > 1:
@@ -109,6 +102,19 @@ def generate_greedy(
     finally:
         model.train(was_training)
     return [completions[index] for index in range(len(prompts))]
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+    """Return the token ids of prompts, which are texts or token ids. Raise UserError for a prompt without tokens."""
+    token_ids = []
+    for prompt in prompts:
+        ids = prompt
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        token_ids.append(list(ids))
+    if [] in token_ids:
+        raise UserError(f"`prompts` must not be empty texts, got one at index {token_ids.index([])}.")
+    return token_ids
 
 
 class Ending:

@@ -30,23 +30,19 @@ def attach_adapter(
     Raises:
         UserError: If tensors are missing or not finite, or belong to another number of loops.
     """
-    if not weights:
-        raise UserError(f"The adapter in {folder} has no tensors. Save it again.")
-    for name, weight in weights.items():
-        if not (weight.is_floating_point() and torch.isfinite(weight).all()):
-            raise UserError(
-                f"The adapter in {folder} is damaged: `{name}` holds numbers that are not finite or not real."
-            )
-    depths = {kind: kind.saved_num_loops(weights) for kind in ADAPTER_KINDS.values()}
-    kinds = [kind for kind, depth in depths.items() if depth is not None]
+    _check_numbers(weights, folder)
     num_loops = find_looped_model(model).num_loops
-    for kind in kinds:
-        trained_for = depths[kind]
+    kinds = []  # those with parameters of their own
+    for kind in ADAPTER_KINDS.values():
+        trained_for = kind.saved_num_loops(weights)
+        if trained_for is None:
+            continue
         if trained_for != num_loops:
             raise UserError(
                 f"The adapter in {folder} belongs to {trained_for} loops, but the model runs {num_loops}. Set "
                 f"`config.num_loops` to {trained_for}."
             )
+        kinds.append(kind)
     config.inference_mode = not is_trainable
     peft_model = PeftModelForCausalLM(model, config)
     for kind in kinds:
@@ -58,6 +54,17 @@ def attach_adapter(
     if not is_trainable:
         peft_model.requires_grad_(False).eval()
     return peft_model
+
+
+def _check_numbers(weights: dict[str, Tensor], folder: Path) -> None:
+    """Raise UserError if there are no tensors, or a tensor has numbers that are not finite or not real."""
+    if not weights:
+        raise UserError(f"The adapter in {folder} has no tensors. Save it again.")
+    for name, weight in weights.items():
+        if not (weight.is_floating_point() and torch.isfinite(weight).all()):
+            raise UserError(
+                f"The adapter in {folder} is damaged: `{name}` holds numbers that are not finite or not real."
+            )
 
 
 def _check_complete(peft_model: PeftModel, weights: dict[str, Tensor], folder: Path) -> None:

@@ -26,26 +26,20 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         self, module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs
     ) -> torch.Tensor:
         updated = super().forward(module, active_adapter, x, result, **kwargs)
-        loop = self.gate_state.loop
-        noise_rank = self.rule.noise_rank
-        all_seeds = self.gate_state.running.batch.seeds
+        all_seeds = self.gate_state.running.batch.seeds  # [K, N, M]
         if all_seeds is None:
             return updated
+        loop = self.gate_state.loop
         seeds = all_seeds[loop, :, self.module]  # [N]
         events = seeds.nonzero().flatten().tolist()
         if not events:
             return updated
 
         x = self._cast(x, result)
-        d_in, d_out = module.in_features, module.out_features
-        # Seeds replace 460 million normals for 8 examples of Ouro-1.4B. Recomputation draws the same numbers again. CPUs and
-        # GPUs draw different numbers from a seed.
-        noise = []
-        for seed in seeds[events].tolist():
-            generator = torch.Generator(x.device).manual_seed(seed)
-            noise.append(torch.randn(noise_rank, d_in + d_out, generator=generator, device=x.device))
-        g_in, g_out = torch.stack(noise).split((d_in, d_out), dim=-1)  # [E, r_n, d_in], [E, r_n, d_out]
-        scale = self.rule.noise_scales(len(all_seeds))[loop].item() / (d_out * d_in * noise_rank) ** 0.5
+        g_in, g_out = self._draw_factors(seeds[events], module, x.device)  # [E, r_n, d_in], [E, r_n, d_out]
+        noise_rank = self.rule.noise_rank
+        size = module.in_features * module.out_features
+        scale = self.rule.noise_scales(len(all_seeds))[loop].item() / (size * noise_rank) ** 0.5
         scale = scale * update_norm(module, active_adapter)
         # The thin products of all E events are computed for each token, and then the events of its example are selected. A
         # matrix [out, in] of noise for each example would take the memory of the layer's weights N times.
@@ -55,6 +49,22 @@ class NoisyLora(GatedLora, kind="weight_noise"):
         low_rank = low_rank.unflatten(-1, (len(events), noise_rank))  # [B, S, E, r_n]
         low_rank = (low_rank * (is_mine * scale).unsqueeze(-1)).to(x.dtype).flatten(-2)
         return updated + F.linear(low_rank, g_out.flatten(0, 1).T.to(x.dtype))
+
+    def _draw_factors(
+        self, seeds: torch.Tensor, module: LoraLayer, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return G_in [E, r_n, d_in] and G_out [E, r_n, d_out] of E events by their seeds [E].
+
+        Seeds replace 460 million normals for 8 examples of Ouro-1.4B. Recomputation draws the same numbers again. CPUs and
+        GPUs draw different numbers from a seed.
+        """
+        sizes = (module.in_features, module.out_features)
+        noise = []
+        for seed in seeds.tolist():
+            generator = torch.Generator(device).manual_seed(seed)
+            noise.append(torch.randn(self.rule.noise_rank, sum(sizes), generator=generator, device=device))
+        g_in, g_out = torch.stack(noise).split(sizes, dim=-1)
+        return g_in, g_out
 
 
 @torch.no_grad()

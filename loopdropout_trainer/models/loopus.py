@@ -59,17 +59,7 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
 
     def __post_init__(self, **kwargs):
         if self.base_config_dict is not None:
-            nested = dict(self.base_config_dict)
-            base_type = nested.pop("model_type", "qwen3")
-            if base_type != "qwen3":
-                raise UserError(
-                    f"`base_config_dict` must describe a 'qwen3' model, got {base_type!r}. LoopUS over other models is not "
-                    "supported."
-                )
-            base = Qwen3Config(**nested)
-            for name in _QWEN3_FIELDS:
-                if name in nested or name == "rope_parameters":
-                    setattr(self, name, getattr(base, name))
+            self._read_base()
         self.tie_word_embeddings = False  # embedding and head are two tensors
         layers = list(range(self.num_hidden_layers))
         stacks = (self.encoder_layer_indices, self.reasoning_layer_indices, self.decoder_layer_indices)
@@ -78,7 +68,9 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
             stacks = (layers[:first], layers[first:-1], layers[-1:])
         self.encoder_layer_indices, self.reasoning_layer_indices, self.decoder_layer_indices = stacks
         super().__post_init__(**kwargs)
-        shared = [layer for stack in stacks if stack for layer in stack]
+        shared = []
+        for stack in stacks:
+            shared += stack or []
         if sorted(shared) != layers or not self.reasoning_layer_indices:
             raise UserError(
                 "`encoder_layer_indices`, `reasoning_layer_indices` and `decoder_layer_indices` must share the "
@@ -87,6 +79,20 @@ class LoopusConfig(LoopedConfigMixin, Qwen3Config):
         self.check_full_attention()
         if self.lma_window:
             raise UserError(f"`lma_window` must be 0, got {self.lma_window}.")
+
+    def _read_base(self) -> None:
+        """Set the fields of Qwen3 from `base_config_dict`."""
+        nested = dict(self.base_config_dict)
+        base_type = nested.pop("model_type", "qwen3")
+        if base_type != "qwen3":
+            raise UserError(
+                f"`base_config_dict` must describe a 'qwen3' model, got {base_type!r}. LoopUS over other models is not "
+                "supported."
+            )
+        base = Qwen3Config(**nested)
+        for name in _QWEN3_FIELDS:
+            if name in nested or name == "rope_parameters":
+                setattr(self, name, getattr(base, name))
 
     @property
     def num_recurrent_layers(self) -> int:
