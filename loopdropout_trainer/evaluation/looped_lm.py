@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +152,14 @@ class LoopedLM(HFLM):
         The readout after loop t is the output of t loops.
         """
         depth = self.readout or self.num_loops
-        gates = use_gates(self.model, self.gates[:depth]) if self.gates else nullcontext()
+        gates = None
+        if self.gates is not None:
+            gates = self.gates[:depth]
         config = self.looped.config
         use_cache = config.use_cache
         config.use_cache = False  # generation asks for a cache itself
         try:
-            with use_depth(self.model, depth), gates:
+            with use_depth(self.model, depth), use_gates(self.model, gates):
                 yield
         finally:
             config.use_cache = use_cache
