@@ -112,6 +112,8 @@ def start_vllm(
     if api_key is not None:
         os.environ["VLLM_API_KEY"] = api_key  # other users of this computer can read command lines
     print(describe_address(args.host, port, source.name, api_key is not None), flush=True)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # else the start waits where transformers asks a question at a terminal
     os.execv(sys.executable, command)
 
 

@@ -3,9 +3,11 @@
 import copy
 import json
 import os
+import pty
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -347,6 +349,21 @@ def test_vllm_command_serves_an_adapter_at_its_depth(adapter, installed_vllm, tm
     options = parse_options(make(source, source.choose_prompt_format(source.load_tokenizer())))
     assert options["--served-model-name"] == str(tmp_path / "merged")
     assert not {"--lora-modules", "--hf-overrides", "--dtype", "--generation-config", "--tokenizer"} & {*options}
+
+
+def test_vllm_cannot_ask_at_a_terminal(adapter, tmp_path):
+    server = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"  # in place of vLLM's
+    server.parent.mkdir(parents=True)
+    server.write_text("import sys; print('VLLM', sys.stdin.isatty(), repr(sys.stdin.read()))")
+    for folder in (server.parents[2], server.parents[1], server.parents[0]):
+        (folder / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    controller, terminal = pty.openpty()
+    os.write(controller, b"y\n\x04")
+    words = ["-m", "loopdropout_trainer", "serve", str(adapter[0]), "--port", "0", "--engine", "vllm"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *words], stdin=terminal, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("VLLM False ''\n"), done.stderr
 
 
 def parse_options(command):
