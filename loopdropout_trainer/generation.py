@@ -154,6 +154,20 @@ class Ending:
 # Continuous batching.
 
 
+def context_of(model: PreTrainedModel) -> int | None:
+    """Return the largest number of tokens that a model was made for, or None if it names none."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def check_prompt_length(model: PreTrainedModel, num_tokens: int) -> None:
+    """Raise UserError if a prompt leaves no room in the context of a model. A stranger's template can write any length."""
+    context = context_of(model)
+    if context is not None and num_tokens >= context:
+        raise UserError(
+            f"The prompt must have fewer tokens than the context of the model, {context:,}, got {num_tokens:,}."
+        )
+
+
 def supports_slots(model: PreTrainedModel) -> bool:
     """Return whether a model can decode with a `SlotCache`, by attention with a given mask [B, 1, S, columns]."""
     takes_masks = model.config._attn_implementation in ("sdpa", "eager") and model._can_compile_fullgraph

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from loopdropout_trainer.arguments import DEPTH_BOUNDS, DepthArguments, option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
-from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.generation import check_prompt_length, generate_greedy
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates
 from loopdropout_trainer.prompts import PromptFormat
@@ -93,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     with suppress(EOFError):
         for prompt in prompts:
             print("" if args.prompt or sys.stdin.isatty() else prompt)
+            check_prompt_length(looped, len(prompt_format.ask(prompt)))
             for num_loops in args.eval_num_loops or [looped.num_loops]:
                 for gates in expand_gates(args.gates, num_loops):
                     title = f"K = {num_loops}" if gates is None else f"K = {num_loops}, {gates}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from loopdropout_trainer.errors import UserError, find_write_error
+from loopdropout_trainer.errors import UserError, find_write_error, short_repr
 from loopdropout_trainer.files import check_links, parse_json, read_json_object, read_text, sync_files, write_file
 
 
@@ -112,14 +112,14 @@ def find_damage(folder: str | Path) -> str | None:
         return "was not saved completely"
     for name, digest in digests.items():
         path = folder / name
-        if path.exists() and not path.is_file():  # a pipe or a device, which may never end
-            return f"has a {name} that is not a file"
         try:
+            if path.exists() and not path.is_file():  # a pipe or a device, which may never end
+                return f"has a {name} that is not a file"
             is_same = _digest(path) == digest
         except FileNotFoundError:
             return f"has no {name}, which was saved with it"
-        except OSError:  # of a broken disk
-            return f"has an unreadable {name}"
+        except (OSError, ValueError):  # of a broken disk, or a name that no file has
+            return f"has an unreadable {short_repr(name)}"
         if not is_same and not _is_edited(path):
             return f"has a damaged {name}"
     return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import UserError, check_type
+from loopdropout_trainer.errors import UserError, check_type, short_repr
 from loopdropout_trainer.files import read_json_object, write_file
 
 
@@ -29,8 +29,15 @@ _TYPES = {
     "dtype": str | None,
     "quantization": dict[str, Any] | None,
     "training_id": str | None,
+    "initial_adapter": str | None,
+    "method": str | None,
+    "seed": int | None,
+    "step": int | None,
+    "p": int | float | list[int | float] | None,
 }
 """Types of the fields that commands read."""
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -51,6 +58,10 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         )
     for name, hint in _TYPES.items():
         check_type(f"`{name}` in {path}", metadata.get(name), hint)
+    if metadata.get("depths") == []:
+        raise UserError(f"`depths` in {path} must have at least one depth.")
+    if metadata.get("dtype") not in (None, *_DTYPES):
+        raise UserError(f"`dtype` in {path} must be one of {', '.join(_DTYPES)}, got {short_repr(metadata['dtype'])}.")
     return metadata
 
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.generation import Ending
+from loopdropout_trainer.generation import Ending, check_prompt_length, context_of
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.prompts import PromptFormat
 from loopdropout_trainer.saving.facts import Source
@@ -66,7 +66,7 @@ class Server:
         self.names = ModelNames(source, self.looped.num_loops, gates)
         self.prompt_format, self.tokenizer = prompt_format, prompt_format.tokenizer
         self.num_tokens = len(self.looped.get_input_embeddings().weight)
-        self.context = getattr(self.looped.config, "max_position_embeddings", None)
+        self.context = context_of(self.looped)
         self.started = int(time.time())
         self.scheduler = Scheduler(model, batch_size)
 
@@ -130,11 +130,7 @@ class Server:
         if self.context is None:
             return _first(given, default, 4096)
         free = self.context - num_prompt_tokens
-        if free < 1:
-            raise UserError(
-                f"The prompt must have fewer tokens than the context of the model, {self.context:,}, got "
-                f"{num_prompt_tokens:,}."
-            )
+        check_prompt_length(self.looped, num_prompt_tokens)
         if given is not None and given > free:
             raise UserError(
                 f"`{name}` must be at most {free:,}, because the context of the model has {self.context:,} tokens and the "

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from loopdropout_trainer.lora import find_active_adapter
 from loopdropout_trainer.recipe import dump_recipe
@@ -24,6 +26,9 @@ from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.training.stopping import check_finite
+
+
+logger = logging.get_logger(__name__)
 
 
 class AdapterFilesMixin:
@@ -125,8 +130,20 @@ class AdapterFilesMixin:
         saved = self.state.stateful_callbacks
         own = {type(callback).__name__ for callback in (*self.step_callbacks, self.resumption)}
         self.state.stateful_callbacks = {name: state for name, state in saved.items() if name not in own}
+        if not self.args.restore_callback_states_from_checkpoint:
+            self._warn_of_new_callbacks()
         super()._load_callback_state()
         self.state.stateful_callbacks = saved
+
+    def _warn_of_new_callbacks(self) -> None:
+        """Warn if callbacks of the user have a state in the checkpoint, but begin again."""
+        for callback in self.callback_handler.callbacks:
+            name = type(callback).__name__
+            if isinstance(callback, ExportableState) and name in self.state.stateful_callbacks:
+                logger.warning(
+                    f"{name} begins again, because `restore_callback_states_from_checkpoint` is false, so the training may "
+                    "end at another step."
+                )
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

@@ -91,12 +91,17 @@ def saved_facts(state: TrainerState) -> dict[str, Any]:
 def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
     """Return the settings that must stay the same if a training is resumed, as JSON values.
 
-    They are fields of `args` and of the adapter, the examples of a step in all processes, and the depth.
+    They are fields of `args` and of the adapter, the processes with the examples of a step in all of them, and how the base
+    model runs. `check_base` compares its weights.
     """
     lora = model.peft_config[model.active_adapters[0]]
+    base = model.get_base_model()
     settings = {
         **args.to_dict(),
         "examples_per_step": args.examples_per_step,
+        "num_processes": args.world_size,  # each of which saves its random state
+        "base_dtype": str(base.dtype).removeprefix("torch."),
+        "attn_implementation": base.config._attn_implementation,
         **{name: getattr(lora, name) for name in _ADAPTER_FIELDS},
         "num_loops": find_looped_model(model).num_loops,
     }

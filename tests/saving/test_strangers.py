@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 
-from helpers.files import TINY_OURO_PATH, load_script, write_lines
+from helpers.errors import user_error
+from helpers.files import load_script, write_lines
 from helpers.tiny import with_adapter
 from loopdropout_trainer import load_model
 from loopdropout_trainer.errors import UserError
@@ -14,7 +16,9 @@ from loopdropout_trainer.files import read_json_object
 from loopdropout_trainer.results import read_run
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.saving.integrity import CHECKSUMS_FILE, find_damage, saving
+from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.tokenizers import load_tokenizer
 
 
 DEEP = '{"a": ' * 200_000 + "1" + "}" * 200_000
@@ -27,7 +31,7 @@ def adapter(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter") / "run"
     with saving(folder):
         with_adapter(load_model("tiny-ouro")).save_pretrained(folder)
-        shutil.copy(TINY_OURO_PATH / "tokenizer.json", folder)
+        load_tokenizer("tiny-ouro").save_pretrained(folder)
     write_lines(folder / "results.jsonl", [{**RESULT, "num_loops": 4, "gates": "unit", "n": 1}])
     return folder
 
@@ -69,6 +73,38 @@ def test_digests_of_files_elsewhere_are_not_read(adapter, tmp_path, name):
     folder = shutil.copytree(adapter, tmp_path / "run")
     (folder / CHECKSUMS_FILE).write_text(json.dumps({"xxh3_128": {name: "0"}}))
     assert find_damage(folder) == f"has a damaged {CHECKSUMS_FILE}"
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_digests_of_impossible_names_are_not_read(adapter, tmp_path, name):
+    folder = shutil.copytree(adapter, tmp_path / "run")
+    (folder / CHECKSUMS_FILE).write_text(json.dumps({"xxh3_128": {name: "0"}}))
+    assert re.fullmatch("has (an unreadable|no) '?a.*", find_damage(folder))
+
+
+FIELDS = [
+    ("depths", []),
+    ("dtype", "evil"),
+    ("initial_adapter", 5),
+    ("seed", {"a": 1}),
+    ("step", "x"),
+    ("method", [1]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), FIELDS, ids=str)
+def test_metadata_of_strangers_ends_in_a_sentence(adapter, tmp_path, field, value):
+    folder = shutil.copytree(adapter, tmp_path / "run")
+    write_metadata(folder, {field: value})
+    with user_error(f"`{field}` in .*loop_dropout.json must"):
+        find_source(folder)
+
+
+def test_long_prompt_of_a_stranger_ends_in_a_sentence(adapter, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "run")
+    write_metadata(folder, {"prompt_template": "x " * 10**5 + "{question}"})
+    with user_error("prompt must have fewer tokens than the context of the model, 512, got 200,002"):
+        load_script("recipes/chat.py").main([str(folder), "Hi"])
 
 
 def test_digests_of_pipes_are_not_read(adapter, tmp_path):

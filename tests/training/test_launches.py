@@ -8,6 +8,7 @@ import pytest
 
 from helpers.files import ROOT
 from helpers.processes import Program, free_port, wait_for
+from loopdropout_trainer.results import read_run
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 
@@ -30,6 +31,9 @@ def test_launcher_stops_within_seconds(tmp_path):
     began = time.monotonic()
     os.kill(program.pid, signal.SIGTERM)
     status = program.wait()
-    assert time.monotonic() - began < 20, program.stderr
+    seconds = time.monotonic() - began
+    print(f"ended after {seconds:.1f} s")
+    assert seconds < 28, program.stderr  # on a busy machine, else about 8
     assert status == 1 and "Training stopped after step" in program.stderr
     assert newest_checkpoint(tmp_path)
+    assert read_run(tmp_path)["status"] == "stopped"

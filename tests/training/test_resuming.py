@@ -24,6 +24,7 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
 
 
@@ -244,6 +245,39 @@ CHANGES = [
     ),
     ({"gate_seed": 1}, "`gate_seed` changed from None to 1"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (tiny_ouro().to(torch.bfloat16), "`base_dtype` changed from 'float32' to 'bfloat16'"),
+        (tiny_ouro(attn_implementation="eager"), "`attn_implementation` changed from 'sdpa' to 'eager'"),
+    ],
+    ids=["data type", "attention"],
+)
+def test_other_base_models_are_not_continued(make_trainer, model, message):
+    make_trainer(max_steps=2).train()
+    with user_error(f"checkpoint-2 was trained with other settings: {message}"):
+        make_trainer(model).train(resume_from_checkpoint=True)
+
+
+def test_other_number_of_processes_is_not_continued(make_trainer):
+    """With `split_batches`, no other setting differs, but each process has its own random state in the checkpoint."""
+    make_trainer(max_steps=2).train()
+    state = Path(make_trainer().args.output_dir, "checkpoint-2", "trainer_state.json")
+    assert '"num_processes": 1' in state.read_text()
+    state.write_text(state.read_text().replace('"num_processes": 1', '"num_processes": 2'))
+    record(state.parent)
+    with user_error("`num_processes` changed from 2 to 1"):
+        make_trainer().train(resume_from_checkpoint=True)
+
+
+def test_callbacks_that_begin_again_are_named(make_trainer, log):
+    fields = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    make_trainer(callbacks=[EarlyStoppingCallback(5)], max_steps=2, **fields).train()
+    assert "begins again" not in log.text
+    make_trainer(callbacks=[EarlyStoppingCallback(5)], **fields).train(resume_from_checkpoint=True)
+    assert "EarlyStoppingCallback begins again, because `restore_callback_states_from_checkpoint` is false" in log.text
 
 
 @pytest.mark.parametrize(("changes", "message"), CHANGES, ids=str)
