@@ -211,10 +211,6 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
     """Raise UserError for the checkpoint of a looped model that is not supported, by its config.json."""
     check_name(name)
     fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    if not fields:
-        raise UserError(
-            f"The folder {name} has no config.json of a model. A stopped run has its adapters in `checkpoint-STEP`."
-        )
     model_type = fields.get("model_type")
     names = [model_type, *(fields.get("architectures") or ())]
     if model_type not in CONFIG_MAPPING:

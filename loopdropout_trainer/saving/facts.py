@@ -12,7 +12,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.saving import integrity
-from loopdropout_trainer.saving.adapter_files import AdapterFiles
+from loopdropout_trainer.saving.saved_adapter import SavedAdapter
 
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Source:
     columns: Mapping[str, Any] = field(default_factory=dict)
     training_id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    adapter: AdapterFiles | None = None
+    adapter: SavedAdapter | None = None
 
     @property
     def is_adapter(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, check_name, first_line
+from loopdropout_trainer.errors import UserError, first_line
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
 from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config, remove_gates
@@ -26,7 +26,6 @@ from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_w
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE
 from loopdropout_trainer.saving.base_model import check_base, describe_difference
 from loopdropout_trainer.saving.facts import Source
-from loopdropout_trainer.saving.hub import resolve_commit
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
 from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens
@@ -108,10 +107,9 @@ def load_base(source: Source, *, num_loops: int | None = None, **kwargs: Any) ->
     if num_loops is not None:
         check_num_loops(num_loops)
         source.check_run(num_loops)
-    _check_base_exists(source)
-    if not source.is_adapter:
-        source.check_files()
-    revision = source.revision or "main"
+    base = find_base(source)
+    base.check_files()
+    revision = base.revision or "main"
     check_checkpoint(source.base, revision)
     if num_loops is not None:
         kwargs = loading_fields(source.base, {**kwargs, "num_loops": num_loops, "revision": revision})
@@ -124,7 +122,7 @@ def load_base(source: Source, *, num_loops: int | None = None, **kwargs: Any) ->
     )
     check_weights(model, source.base, info)
     with suppress(NotLoopedError):
-        attach_looped_model(model).base_revision = resolve_commit(source.base, revision)
+        attach_looped_model(model).base_revision = base.commit
     return model
 
 
@@ -167,7 +165,6 @@ class ModelLoader:
     def _load_base(self, source: Source, dtype: str) -> None:
         self._key = self._base = self._adapted = None  # frees the memory first
         with explain_loading(source.name):
-            _check_base_exists(source)
             base = load_base(find_base(source), dtype=dtype, attn_implementation=self.attn_implementation)
         self._base = base.to(self.device).eval()
         self._own_depth = attach_looped_model(base).num_loops
@@ -185,17 +182,6 @@ class ModelLoader:
         attach_looped_model(self._base).trained_with = {}
         if len(self._base.get_input_embeddings().weight) != self._vocabulary_size:
             self._key = None  # the embeddings were resized
-
-
-def _check_base_exists(source: Source) -> None:
-    """Raise UserError, which says where the name comes from, if the base model of an adapter is not there."""
-    if not source.is_adapter:
-        return
-    check_name(
-        source.base,
-        f" It is `base_model_name_or_path` in {source.folder / CONFIG_FILE}, the base model of the adapter. Change it there, "
-        "or give the base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
-    )
 
 
 def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool = False) -> PeftModel:

@@ -28,12 +28,12 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
 from loopdropout_trainer.saving import integrity
-from loopdropout_trainer.saving.adapter_files import holds_adapter, read_adapter_files
 from loopdropout_trainer.saving.authors_format import write_authors_format
 from loopdropout_trainer.saving.cards import base_name, name_repository, without_folders, write_model_card
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import is_hub_name
 from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
 from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
@@ -58,7 +58,7 @@ def export_authors_format(adapter: str | Path | Source, output_dir: str | Path) 
     source, output_dir = adapter, Path(output_dir)
     if not isinstance(source, Source):
         source = find_source(adapter, accept=("adapter",), what="adapter")
-    if holds_adapter(output_dir) and not read_adapter_files(output_dir).is_authors:
+    if holds_adapter(output_dir) and not read_saved_adapter(output_dir).is_authors:
         raise UserError(f"`output_dir` must not hold an adapter in PEFT's format, got {output_dir}.")
     config, weights = source.adapter.read_config(), source.adapter.read_weights()
     output_dir.mkdir(parents=True, exist_ok=True)

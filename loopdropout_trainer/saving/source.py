@@ -18,16 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, check_name
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results import RECIPE_FILE, RUN_FILE, read_own_results, read_recipe, recipe_path
-from loopdropout_trainer.saving.adapter_files import AdapterFiles, holds_adapter, read_adapter_files
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_checkpoint
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, Kind, Source
 from loopdropout_trainer.saving.hub import download_small_files
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
+from loopdropout_trainer.saving.saved_adapter import SavedAdapter, holds_adapter, read_saved_adapter
 
 
 if TYPE_CHECKING:
@@ -92,8 +92,19 @@ def find_source_of(name: str | Path, adapter: str | Path | None = None, revision
 
 
 def find_base(source: Source) -> Source:
-    """Return the source of the base model of an adapter, or of a model itself."""
-    return find_source(source.base, revision=source.revision, accept=MODELS) if source.is_adapter else source
+    """Return the source of the base model of an adapter, or of a model itself.
+
+    Raises:
+        UserError: If the base model is not there, which says where its name comes from, or if it is not a model.
+    """
+    if not source.is_adapter:
+        return source
+    check_name(
+        source.base,
+        f" It is `base_model_name_or_path` in {source.folder / CONFIG_FILE}, the base model of the adapter. Change it there, "
+        "or give the base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
+    )
+    return find_source(source.base, revision=source.revision, accept=MODELS)
 
 
 def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
@@ -171,7 +182,7 @@ def _read_source(
     run, recipe = recipe_path(given).parent, read_recipe(given)
     adapter = None
     if files.kind == "adapter":
-        adapter = read_adapter_files(files.folder)
+        adapter = read_saved_adapter(files.folder)
         if adapter.is_authors and not metadata:
             metadata = to_metadata(adapter.fields)
     source = Source(
@@ -205,7 +216,7 @@ def _read_source(
     return replace(source, tokenizer=(source.base, source.revision))
 
 
-def _read_training(source: Source, adapter: AdapterFiles) -> Source:
+def _read_training(source: Source, adapter: SavedAdapter) -> Source:
     """Return the source of an adapter with the base model and the depths of its training."""
     recipe, revision = source.recipe, adapter.revision
     is_same_base = model_path(recipe.get("model_name_or_path")) == adapter.base

@@ -331,6 +331,27 @@ def test_wrong_names_end_in_the_same_sentence_in_all_commands(places, tmp_path, 
         )
 
 
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (
+            "stopped",
+            "The run in .*stopped has no model yet, because it is not finished. Its newest complete checkpoint is",
+        ),
+        ("moved", ".*moved must be a model, but it is an adapter"),
+        ("nowhere", "The folder .*nowhere does not exist. It is `base_model_name_or_path` in"),
+    ],
+)
+def test_base_models_that_are_no_models_end_in_the_same_sentence(places, tmp_path, base, message):
+    folder = shutil.copytree(places["run"], tmp_path / "run")
+    edit(folder / "adapter_config.json", base_model_name_or_path=str(places.get(base, tmp_path / base)), revision=None)
+    for command in ("chat", "evaluate", "diagnose", "merge"):
+        with user_error(message):
+            load_script(f"recipes/{command}.py").main(COMMANDS[command](str(folder), tmp_path / command))
+    with user_error(message):
+        load_model(folder)
+
+
 def test_adapters_of_one_depth_do_not_run_at_another(places, tmp_path):
     name = str(places["independent"])
     sentence = "`num_loops` must be 3 for .*independent"

@@ -24,7 +24,7 @@ def holds_adapter(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class AdapterFiles:
+class SavedAdapter:
     """The files of an adapter.
 
     Attributes:
@@ -96,7 +96,7 @@ class AdapterFiles:
         return None
 
 
-def read_adapter_files(folder: Path) -> AdapterFiles:
+def read_saved_adapter(folder: Path) -> SavedAdapter:
     """Return the files of the adapter in a folder.
 
     Raises:
@@ -110,4 +110,4 @@ def read_adapter_files(folder: Path) -> AdapterFiles:
         types = authors_format.FIELD_TYPES
     for name, hint in types.items():
         check_type(f"`{name}` in {file}", fields.get(name), hint)
-    return AdapterFiles(folder, fields, is_authors)
+    return SavedAdapter(folder, fields, is_authors)
