@@ -144,7 +144,10 @@ def test_engine_with_one_cache_per_layer_raises(monkeypatch, name):
     assert AutoModel.from_config(config).config._attn_implementation == name
 
 
-@pytest.mark.parametrize(("family", "kind"), [("ouro", "pipeline"), ("huginn", "tensor"), ("loopus", "tensor")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("ouro", "pipeline"), *((name, "tensor") for name in TINY if name not in ("ouro", "nanbeige"))],
+)
 def test_plugin_refuses_parallelism(make_engine, family, kind):
     with user_error(f"`{kind}_parallel_size` must be 1"):
         make_engine(TINY[family]().config, **{f"{kind}_parallel_size": 2})
@@ -216,6 +219,45 @@ def test_server_answers_as_generate(adapter):
             ask(**{"prompt": "a", **bad})
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="other").models.list()
+
+
+LM_EVAL = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+model_args, task = json.loads(sys.argv[1])
+results = simple_evaluate("local-completions", model_args, [task], task_manager=TaskManager(include_defaults=False))
+print("RESULT", results["results"]["pens"]["exact_match,none"])
+"""
+
+
+@needs_fastapi
+@pytest.mark.peer
+@pytest.mark.skipif(find_spec("tenacity") is None, reason="the extra `api` of lm-eval is not installed")
+def test_client_of_lm_eval_gets_the_texts_of_generate(adapter, tmp_path):
+    folder, model, tokenizer = adapter
+    questions = [f"Question: {PENS.format(a, 5)}\nAnswer:" for a in range(2, 8)]
+    texts = generate_greedy(model, tokenizer, questions, 12, progress=False)
+    assert len({*texts}) > 1
+    rows = [{"question": question, "answer": text} for question, text in zip(questions, texts, strict=True)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "task": "pens",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl")},
+        "test_split": "train",
+        "output_type": "generate_until",
+        "doc_to_text": "question",
+        "doc_to_target": "answer",
+        "generation_kwargs": {"until": ["no such text"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean"}],
+    }
+    _, client = start_server(folder, LOOPDROPOUT_API_KEY="key")
+    address = str(client.base_url.join("completions"))
+    model_args = {"model": str(folder), "base_url": address, "tokenizer": str(folder), "num_concurrent": 4}
+    environment = {**ENVIRONMENT, "OPENAI_API_KEY": "key"}
+    output = python("-c", LM_EVAL, json.dumps([model_args, task]), env=environment, fresh=True)
+    assert output.splitlines()[-1] == "RESULT 1.0"
 
 
 @needs_fastapi
@@ -451,6 +493,13 @@ def test_vllm_serves_tiny_ouro(adapter, form, tmp_path):
     else:
         merged = load_model(tmp_path / "merged")
         check_vllm(tmp_path / "merged", merged, tokenizer, dtype="float32", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("family", [pytest.param("nanbeige", marks=needs_vllm)])  # and `tiny-ouro`, above
+def test_vllm_divides_families_with_a_plan(family, tokenizer, tmp_path):
+    merge_and_save(with_adapter(tiny_model(family), scale=0.02).eval(), tmp_path, tokenizer)
+    options = {"dtype": "float32", "hf_overrides": {"num_loops": 3}, "tensor_parallel_size": 2}
+    check_vllm(tmp_path, load_model(tmp_path, num_loops=3), tokenizer, **options)
 
 
 def start_vllm(folder, *options, **environment):
