@@ -352,6 +352,23 @@ def test_base_models_that_are_no_models_end_in_the_same_sentence(places, tmp_pat
         load_model(folder)
 
 
+def test_base_models_on_the_hub_are_told_by_their_weights(hub, places, tmp_path, log):
+    """Another commit with other weights is another base model, and a mirror under another name and commit is none."""
+    run = places["run"]
+    message = f"the weights that it was trained on, of {BASE} at {V1}, got other weights, of {BASE} at {MAIN}"
+    with user_error(message):
+        load_model(run, revision="main")
+    with user_error(message):
+        load_script("recipes/merge.py").main(
+            [str(run), "--model_revision", "main", "--output_dir", str(tmp_path / "x")]
+        )
+    snapshot = hub.folder / "models--ByteDance--Ouro-1.4B" / "snapshots" / V1
+    hub.put("user/mirror", "main", "e" * 40, snapshot)
+    for base in ("user/mirror", str(snapshot)):
+        load_model(base, adapter=run)
+    assert "was trained on" not in log.text
+
+
 def test_adapters_of_one_depth_do_not_run_at_another(places, tmp_path):
     name = str(places["independent"])
     sentence = "`num_loops` must be 3 for .*independent"
