@@ -22,7 +22,16 @@ from loopdropout_trainer.terminal import protect_terminal
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{6,}")
 
-UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR)
+UNWRITABLE = (
+    errno.EACCES,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
 """Numbers of the errors of a folder or file that cannot be written."""
 
 _UNWRITTEN = re.compile(

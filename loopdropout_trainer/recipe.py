@@ -167,6 +167,7 @@ def read_settings(
             run code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    _check_words(argv)
     first_words = getattr(dataclass_types[0], "first_words", "[RECIPE.yaml]")
     if "-h" in argv or "--help" in argv:
         print_help(dataclass_types, description, first_words)
@@ -212,6 +213,15 @@ def parse(
         UserError: As in `read_settings` and `build`.
     """
     return build(dataclass_types, read_settings(dataclass_types, argv, description, unread_types))
+
+
+def _check_words(argv: Sequence[str]) -> None:
+    """Raise UserError for a word that is not a text. Python reads each byte of it that is not UTF-8 as a surrogate."""
+    for word in argv:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"Words of the command line must be texts in UTF-8, got {word!r}.") from None
 
 
 def _check_safe(recipe: Mapping[str, Any], path: str) -> None:

@@ -260,5 +260,7 @@ def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any)
         if adapter == model.active_adapters[0]:
             write_metadata(own, settings)
         config = own / CONFIG_FILE
-        if config.is_file() and str(TINY_OURO_PATH) in (text := config.read_text(encoding="utf-8")):
-            write_file(config, text.replace(json.dumps(str(TINY_OURO_PATH)), '"tiny-ouro"'))
+        if config.is_file():
+            text = config.read_text(encoding="utf-8", errors="replace")  # a former file may be damaged
+            if str(TINY_OURO_PATH) in text:
+                write_file(config, text.replace(json.dumps(str(TINY_OURO_PATH)), '"tiny-ouro"'))

@@ -23,7 +23,7 @@ from loopdropout_trainer.results import (
 )
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
-from loopdropout_trainer.saving.integrity import adapter_patterns, begin, record, saving
+from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.training.stopping import check_finite
 
@@ -99,7 +99,10 @@ class AdapterFilesMixin:
         args = self.args
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if args.should_save:
+            if folder.is_dir() and not folder.is_symlink() and find_damage(folder):
+                shutil.rmtree(folder)  # whose other files would count as files of the new checkpoint
             begin(folder)
+        self.accelerator.wait_for_everyone()  # before another process writes into the folder
         # transformers deletes older checkpoints as soon as it has written this one, which may not have reached the disk then.
         limit = args.save_total_limit
         args.save_total_limit = None

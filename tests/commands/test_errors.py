@@ -30,6 +30,13 @@ def raise_(error):
     raise error
 
 
+def test_long_name_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    with pytest.raises(SystemExit, match="2"):
+        run_script((tmp_path / ("a" * 300)).mkdir)
+    assert "File name too long" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"), ENDINGS, ids=["value", "token", "folder", "package", "Ctrl-C", "SIGTERM"]
 )

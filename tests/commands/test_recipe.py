@@ -189,6 +189,7 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ("name: x\nitems: [1, b]\n", "`items` must be list[int], got [1, 'b']."),
         (["--name", "x", "--mapping", "{a"], "`mapping` is not readable"),
         (["--name", "x", "--rate"], "`rate` must have a value."),
+        (["--name", "x\udc80"], r"must be texts in UTF-8, got 'x\udc80'."),
         ("name: x\nflag: maybe\n", "`flag` must be bool, got 'maybe'."),
         ("seed: 1\n", "`name` must be set."),
         ("name: x\ntrust_remote_code: true\n", "sets `trust_remote_code`, which can run code"),

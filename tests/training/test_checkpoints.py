@@ -87,6 +87,20 @@ def test_damaged_checkpoint_is_not_used(tmp_path, make_sft, name, caplog):
     assert len(resumed.seen) == 2
 
 
+def test_leftovers_are_not_files_of_a_new_checkpoint(tmp_path, make_sft):
+    """A resumed training saves again where a damaged checkpoint stands, also over files that nothing can read."""
+    fields = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make_sft(cls=Recorder, **fields).train()
+    newest = tmp_path / "checkpoint-4"
+    (newest / "adapter_config.json").write_bytes(b"\xff")
+    (newest / "rng_state_1.pth").write_bytes(b"of another number of processes")
+    make_sft(cls=Recorder, **fields).train(resume_from_checkpoint=True)
+    assert find_damage(newest) is None and not (newest / "rng_state_1.pth").exists()
+    (tmp_path / "adapter_config.json").write_bytes(b"\xff")
+    make_sft(cls=Recorder, **fields).save_model()
+    assert find_damage(tmp_path) is None
+
+
 def slow_second_process(folder, rank, port):
     """Train in two processes, of which the second saves its random state late."""
     import time
