@@ -62,7 +62,7 @@ def forest_figure(gains: pd.DataFrame) -> None:
     )
     title = "Loop Dropout minus LoRA on all base models, 95% intervals"
     plot = decorate(plot, title, "difference in accuracy, in points (right of 0: Loop Dropout is more accurate)", "")
-    layout = p9.theme(figure_size=(9, 9), legend_position="none", panel_grid_major_y=p9.element_blank())
+    layout = p9.theme(figure_size=(9, 7.5), legend_position="none", panel_grid_major_y=p9.element_blank())
     save_figure(plot + layout, HERE / "forest")
 
 

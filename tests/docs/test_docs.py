@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from scipy.ndimage import binary_dilation
 
 import loopdropout_trainer
-from helpers.files import ROOT
+from helpers.files import ROOT, write_lines
 from helpers.processes import Program, python
 from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
 
@@ -63,6 +63,14 @@ LOCAL = {
     "limit=100": "limit=2",
 }
 """Replacements of models and tasks from the Hub in snippets."""
+SETTINGS = {
+    "docs/datasets.md": ["sft mine.yaml --dry_run true"] * 2,
+    "docs/evaluation.md": ["evaluate mine.yaml none --benchmark_limit 2 --max_new_tokens 8"],
+    "docs/reports.md": ["report outputs/quickstart --tables mine.yaml"],
+    "docs/runs.md": ["sweep mine.yaml --dry_run true"],
+    "docs/sft.md": ["sft mine.yaml --dry_run true"],
+}
+"""Commands that read the YAML blocks of each page. test_data.py reads the ones of docs/own_data.md."""
 PRELUDE = """
 import sys
 
@@ -215,6 +223,24 @@ def test_commands_are_run_or_left_out_for_a_reason(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     outputs = [*code(ROOT / name, ""), *re.findall(r"(?<=\n\n)(?: {4}.*\n)+", CODE.sub("", text))]
     assert re.findall(r"^ *(?:loopdropout|python|accelerate|pip) .*", "".join(outputs), re.MULTILINE) == []
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("name", [name for name in pages_with("yaml") if name != "docs/integrations.md"])
+def test_yaml_blocks_are_read(clone, name):
+    """.ci/integrations reads the blocks of docs/integrations.md."""
+    questions = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(120)]
+    roles = {"question": "user", "answer": "assistant"}
+    chats = [{"messages": [{"role": roles[key], "content": row[key]} for key in row]} for row in questions]
+    write_lines(clone / "my.jsonl", questions)
+    write_lines(clone / "chats.jsonl", chats)
+    for block, command in zip(code(ROOT / name, "yaml"), SETTINGS[name], strict=True):
+        text = block.replace("ByteDance/Ouro-1.4B", LOCAL["ByteDance/Ouro-1.4B"]).replace(": ouro\n", ": tulu2\n")
+        script, *words = command.split()
+        if script in ("sft", "evaluate") and "model_name_or_path" not in text:
+            text = f"extends: quickstart.yaml\noutput_dir: outputs/of_{(ROOT / name).stem}\n{text}"
+        (clone / "mine.yaml").write_text(text, encoding="utf-8")
+        python(f"recipes/{script}.py", *words, cwd=clone)
 
 
 @pytest.mark.build
