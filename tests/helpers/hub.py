@@ -1,4 +1,4 @@
-"""A small server of the Hub's protocol: repositories, commits and downloads."""
+"""A small server of the Hub's protocol: repositories, branches, commits, large files and downloads."""
 
 import base64
 import hashlib
@@ -11,22 +11,34 @@ from urllib.parse import unquote, urlsplit
 
 
 class Hub(ThreadingHTTPServer):
-    """Attributes:
-    repositories: Fields of each created repository.
-    commits: (repository, branch, message, all files of the branch after the commit) in order.
+    """A Hub without accounts: who creates a repository by a token owns it.
+
+    Attributes:
+        repositories: Fields of each created repository, and the token of its `owner`.
+        commits: (repository, branch, message, all files of the branch after the commit) in order.
+        branches: Files of each (repository, branch).
+        large: Contents of large files by their SHA-256.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.repositories, self.commits = {}, []
+        self.repositories, self.commits, self.branches, self.large = {}, [], {}, {}
+        self.snapshots = {}
 
     @property
     def endpoint(self):
         return f"http://127.0.0.1:{self.server_port}"
 
-    def files(self, repository, branch="main"):
-        files = [files for repo, name, _, files in self.commits if (repo, name) == (repository, branch)]
-        return files[-1] if files else {}
+    def files(self, repository, revision="main"):
+        """The files of a branch or a commit, or None."""
+        return self.branches.get((repository, revision), self.snapshots.get((repository, revision)))
+
+    def sha(self, repository, revision):
+        """The name of a commit."""
+        contents = sorted((name, hashlib.sha1(body).hexdigest()) for name, body in self.files(repository, revision).items())
+        sha = hashlib.sha1(json.dumps([repository, contents]).encode()).hexdigest()
+        self.snapshots[repository, sha] = self.files(repository, revision)
+        return sha
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -44,61 +56,122 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        path, hub = urlsplit(self.path).path, self.server
-        if path == "/api/repos/create":
-            fields = json.loads(body)
-            name = "/".join(filter(None, [fields.get("organization"), fields["name"]]))
-            hub.repositories.setdefault(name, fields)
-            self.answer({"url": f"{hub.endpoint}/{name}", "name": name})
-            return
-        if path == "/api/validate-yaml":
-            self.answer({"errors": [], "warnings": []})
-            return
-        repository, verb, branch = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(\w+)/(.+)", path).groups()
-        if verb == "preupload":
-            files = json.loads(body)["files"]
-            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-            self.answer({"files": modes})
-            return
-        lines = [json.loads(line) for line in body.splitlines()]
-        files = dict(hub.files(repository, branch))
-        for line in lines:
-            if line["key"] == "file":
-                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        (message,) = (line["value"]["summary"] for line in lines if line["key"] == "header")
-        hub.commits.append((repository, branch, message, files))
-        oid = self.commit()
-        self.answer({"commitUrl": f"{hub.endpoint}/{repository}/commit/{oid}", "commitOid": oid})
+    def refuse(self, status, code):
+        self.answer({"error": code}, status, headers={"X-Error-Code": code, "X-Error-Message": code})
 
-    def commit(self):
-        return hashlib.sha1(str(len(self.server.commits)).encode()).hexdigest()
+    @property
+    def token(self):
+        return (self.headers["Authorization"] or "").removeprefix("Bearer ")
+
+    def is_hidden(self, repository):
+        """Whether a repository does not exist for the sender, and then refuse the request."""
+        fields = self.server.repositories.get(repository)
+        is_hidden = fields is None or fields.get("visibility") == "private" and self.token != fields["owner"]
+        if is_hidden:
+            self.refuse(404 if self.token else 401, "RepoNotFound")
+        return is_hidden
+
+    def read(self):
+        return self.rfile.read(int(self.headers["Content-Length"] or 0))
+
+    def do_PUT(self):
+        body = self.read()
+        self.server.large[hashlib.sha256(body).hexdigest()] = body
+        self.answer({})
+
+    def do_POST(self):
+        body, path, hub = self.read(), unquote(urlsplit(self.path).path), self.server
+        if path == "/api/repos/create":
+            self.create_repository(json.loads(body))
+        elif path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            objects = []
+            for item in json.loads(body)["objects"]:
+                upload = {"actions": {"upload": {"href": f"{hub.endpoint}/large"}}}
+                objects.append({**item, **({} if item["oid"] in hub.large else upload)})
+            self.is_hidden(match[1]) or self.answer({"transfer": "basic", "objects": objects})
+        else:
+            repository, verb, branch = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(\w+)/(.+)", path).groups()
+            if not self.is_hidden(repository):
+                self.write(repository, verb, branch, body)
+
+    def create_repository(self, fields):
+        hub = self.server
+        name = "/".join(filter(None, [fields.get("organization"), fields["name"]]))
+        if not self.token or hub.repositories.get(name, {}).get("owner", self.token) != self.token:
+            self.refuse(403 if self.token else 401, "Forbidden")
+            return
+        hub.repositories.setdefault(name, {**fields, "owner": self.token})
+        hub.branches.setdefault((name, "main"), {})
+        self.answer({"url": f"{hub.endpoint}/{name}", "name": name})
+
+    def write(self, repository, verb, branch, body):
+        """Create a branch, or commit to one."""
+        hub = self.server
+        if hub.repositories[repository]["owner"] != self.token:
+            self.refuse(403, "Forbidden")
+        elif verb == "branch":
+            if (repository, branch) in hub.branches:
+                self.refuse(409, "BranchExists")
+                return
+            hub.branches[repository, branch] = dict(hub.files(repository))
+            self.answer({})
+        elif (repository, branch) not in hub.branches:
+            self.refuse(404, "RevisionNotFound")
+        elif verb == "preupload":
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            self.answer({"files": files})
+        else:
+            self.commit(repository, branch, [json.loads(line) for line in body.splitlines()])
+
+    def commit(self, repository, branch, lines):
+        hub, files = self.server, dict(self.server.files(repository, branch))
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = hub.large[value["oid"]]
+        (message,) = (line["value"]["summary"] for line in lines if line["key"] == "header")
+        hub.branches[repository, branch] = files
+        hub.commits.append((repository, branch, message, files))
+        sha = hub.sha(repository, branch)
+        self.answer({"commitUrl": f"{hub.endpoint}/{repository}/commit/{sha}", "commitOid": sha})
 
     def do_GET(self):
         path, hub = unquote(urlsplit(self.path).path), self.server
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            repository, revision, name = match.groups()
-            files = hub.files(repository, revision) or hub.files(repository)
-            headers = {"X-Repo-Commit": self.commit()}
-            if name not in files:
-                code = "EntryNotFound" if repository in hub.repositories else "RepoNotFound"
-                self.answer({}, 404, headers={**headers, "X-Error-Code": code})
-                return
-            etag = hashlib.sha1(files[name]).hexdigest()
-            self.answer(body=files[name], headers={**headers, "ETag": f'"{etag}"'})
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        facts = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+).*)?", path)
+        repository, revision = (file[1], file[2]) if file else (facts[1], facts[3] or "main")
+        if self.is_hidden(repository):
             return
-        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+).*)?", path)
-        if match is None or match[1] not in hub.repositories:
-            self.answer({}, 404, headers={"X-Error-Code": "RepoNotFound"})
-            return
-        files = hub.files(match[1], match[3] or "main") or hub.files(match[1])
-        if match[2] == "tree":
+        files = hub.files(repository, revision)
+        if files is None:
+            self.refuse(404, "RevisionNotFound")
+        elif file:
+            self.send_file(files.get(file[3]), hub.sha(repository, revision))
+        elif facts[2] == "tree":
             rows = [{"type": "file", "path": name, "size": len(text), "oid": "0"} for name, text in files.items()]
             self.answer(rows)
+        else:
+            siblings = [{"rfilename": name} for name in files]
+            sha = hub.sha(repository, revision)
+            self.answer({"id": repository, "modelId": repository, "sha": sha, "siblings": siblings, "tags": []})
+
+    def send_file(self, body, sha):
+        headers = {"X-Repo-Commit": sha}
+        if body is None:
+            self.answer({}, 404, headers={**headers, "X-Error-Code": "EntryNotFound"})
             return
-        siblings = [{"rfilename": name} for name in files]
-        self.answer({"id": match[1], "modelId": match[1], "sha": self.commit(), "siblings": siblings, "tags": []})
+        self.answer(body=body, headers={**headers, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
 
     do_HEAD = do_GET
 
