@@ -76,6 +76,11 @@ class Job:
         self.data_args, self.args = data, training
         if script.push_merged_to_hub and not training.hub_model_id:
             raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
+        if script.push_merged_to_hub and training.push_to_hub:
+            raise UserError(
+                "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
+                "merged model to another repository by `loopdropout merge`."
+            )
         check_trackers(training.report_to)
         check_devices(training)
         recipe = {name: value for name, value in settings.items() if name != "hub_token"}
@@ -313,10 +318,11 @@ class Job:
         record(trainer, run, results)
 
     def finish_run(self, trainer: Trainer, run: Run) -> None:
-        """Write the card with the results and, if `merge` is set, the merged model. Mark the run as finished."""
+        """Write and push the card with the results and, if `merge` is set, the merged model. Mark the run as finished."""
         from loopdropout_trainer.progress import finish_run
         from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
         from loopdropout_trainer.saving.merging import merge_and_save
+        from loopdropout_trainer.saving.pushing import explain_push, push_run
 
         folder, hub_model_id = Path(trainer.args.output_dir), trainer.args.hub_model_id
         if not trainer.is_world_process_zero():
@@ -326,6 +332,13 @@ class Job:
         if run.script_args.merge:
             merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, hub_model_id)
         finish_run(trainer, card["results"])
+        if trainer.args.push_to_hub:  # the training has pushed the adapter without its measurements
+            name, args = trainer.hub_model_id, trainer.args
+            with explain_push(name, f"The adapter is saved in {folder}.", args.hub_token):
+                commit = push_run(
+                    folder, name, trainer.model.peft_config, token=args.hub_token, branch=args.hub_revision
+                )
+            print(f"Pushed to {commit.repo_url}")
         write_run(folder)
 
     def push(self) -> None:
@@ -335,7 +348,11 @@ class Job:
         if self.args.process_index == 0 and self.script_args.push_merged_to_hub:
             folder, args = Path(self.args.output_dir, "merged"), self.args
             address = push_merged_to_hub(
-                folder, args.hub_model_id, token=args.hub_token, private=args.hub_private_repo
+                folder,
+                args.hub_model_id,
+                token=args.hub_token,
+                private=args.hub_private_repo,
+                revision=args.hub_revision,
             )
             print(f"Pushed to {address}")
 

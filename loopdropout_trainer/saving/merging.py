@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, first_line, hide_secrets
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
@@ -33,6 +33,7 @@ from loopdropout_trainer.saving.cards import base_name, name_repository, without
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import is_hub_name
 from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.pushing import create_branch, explain_push
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
@@ -215,7 +216,12 @@ def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> d
 
 
 def push_merged_to_hub(
-    folder: str | Path, repo_id: str, *, token: str | None = None, private: bool | None = None
+    folder: str | Path,
+    repo_id: str,
+    *,
+    token: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
 ) -> str:
     """Upload a merged model to the Hub, with the card that `merge_and_save` wrote. The card names the repository.
 
@@ -224,6 +230,7 @@ def push_merged_to_hub(
         repo_id: `user/name` of the repository, which is created if it does not exist.
         token: Hub token. Default: the token of the logged-in user.
         private: Whether a new repository is private. Default: the Hub's setting.
+        revision: Branch, which is created if it does not exist. Default: `main`.
 
     Returns:
         The address of the repository.
@@ -236,14 +243,11 @@ def push_merged_to_hub(
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
     if not name_repository(folder, repo_id):
         logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
-    try:
+    with explain_push(repo_id, f"The merged model is saved in {folder}.", token):
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload merged model")
-    except Exception as error:  # the Hub's client raises the errors of several libraries
-        reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
-        raise UserError(
-            f"The push to {repo_id} failed ({type(error).__name__}: {reason}). The merged model is saved in {folder}. Log in "
-            "with `hf auth login` or set HF_TOKEN, and push again."
-        ) from None
+        create_branch(repo_id, revision, token)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message="Upload merged model", revision=revision
+        )
     return str(commit.repo_url)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitInfo, HfApi
 from torch import nn
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.utils import PushInProgress, logging
 
 from loopdropout_trainer.lora import find_active_adapter
 from loopdropout_trainer.recipe import dump_recipe
@@ -25,6 +27,7 @@ from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run
 from loopdropout_trainer.training.stopping import check_finite
 
 
@@ -157,3 +160,87 @@ class AdapterFilesMixin:
             if dataset_name is not None:
                 card |= {"dataset": dataset_name, "data_description": None}
             write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, tags=tags or (), **card)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository, and the branch that `hub_revision` names. transformers creates no branch."""
+        token = token or self.args.hub_token
+        with explain_push(self._hub_name, "No file was uploaded.", token):
+            super().init_hf_repo(token, private)
+            if self.is_world_process_zero():
+                create_branch(self.hub_model_id, self.args.hub_revision, token)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | Future[CommitInfo] | None:
+        """Push the adapter with its card. The arguments are those of transformers' Trainer.
+
+        A branch `revision` is created if it does not exist. Folders of checkpoints and other runs are not pushed.
+
+        Raises:
+            UserError: If the push fails. The adapter is saved then.
+        """
+        args = self.args
+        token, revision = token or args.hub_token, revision or args.hub_revision
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        tags = kwargs.pop("tags", None) or []
+        tags = [tags] if isinstance(tags, str) else tags
+        self.create_model_card(tags=[*tags, *(getattr(self.model, "model_tags", None) or ())], **kwargs)
+        self._finish_current_push()
+        with explain_push(self._hub_name, f"The adapter is saved in {args.output_dir}.", token):
+            create_branch(self.hub_model_id, revision, token)
+            return self._push(commit_message, token, revision, background=not blocking)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push the adapter of a checkpoint in the background, without the folders of other runs."""
+        args = self.args
+        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+            return
+        if is_busy and not args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        place = f"step {self.state.global_step}"
+        if args.save_strategy == SaveStrategy.EPOCH:
+            place = f"epoch {int(self.state.epoch)}"
+        message = f"Training in progress, {place}"
+        jobs = [self._push(message, args.hub_token, args.hub_revision, background=True)]
+        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
+        if args.hub_strategy in names:
+            checkpoint_job = HfApi(token=args.hub_token).upload_folder(
+                repo_id=self.hub_model_id,
+                folder_path=checkpoint_folder,
+                path_in_repo=names[args.hub_strategy],
+                commit_message=f"{message}, checkpoint",
+                revision=args.hub_revision,
+                run_as_future=True,
+            )
+            jobs.append(checkpoint_job)
+        if is_busy:
+            jobs = [*self.push_in_progress.jobs, *jobs]
+        self.push_in_progress = PushInProgress(jobs)
+
+    def _push(self, message: str, token: str | None, branch: str | None, background: bool) -> Any:
+        return push_run(
+            self.args.output_dir,
+            self.hub_model_id,
+            self.model.peft_config,
+            message=message,
+            token=token,
+            branch=branch,
+            background=background,
+        )
+
+    @property
+    def _hub_name(self) -> str:
+        return self.args.hub_model_id or Path(self.args.output_dir).absolute().name

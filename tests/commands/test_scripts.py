@@ -321,6 +321,7 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
 MISTAKES = [
     ("sft", "--rule lora --p 0.1", "`rule: lora` has no field 'p'"),
     ("sft", "--rule independent", "`merge` and `eval_num_loops` must not be set for 'independent'"),
+    ("sft", "--push_merged_to_hub true --push_to_hub true --hub_model_id a/b", "Set either `push_to_hub` or `push_me"),
     ("sft", "--push_merged_to_hub true", "`hub_model_id` must be set if `push_merged_to_hub` is set."),
     ("sft", "--benchmarks null", "`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set."),
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),

@@ -35,7 +35,9 @@ class Hub(ThreadingHTTPServer):
 
     def sha(self, repository, revision):
         """The name of a commit."""
-        contents = sorted((name, hashlib.sha1(body).hexdigest()) for name, body in self.files(repository, revision).items())
+        contents = sorted(
+            (name, hashlib.sha1(body).hexdigest()) for name, body in self.files(repository, revision).items()
+        )
         sha = hashlib.sha1(json.dumps([repository, contents]).encode()).hexdigest()
         self.snapshots[repository, sha] = self.files(repository, revision)
         return sha
@@ -150,6 +152,9 @@ class Handler(BaseHTTPRequestHandler):
         path, hub = unquote(urlsplit(self.path).path), self.server
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         facts = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+).*)?", path)
+        if file is None and facts is None:  # data sets
+            self.refuse(404, "RepoNotFound")
+            return
         repository, revision = (file[1], file[2]) if file else (facts[1], facts[3] or "main")
         if self.is_hidden(repository):
             return

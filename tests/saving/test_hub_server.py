@@ -1,10 +1,12 @@
 """Pushes to a Hub, and another person who loads from it with an empty cache."""
 
+import re
+
 import pytest
 
 from helpers.files import ROOT
 from helpers.hub import running_hub
-from helpers.processes import ENVIRONMENT, python
+from helpers.processes import ENVIRONMENT, Program, python
 
 
 TRAIN = """
@@ -22,11 +24,17 @@ trainer.push_to_hub(tags=["sums"], dataset_name="me/sums")
 for name, standalone in (("merged", False), ("alone", True)):
     folder = merge_and_save(trainer.model, name, trainer.processing_class, standalone=standalone)
     push_merged_to_hub(folder, f"me/{name}", token="hf_mine")
+push_merged_to_hub("merged", "me/branched", token="hf_mine", revision="v1")
 """
 PRIVATE_RUN = """
 --max_steps 1 --num_train_examples 8 --num_eval_examples 8 --benchmarks null --eval_num_loops null
 --single_loop_accuracy false --compare_with null --output_dir run
 --push_merged_to_hub true --hub_model_id me/secret --hub_private_repo true --hub_token hf_mine
+"""
+COMPARED = """
+--max_steps 2 --save_steps 1 --num_train_examples 16 --num_eval_examples 8 --benchmark_limit 2 --eval_num_loops null
+--single_loop_accuracy false --merge false --output_dir run --push_to_hub true --hub_model_id me/compared
+--hub_revision try-1 --hub_always_push true
 """
 READ = """
 import sys
@@ -35,7 +43,8 @@ from loopdropout_trainer.tokenizers import load_tokenizer
 
 tokenizer = load_tokenizer("tiny-ouro")
 ids = tokenizer("1 + 1 =", return_tensors="pt").input_ids
-texts = {load_model(name).generate(ids, max_new_tokens=4, do_sample=False).sum().item() for name in sys.argv[1:]}
+models = [load_model(name) for name in sys.argv[1:]] + [load_model("me/branched", revision="v1")]
+texts = {model.generate(ids, max_new_tokens=4, do_sample=False).sum().item() for model in models}
 assert len(texts) == 1
 """
 ALONE = """
@@ -55,7 +64,7 @@ def pushed(tmp_path_factory):
         env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         env |= {"HF_HOME": str(folder / "mine"), "HF_TOKEN": "hf_mine"}
         python("-c", TRAIN, cwd=folder, env=env, fresh=True)
-        yield hub, {**env, "HF_HOME": str(folder / "theirs")}
+        yield hub, {**env, "HF_HOME": str(folder / "theirs")}  # a friend, who may read my private repositories
 
 
 def test_pushes_have_settings_and_no_locks(pushed):
@@ -79,6 +88,29 @@ def test_merged_model_of_a_private_run_is_private(tmp_path):
     assert hub.repositories["me/secret"]["visibility"] == "private"
 
 
+def sft(words, folder, hub, *more):
+    """Train the quickstart with other words, and push as the person `hf_mine`."""
+    env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HOME": str(folder / "mine"), "HF_TOKEN": "hf_mine"}  # the endpoint is read at the import
+    words = [ROOT / "recipes/sft.py", ROOT / "recipes/quickstart.yaml", *words.split(), *more]
+    return python(*words, cwd=folder, env=env, fresh=True)
+
+
+def test_compared_runs_push_the_measured_adapter_to_a_branch(tmp_path):
+    with running_hub() as hub:
+        assert "Pushed to " in sft(COMPARED, tmp_path, hub)
+        files = hub.files("me/compared", "try-1")
+        card = files["README.md"].decode()
+        assert hub.files("me/compared", "main") == {} and b"accuracy" in files["results.jsonl"]
+        assert "| arithmetic_easy_test | 4 |" in card and "| Training data | arithmetic |" in card
+        sft(COMPARED, tmp_path, hub, "--max_steps", "3", "--resume_from_checkpoint", "true")
+    messages = [message for _, branch, message, _ in hub.commits if branch == "try-1"]
+    assert "Training in progress, step 3" in messages and messages.count("Upload adapter with its results") == 2
+    names = {name for *_, files in hub.commits for name in files}
+    assert {"adapter_model.safetensors", "loop_dropout.json", "checksums.json"} <= names
+    assert not [name for name in names if "/" in name]  # checkpoints, answers, and the run of LoRA
+
+
 def test_cards_name_their_repository(pushed):
     hub, _ = pushed
     card = hub.files("me/adapter")["README.md"].decode()
@@ -87,6 +119,30 @@ def test_cards_name_their_repository(pushed):
         card = hub.files(f"me/{name}")["README.md"].decode()
         assert f"# me/{name}\n" in card and f'from_pretrained("me/{name}"' in card and '"."' not in card
         assert f"vllm serve me/{name}\n" in card and f"loopdropout chat me/{name}\n" in card
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "chat me/adapter 1",
+            "loopdropout chat: The model me/adapter cannot be loaded: .* no repository that can be read",
+        ),
+        (
+            f"sft quickstart.yaml {PRIVATE_RUN} --push_merged_to_hub false --push_to_hub true --hub_model_id me/adapter",
+            "loopdropout sft: The push to me/adapter failed .* No file was uploaded. Log in with `hf auth login`",
+        ),
+    ],
+)
+def test_strangers_are_refused_in_one_sentence(pushed, tmp_path, words, message):
+    hub, env = pushed
+    num_commits = len(hub.commits)
+    env = {**env, "HF_HOME": str(tmp_path / "strangers"), "HF_TOKEN": "hf_stranger"}
+    words = words.replace("--hub_token hf_mine", "").split()
+    program = Program("-m", "loopdropout_trainer", *words, cwd=tmp_path, env=env, fresh=True)
+    assert program.wait() == 2 and "Traceback" not in program.stderr
+    assert re.fullmatch(message + ".*", program.stderr.strip().splitlines()[-1]), program.stderr[-2000:]
+    assert len(hub.commits) == num_commits
 
 
 def test_another_person_loads_pushed_models(pushed, tmp_path):

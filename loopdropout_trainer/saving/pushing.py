@@ -1,0 +1,75 @@
+"""Pushes to the Hub, whose errors become one sentence without tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, HfApi
+
+from loopdropout_trainer.errors import UserError, first_line, hide_secrets
+
+
+@contextmanager
+def explain_push(repo_id: str, saved: str, token: str | None = None) -> Iterator[None]:
+    """Raise UserError if a push inside of the block fails.
+
+    Args:
+        repo_id: Repository.
+        saved: Sentence on what is saved on this computer.
+        token: Hub token of the push, which the message must not show.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the Hub's client raises the errors of several libraries
+        reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
+        raise UserError(
+            f"The push to {repo_id} failed ({type(error).__name__}: {reason}). {saved} Log in with `hf auth login` or set "
+            "HF_TOKEN, and push again."
+        ) from None
+
+
+def create_branch(repo_id: str, branch: str | None, token: str | None = None) -> None:
+    """Create a branch of a repository unless it exists, because a push to a missing branch fails."""
+    if branch is not None:
+        HfApi(token=token).create_branch(repo_id, branch=branch, exist_ok=True)
+
+
+def push_run(
+    folder: str | Path,
+    repo_id: str,
+    adapters: Iterable[str] = (),
+    *,
+    message: str = "Upload adapter with its results",
+    token: str | None = None,
+    branch: str | None = None,
+    background: bool = False,
+) -> CommitInfo | Future[CommitInfo]:
+    """Upload the adapter in the folder of a run, with its card, its settings and its results.
+
+    Checkpoints, merged models, answers to problems and other runs in the folder stay on this computer.
+
+    Args:
+        folder: Folder of the run.
+        repo_id: Repository, which exists.
+        adapters: Names of the adapters. PEFT saves the adapter `x` in the subfolder `x`, and the adapter `default` in no
+            subfolder.
+        message: Message of the commit.
+        token: Hub token. Default: the token of the logged-in user.
+        branch: Branch, which exists. Default: `main`.
+        background: Whether to return before the upload has ended.
+    """
+    uploaded = {*adapters, "runs"}  # the Hub shows the curves of TensorBoard in `runs`
+    others = [f"{path.name}/*" for path in Path(folder).iterdir() if path.is_dir() and path.name not in uploaded]
+    return HfApi(token=token).upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        ignore_patterns=["_*", "samples_*", *others],
+        commit_message=message,
+        revision=branch,
+        run_as_future=background,
+    )
