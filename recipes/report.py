@@ -58,7 +58,7 @@ import pandas as pd
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import recipe_names
-from loopdropout_trainer.gates import Draw, make_rule
+from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
@@ -106,8 +106,29 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     rows = select(results, {"metric": "accuracy", **wanted})
     for name in ("seed", "task", "method"):
         if rows.empty or not {*rows[name]}.issuperset(pd.Series(wanted.get(name, rows[name]))):
-            raise Missing(f"no result with {wanted}")
+            raise Missing(f"no result with {describe_selection(wanted)}.{describe_methods(results, wanted)}")
     return rows
+
+
+def describe_selection(wanted: dict) -> str:
+    """Return the values that select results, such as "method = LoRA or CoTo, task = gsm8k"."""
+    parts = []
+    for name, value in wanted.items():
+        values = pd.Series(value).unique()  # of a text, a number, a list or a column of the results
+        parts.append(f"{name} = {' or '.join(map(str, values)) or 'any value'}")
+    return ", ".join(parts)
+
+
+def describe_methods(results: pd.DataFrame, wanted: dict) -> str:
+    """Return a sentence with the methods of the results, if a wanted method is not among them."""
+    methods = [*results["method"].unique()]
+    for method in pd.Series(wanted.get("method", [])):
+        if method not in methods:
+            sentence = f" The results have the methods {', '.join(methods)}"
+            if method in RULES:
+                sentence += f", and {method} is the rule of the method {RULES[method].title}"
+            return f"{sentence}."
+    return ""
 
 
 @cache
@@ -206,7 +227,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         try:
             number = fill_cell(results, **wanted)
         except Missing as reason:
-            missing.append(f"Missing: {', '.join(heads.values())}, {title}: {reason}.")
+            missing.append(f"Missing: {', '.join(heads.values())}, {title}: {reason}")
         lines.append({**heads, "column": title, "here": number, "paper": paper})
     return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
 
@@ -332,6 +353,10 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
     from loopdropout_trainer.plots import heat_plot, line_plot
 
+    of_kind = [] if spec["figure"] == "gates" else ["x", "panels"]
+    for name in ("title", "x_label", "y_label", *of_kind):
+        if name not in spec:
+            raise UserError(f"`{name}` must be set for a figure.")
     labels = {name: spec[name] for name in ("x_label", "y_label")}
     if spec["figure"] == "gates":
         return heat_plot(draw_gates(**spec["filter"]), "loop", "example", spec["title"], **labels)
@@ -343,7 +368,12 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
         gains = both.assign(mean=both["mean_ours"] - both["mean"])
         return heat_plot(gains, x, spec["y"], spec["title"], **labels, shows_gains=True)
     axes = pd.DataFrame(labels, [*spec["panels"]])
-    return line_plot(panel_points(spec, results, ["label", x]), x, axes, spec["title"], spec.get("gain_over"))
+    data, gain_over = panel_points(spec, results, ["label", x]), spec.get("gain_over") or {}
+    unknown = {*gain_over, *gain_over.values()} - {*data["label"]}
+    if unknown:
+        lines = ", ".join(data["label"].unique())
+        raise UserError(f"`gain_over` must name lines of the figure ({lines}), got {', '.join(sorted(unknown))}.")
+    return line_plot(data, x, axes, spec["title"], gain_over)
 
 
 def panel_points(spec: dict, results: pd.DataFrame, by: Sequence[str], change: dict | None = None) -> pd.DataFrame:
@@ -422,7 +452,7 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
             notes += [*missing, *spec["made_by"]]
         save_layout(spec, table, path, notes)
     except Missing as reason:
-        print(f"Missing: {spec['title']}: {reason}.", *spec["made_by"], sep="\n")
+        print(f"Missing: {spec['title']}: {reason}", *spec["made_by"], sep="\n")
 
 
 def summarize(results: pd.DataFrame, output_dir: Path) -> None:

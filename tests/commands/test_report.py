@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
@@ -430,6 +431,42 @@ def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
     assert "Missing: Loss reduction with the adapter in one loop only" in printed
     text = (tmp_path / "report/recipes.md").read_text()
     assert "Maximum sequence length" in text and "1024" in text and "101, 102, 103" in text
+
+
+DEPTHS = {
+    "title": "Depth", "made_by": ["loopdropout sweep mine.yaml"], "figure": "line", "x": "num_loops", "x_label": "K",
+    "y_label": "accuracy (%)", "filter": {"task": "b", "method": ["LoRA", "Loop Dropout"]},
+    "panels": {"trained at K = 4": {"trained_loops": 4}}, "gain_over": {"Loop Dropout": "LoRA"},
+}  # fmt: skip
+WANTED = "Missing: Depth: no result with trained_loops = 4, num_loops = 2 or 4, method = "
+METHODS = ", task = b. The results have the methods LoRA, Loop Dropout"
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (["LoRA", "Loop Dropout"], "Wrote "),
+        (["LoRA", "CoTo"], f"{WANTED}LoRA or CoTo{METHODS}.\nloopdropout sweep mine.yaml\n"),
+        (["lora", "CoTo"], f"{WANTED}lora or CoTo{METHODS}, and lora is the rule of the method LoRA.\nloopdropout "),
+    ],
+)
+def test_missing_method_of_a_figure_is_one_sentence(tmp_path, capsys, methods, message):
+    for method in ("LoRA", "Loop Dropout"):
+        rows = [{"num_loops": depth, "value": 10.0 * depth} for depth in (2, 4)]
+        write(tmp_path / method, [*rows, {"task": "training", "metric": "train_seconds", "value": 9.0}], method=method)
+    spec = {**DEPTHS, "filter": {**DEPTHS["filter"], "method": methods}}
+    (tmp_path / "depths.yaml").write_text(yaml.safe_dump(spec))
+    words = [str(tmp_path), "--tables", str(tmp_path / "depths.yaml"), "--output_dir", str(tmp_path / "report")]
+    report.main(words)
+    assert capsys.readouterr().out.startswith(message)
+    for change, error in (
+        ({"gain_over": {"loop_dropout": "LoRA"}}, r"`gain_over` must name lines of the figure \(LoRA, Loop Dropout\)"),
+        ({"x_label": None}, "`x_label` must be set for a figure"),
+    ):
+        changed = {name: value for name, value in {**DEPTHS, **change}.items() if value is not None}
+        (tmp_path / "depths.yaml").write_text(yaml.safe_dump(changed))
+        with user_error(error):
+            report.main(words)
 
 
 def test_report_shows_held_out_losses_and_its_files(tmp_path, capsys):
