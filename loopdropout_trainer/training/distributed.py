@@ -50,7 +50,8 @@ def check_devices(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise UserError(
             f"A process must train on one GPU, but {args.n_gpu} are visible. Start the script with `accelerate launch`, which "
-            "runs a process for each GPU, or set the environment variable CUDA_VISIBLE_DEVICES=0 to train on one."
+            "runs a process for each GPU (`accelerate launch -m loopdropout_trainer sft RECIPE.yaml`), or set the environment "
+            "variable CUDA_VISIBLE_DEVICES=0 to train on one."
         )
 
 

@@ -175,7 +175,8 @@ def test_unsupported_processes_raise(monkeypatch, environment, parallelism, mess
 
 def test_several_gpus_need_a_launcher(make_sft, config, tmp_path, monkeypatch):
     """transformers would copy the model to each GPU inside one process. No machine of the tests has several."""
-    message = "A process must train on one GPU, but 2 are visible. Start the script with `accelerate launch`"
+    message = "A process must train on one GPU, but 2 are visible. Start the script with `accelerate launch`, "
+    message += ".*`accelerate launch -m loopdropout_trainer sft RECIPE.yaml`"
     monkeypatch.setattr(LoopDropoutConfig, "n_gpu", 2)
     with user_error(message):
         make_sft()
