@@ -315,7 +315,7 @@ def print_loss_reductions(results: pd.DataFrame) -> None:
     reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
     for task, own in reductions.groupby("task", sort=False):
         examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
-        sizes = " or ".join(f"{n:,}" for n in sorted({*own["n"]}))  # tokenizers differ
+        sizes = " or ".join(f"{n:,.0f}" for n in sorted({*own["n"]}))  # tokenizers differ
         title = f"Loss reduction on {examples} ({sizes} tokens), adapter in one loop only, in %"
         print_by_method(title, own, "gates")
 

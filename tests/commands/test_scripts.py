@@ -76,6 +76,13 @@ def tables(text):
     return text[text.index("Training at") : text.index("Everything is in")]
 
 
+def test_sft_says_what_loss_reductions_are_measured_on(quickstart):
+    titles = re.findall(r"(?m)^Loss reduction on .*", tables(quickstart[1]))
+    of_task = r"reference solutions of arithmetic_easy_test \([\d,]+ tokens\), adapter in one loop only, in %"
+    of_held_out = r"held-out examples \([\d,]+ tokens\), adapter in one loop only, in %"
+    assert len(titles) == 2 and all(map(re.search, (of_task, of_held_out), titles))
+
+
 def test_sft_writes_the_expected_results(quickstart):
     names = ("method", "seed", "num_loops", "gates", "task", "metric", "loop")
     for folder in (quickstart[0], quickstart[0] / "lora"):
