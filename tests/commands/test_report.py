@@ -318,8 +318,10 @@ def quickstart(tmp_path):
     return tmp_path / "runs"
 
 
-def test_report_summarizes_runs(quickstart, tmp_path):
+def test_report_summarizes_runs(quickstart, tmp_path, capsys):
     report.main([str(quickstart), "--output_dir", str(tmp_path / "report")])
+    family = "Each difference is a test of its own, without correction for their number."
+    assert family in capsys.readouterr().out and family in (tmp_path / "report/accuracy.md").read_text()
     table = pd.read_csv(tmp_path / "report/accuracy.csv", dtype=str, keep_default_na=False)
     rows = table.groupby("method")["accuracy"].agg(list)
     assert rows["LoRA, learning_rate = 0.001"] == ["20.00", "40.00", "100.00"] and rows["base model"] == ["1.00"]
