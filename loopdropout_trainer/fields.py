@@ -90,7 +90,8 @@ def check_value(own: Field, value: Any, hint: Any) -> None:
         raise UserError(
             f"`{own.name}` must be {bounds}, or {' or '.join(metadata['words'])}, got {short_repr(value)}."
         )
-    for number in value if isinstance(value, list | tuple) else [value]:
+    numbers = value if isinstance(value, list | tuple) else [value]
+    for number in numbers:
         if isinstance(number, Real) and not isinstance(number, bool):
             _check_number(own.name, number, bounds, only_integers)
 

@@ -171,7 +171,7 @@ class Job:
             self.measure(trainer, run)
             self.finish_run(trainer, run)
         if self.args.process_index == 0:
-            from loopdropout_trainer.tables import show_results
+            from loopdropout_trainer.printing import show_results
 
             show_results(self.runs)
             print_next_commands(self.runs)

@@ -133,13 +133,14 @@ def finish_run(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     args = trainer.args
     modules = {name: sys.modules[name] for name in args.report_to if name in sys.modules}
-    if mlflow := modules.get("mlflow"):  # transformers has ended its run
-        ended = mlflow.last_active_run()
+    if "mlflow" in modules:  # transformers has ended its run
+        ended = modules["mlflow"].last_active_run()
         if ended and ended.info.run_name == args.run_name:
-            mlflow.start_run(run_id=ended.info.run_id)
+            modules["mlflow"].start_run(run_id=ended.info.run_id)
     for row in sorted(rows, key=lambda row: (row["num_loops"], row.get("loop") or 0)):
         axis = "loop" if row.get("loop") else "num_loops"
-        if row["gates"] != "none" and (name := CURVES.get((row["metric"], axis))):
+        name = CURVES.get((row["metric"], axis))
+        if name is not None and row["gates"] != "none":
             state = replace(trainer.state, global_step=row[axis])
             logs = {f"{name}/{row['task']}": row["value"]}
             trainer.callback_handler.on_log(args, state, trainer.control, logs)

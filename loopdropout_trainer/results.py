@@ -190,7 +190,9 @@ def compare_recipes(
     Returns:
         The first field that differs, with its values, or None without a difference.
     """
-    for name in fields or {**saved, **new}:
+    if fields is None:
+        fields = {**saved, **new}
+    for name in fields:
         if name not in ignored and saved.get(name) != new.get(name):
             return Difference(name, saved.get(name), new.get(name))
     return None

@@ -1,28 +1,20 @@
-"""Results as tables and figures, for the commands that print them."""
+"""Results as tables and figures: means over seeds, paired differences, and the summary of all runs."""
 
 from __future__ import annotations
 
 import json
-import textwrap
-from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
-from rich.console import Console
-from rich.table import Table
 from scipy import stats
 
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, read_recipe, read_results, read_samples
-from loopdropout_trainer.saving.cards import read_card_fields
+from loopdropout_trainer.results import COLUMNS, read_recipe, read_results, read_samples
 
-
-if TYPE_CHECKING:
-    from loopdropout_trainer.runs import Run
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
 """Fields of recipes in which the results of one mean may differ. The last two are columns of the results as well."""
@@ -261,108 +253,3 @@ def overview_figure(results: pd.DataFrame) -> Any:
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
         figure.items[0] += p9.geom_vline(xintercept=trained[0], linetype="dotted", color="#777777")
     return figure
-
-
-# Printed tables
-
-
-def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> None:
-    """Print a table in 80 columns, also to a file or a pipe.
-
-    In a wider table, texts and heads are wrapped. If it still does not fit, it is printed in parts, one below the other.
-
-    Args:
-        title: Text above the table.
-        table: Texts or numbers. The index names the lines, and each part repeats it.
-        cell_format: Format of a text or number.
-    """
-    keys = [*range(table.index.nlevels)]
-    texts = table.map(cell_format.format, na_action="ignore").fillna("").reset_index()
-    texts = texts.T.reset_index().T.map(str)  # the heads are the first line
-    for limit in (80, 18, 12, 18):  # the last one is for a table in parts
-        cells = texts.map(textwrap.fill, width=limit, break_long_words=False)
-        widths = cells.map(lambda text: max(map(len, text.split("\n")))).max() + 2
-        if widths.sum() <= 82:
-            break
-    parts = [keys]
-    for place in cells.columns[len(keys) :]:
-        if len(parts[-1]) > len(keys) and widths[[*parts[-1], place]].sum() > 82:
-            parts.append(keys)
-        parts[-1] = [*parts[-1], place]
-    print(f"\n{title}")
-    for number, part in enumerate(parts):
-        if number > 0:
-            print()
-        grid = Table(box=None, pad_edge=False, show_header=False)
-        for place in part:
-            grid.add_column(justify="left" if place in keys else "right", overflow="fold")
-        for row in cells[part].itertuples(index=False):
-            grid.add_row(*row)
-        Console(width=80, markup=False, highlight=False, emoji=False).print(grid)
-
-
-def print_by_method(title: str, rows: pd.DataFrame, columns: str | pd.Series, cell_format: str = "{:.1f}") -> None:
-    """Print results with one line for each method. `columns`: name or values of the column that each result is in."""
-    if len(rows):
-        print_table(title, rows.pivot_table("value", "method", columns, sort=False), cell_format)
-
-
-def print_loss_reductions(results: pd.DataFrame) -> None:
-    """Print the loss reductions with the adapter in one loop only, and the examples that they were measured on.
-
-    A training measures some batches of the held-out examples and `diagnose` measures all of them, so their numbers differ.
-    """
-    reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
-    for task, own in reductions.groupby("task", sort=False):
-        examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
-        sizes = " or ".join(f"{n:,.0f}" for n in sorted({*own["n"]}))  # tokenizers differ
-        title = f"Loss reduction on {examples} ({sizes} tokens), adapter in one loop only, in %"
-        print_by_method(title, own, "gates")
-
-
-def show_results(runs: Sequence[Run]) -> None:
-    """Print tables of the results of a job's runs, and draw them if they have other depths or single loops.
-
-    Figures need plotnine.
-    """
-    folders = [run.args.output_dir for run in runs]
-    rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder)["results"]])
-    rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
-    training = rows.query("task == 'training'")
-    depth = training["num_loops"].iloc[0]
-    print_by_method(f"Training at K = {depth}", training, "metric", "{:.5g}")
-    scores = rows.query("metric in ['accuracy', 'last_number'] and gates in ['unit', 'none'] and num_loops == @depth")
-    columns = scores["task"].where(scores["metric"] == "accuracy", scores["metric"])
-    print_by_method(f"Accuracy at the training depth K = {depth}, in %", scores, columns)
-    accuracy = rows.query("metric == 'accuracy'").sort_values("num_loops", kind="stable")
-    print_differences(accuracy.query("gates == 'unit'"))
-    for task, own in accuracy.groupby("task", sort=False):
-        by_depth = own.query("gates == 'unit'")
-        if by_depth["num_loops"].nunique() > 1:
-            columns = "K=" + by_depth["num_loops"].astype(str)
-            print_by_method(f"Accuracy on {task} with K loops at inference, in %", by_depth, columns)
-        alone = own.query("gates not in ['unit', 'none']")
-        print_by_method(f"Accuracy on {task} with the adapter in one loop only, in %", alone, "gates")
-    print_loss_reductions(rows)
-    print(f"\nEverything is in {', '.join(folders)}")
-    options, folder = runs[0].script_args, Path(folders[0])
-    if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
-        from loopdropout_trainer.plots import save_figure
-
-        save_figure(overview_figure(load_results(folder)), folder / "figure")
-
-
-def print_differences(accuracy: pd.DataFrame) -> None:
-    """Print the differences in accuracy to LoRA, or to the last method, on the same problems."""
-    lines = []
-    for (num_loops, task), rows in accuracy.groupby(["num_loops", "task"]):
-        samples = {row["method"]: read_samples(row) for row in rows.to_dict("records")}
-        baseline = "LoRA" if "LoRA" in samples else [*samples][-1]
-        for method in samples:
-            if method != baseline:
-                difference = compare_answers(samples[method], samples[baseline])
-                lines.append([f"{method} - {baseline}", task, num_loops, difference.n, str(difference)])
-    if lines:
-        table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"]).set_index(["", "task"])
-        print_table("Difference in accuracy on the same n problems", table)
-        print(f"The intervals are over problems. They do not include other training seeds. {OWN_FAMILY}")

@@ -189,13 +189,16 @@ def warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase) -> None:
 def end_tokens(model: PreTrainedModel | GenerationConfig) -> list[int]:
     """Return the ids of the tokens that end a generation of a model, or under its settings."""
     ids = _generation_config(model).eos_token_id
-    return [token for token in (ids if isinstance(ids, list) else [ids]) if token is not None]
+    if not isinstance(ids, list):
+        ids = [ids]
+    return [token for token in ids if token is not None]
 
 
 def add_end_tokens(model: PreTrainedModel | GenerationConfig, ids: Iterable[int | None]) -> None:
     """Let generation end at further tokens."""
     before = end_tokens(model)
-    if new := [token for token in ids if token is not None and token not in before]:
+    new = [token for token in ids if token is not None and token not in before]
+    if new:
         _generation_config(model).eos_token_id = [*before, *new]
 
 

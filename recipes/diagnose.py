@@ -222,7 +222,7 @@ class DiagnosedData:
 
 def print_results(rows: list[dict]) -> None:
     """Print the curvature, and the loss reductions with the profile of LoRA, or the other losses instead of them."""
-    from loopdropout_trainer.tables import print_by_method, print_loss_reductions
+    from loopdropout_trainer.printing import print_by_method, print_loss_reductions
 
     results = pd.DataFrame(rows)
     if "adapter" in results:

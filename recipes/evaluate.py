@@ -239,7 +239,7 @@ def describe_base(sources: dict[str, Source], settings: dict[str, Any]) -> dict[
 
 def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
     """Print a table with a line for each task or average, and a column for each adapter, depth and gates."""
-    from loopdropout_trainer.tables import print_table
+    from loopdropout_trainer.printing import print_table
 
     results = pd.DataFrame(rows)
     lines = results["task"] + (", " + results["metric"]).replace(", accuracy", "")

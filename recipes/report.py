@@ -59,6 +59,7 @@ from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import RULES, Draw, make_rule
+from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
@@ -72,7 +73,6 @@ from loopdropout_trainer.tables import (
     overview_figure,
     paired_gains,
     points,
-    print_table,
     select,
 )
 

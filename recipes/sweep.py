@@ -17,18 +17,12 @@ runs.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import shlex
 import signal
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +42,7 @@ from loopdropout_trainer.results import (
     read_run,
     write_run,
 )
+from loopdropout_trainer.workers import Workers
 
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
@@ -136,8 +131,7 @@ class Sweep:
         self.recipes = {name: self._make_recipes(definition) for name, definition in methods.items()}
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[SweepRun] = set()
-        self.stopped = threading.Event()
-        self.processes: set[subprocess.Popen] = set()
+        self.pool = Workers(self, self.workers)
 
     def _has_benchmarks(self, methods: dict[str, Any]) -> bool:
         """Return whether a recipe of the sweep has a benchmark."""
@@ -311,46 +305,12 @@ class Sweep:
     # Training
 
     def train_all(self) -> None:
-        """Train all runs that are not done.
+        """Train all runs that are not done, several at a time.
 
         Raises:
             UserError: if a run fails.
         """
-        number = self.workers
-        environments = _gpus() if number > 1 else [{}]
-        gpus = islice(cycle(environments), number)
-        with ThreadPoolExecutor(number) as pool:
-            try:
-                for worker in as_completed([pool.submit(self._work, gpu) for gpu in gpus]):
-                    worker.result()  # the first failure ends the sweep, in whichever worker it is
-            except BaseException:
-                self.stopped.set()
-                for process in self.processes.copy():
-                    os.killpg(process.pid, signal.SIGTERM)  # each training saves a checkpoint
-                raise
-
-    def _work(self, gpu: dict[str, str]) -> None:
-        """Train one run after the other until none is left."""
-        while not self.stopped.is_set():
-            runs = self.pending()
-            if not runs:
-                return
-            if not any(self._train_unless_locked(run, gpu) for run in runs):
-                self.stopped.wait(1)  # other workers train all of them
-
-    def _train_unless_locked(self, run: SweepRun, gpu: dict[str, str]) -> bool:
-        """Train a run, and return whether this worker did it, because no other one trains it or has finished it."""
-        folder = self.folder(run)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "sweep.lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            if self.is_done(run):
-                return False
-            self._train(run, gpu, lock.fileno())
-            return True
+        self.pool.train_all()
 
     def command(self, run: SweepRun) -> list[str]:
         """Write the recipe of a run, and return its command."""
@@ -364,31 +324,13 @@ class Sweep:
         imports = ["--import", *IMPORTED] if IMPORTED else []
         return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *imports]
 
-    def _train(self, run: SweepRun, gpu: dict[str, str], lock: int) -> None:
-        path = self.folder(run) / "log.txt"
-        with open(path, "a", encoding="utf-8") as log:
-            process = subprocess.Popen(
-                self.command(run),
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **gpu},
-                pass_fds=[lock],  # the training keeps the lock, even if the sweep is killed
-                start_new_session=True,
-            )
-        self.processes.add(process)
-        status = process.wait()
-        self.processes.remove(process)
-        if not self.is_done(run) and not self.stopped.is_set():
-            last_line = path.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            raise UserError(f"{run.name} ended with exit code {status}: {last_line} (log: {path})")
-        print(f"{run.name}: {read_run(path.parent).get('status', 'stopped')}", flush=True)
-
     def write_summary(self) -> None:
         """Print the chosen learning rates and a table of mean ± SD over seeds.
 
         They are also written to `summary.json`, with the choices of other sweeps in the same folder.
         """
-        from loopdropout_trainer.tables import ACCURACY_TITLE, accuracy_table, load_results, print_table
+        from loopdropout_trainer.printing import print_table
+        from loopdropout_trainer.tables import ACCURACY_TITLE, accuracy_table, load_results
 
         path = Path(self.output_dir, "summary.json")
         own_choices = {}
@@ -425,14 +367,6 @@ class Sweep:
 
 
 ARGUMENTS = (Sweep,)
-
-
-def _gpus() -> list[dict[str, str]]:
-    """Return an environment for each GPU."""
-    import torch
-
-    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    return [{"CUDA_VISIBLE_DEVICES": name} for name in names.split(",")]
 
 
 def _rounded(rate: float) -> float:

@@ -126,7 +126,10 @@ def judge_programs(folder: Path, sandboxed: bool) -> dict[int, str]:
         lines = file.read().decode().splitlines()
     if code != 0:
         raise RuntimeError(f"EvalPlus could not compare the outputs of the programs (exit status {code}).")
-    verdicts = {int(number): verdict for number, verdict in (line.split(" ", 1) for line in lines)}
+    verdicts = {}
+    for line in lines:
+        number, verdict = line.split(" ", 1)
+        verdicts[int(number)] = verdict
     for path in folder.glob("*.outputs"):
         path.unlink()
     return verdicts
@@ -225,9 +228,12 @@ def _shown() -> list[str]:
     paths += [sys.prefix, sys.base_prefix, sys.executable, os.path.realpath(sys.executable)]
     paths += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     paths += [str(Path(spec.origin).parents[1]) for spec in libraries if spec and spec.origin]
-    paths = [path for path in paths if path not in ("", "/")]
-    inside = lambda number: any(Path(paths[number]).is_relative_to(other) for other in paths[:number])
-    return [path for number, path in enumerate(paths) if not inside(number)]
+    shown: list[str] = []
+    for path in paths:
+        is_inside = any(Path(path).is_relative_to(other) for other in shown)
+        if path not in ("", "/") and not is_inside:
+            shown.append(path)
+    return shown
 
 
 @cache

@@ -54,7 +54,7 @@ def quickstart(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Only the short quickstart draws its figure."""
-    monkeypatch.setattr("loopdropout_trainer.tables.find_spec", lambda name: None)
+    monkeypatch.setattr("loopdropout_trainer.printing.find_spec", lambda name: None)
 
 
 @pytest.fixture

@@ -231,7 +231,7 @@ def test_killed_training_ends_its_sweep(lab, monkeypatch):
         ending = pool.submit(made.train_all)
         wait_for(lambda: len(lab.log) == 2)
         (killed,) = (name for name, _, gpu in lab.log if gpu == "7")
-        next(process for process in made.processes if killed in process.args[2]).kill()
+        next(process for process in made.pool.processes if killed in process.args[2]).kill()
         try:
             with user_error(f"{killed} ended with exit code -9"):
                 ending.result(PATIENCE)
