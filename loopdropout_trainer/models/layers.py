@@ -223,6 +223,8 @@ class DecoderLayer(RecurrentLayer):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x [..., H] over its root mean square, times weight [H], computed in float32 or float64."""
+    # On a CPU, `F.rms_norm` rounds differently. With its backward pass it takes 1.2 times as long for x [512, 64], and 2.8 to
+    # 4.2 times as long for [512, 768] to [4096, 2048]. A step of the tiny Ouro takes equally long.
     if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype.itemsize >= 4:
         return _RMSNorm.apply(x, weight, eps)
     return weight * F.rms_norm(x, weight.shape, None, eps).to(x.dtype)  # one kernel on a GPU

@@ -71,7 +71,7 @@ def test_command_runs_its_script(monkeypatch, capsys):
     assert "usage: loopdropout merge ADAPTER" in capsys.readouterr().out
 
 
-MODELING = "peft transformers.modeling_utils loopdropout_trainer.models lm_eval scipy.optimize"
+MODELING = "loopdropout_trainer.models lm_eval transformers.trainer"
 LIGHT = {
     "--help": "torch transformers trl datasets pandas",
     "recipes": "torch transformers trl datasets pandas",
@@ -79,7 +79,11 @@ LIGHT = {
     "sft quickstart.yaml --learning_rat 1": f"datasets pandas {MODELING}",
     "sft quickstart.yaml --dry_run true": MODELING,
 }
-"""Modules that commands do without, since their imports take seconds."""
+"""Modules that commands do without, since their imports take seconds.
+
+Nothing keeps PEFT and transformers' modeling code out of `sft`: `transformers.trainer_utils`, which TRL's configuration needs,
+imports PEFT if it is installed.
+"""
 
 
 @pytest.mark.parametrize("words", LIGHT)
@@ -90,36 +94,29 @@ def test_commands_import_only_what_they_use(words):
     assert not {*done.stderr.splitlines()} & {*LIGHT[words].split()}
 
 
-def test_families_and_peft_are_there_when_they_are_used():
+def test_families_are_there_when_they_are_used():
     code = """
 import sys
 from loopdropout_trainer import LoopDropoutConfig
-from transformers import AutoConfig, trainer_utils
-assert not {"peft", "loopdropout_trainer.models"} & {*sys.modules} and trainer_utils.unwrap_peft_model(1) == 1
+from transformers import AutoConfig
+assert "loopdropout_trainer.models" not in sys.modules
 print(AutoConfig.for_model("ouro").model_type)
-import peft
-print((trainer_utils.PeftModel, trainer_utils.PeftMixedModel) == (peft.PeftModel, peft.PeftMixedModel))
 """
     done = run("-c", code)
-    assert (done.stdout, done.stderr) == ("ouro\nTrue\n", "")
+    assert (done.stdout, done.stderr) == ("ouro\n", "")
 
 
-def test_peft_is_imported_when_trainer_utils_needs_more_of_it():
+def test_importing_the_package_changes_no_library():
+    """Also before PEFT is imported, its classes in transformers are its own."""
     code = """
-import sys
-from importlib.abc import MetaPathFinder
-class FailsOnce(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "transformers.trainer_utils":
-            sys.meta_path.remove(self)
-            raise ImportError("cannot import name 'another' from 'peft'")
-sys.meta_path.insert(0, FailsOnce())
-import loopdropout_trainer.training, peft
-from transformers import trainer_utils
-print(trainer_utils.PeftModel is peft.PeftModel, *[each for each in sys.meta_path if isinstance(each, FailsOnce)])
+import loopdropout_trainer.training.config, sys
+from transformers import integrations, trainer_utils
+import peft
+assert trainer_utils.PeftModel is peft.PeftModel and trainer_utils.PeftMixedModel is peft.PeftMixedModel
+assert integrations.is_kubeflow_available.__module__.startswith("transformers.")
 """
     done = run("-c", code)
-    assert done.stdout == "True\n", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_foreign_class_is_described_when_imported():
