@@ -23,12 +23,22 @@ def load_rows(source: DataSource) -> Dataset:
         UserError: If they cannot be loaded, or have not the columns of the source.
     """
     from datasets.exceptions import DatasetsError
+    from datasets.table import CastError
 
     try:
         rows = read_files(source.files, source.split) if source.files else _read_dataset(source)
     except UserError:
         raise
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
+        if isinstance(error.__cause__, CastError):
+            first, other = error.__cause__.requested_column_names, error.__cause__.table_column_names
+            new = [
+                name for name in other if name not in first
+            ] or other  # `other` can have the first file's columns, too
+            raise UserError(
+                f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
+                "another one."
+            ) from error
         reason = str(error.__cause__ or error) or "a file is empty"
         raise UserError(f"{source} cannot be loaded: {reason}") from error
     if source.columns is None:

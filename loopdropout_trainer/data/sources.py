@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,9 @@ def _read_item(item: Any) -> DataSource:
     if fraction is not None and not (is_number and 0 < fraction < float("inf")):
         raise UserError(f"`fraction` of {item['path']} must be a number above 0, got {short_repr(fraction)}.")
     given = {name: value for name, value in item.items() if value is not None}
+    for name in ("path", "data_files"):
+        if isinstance(given.get(name), str):
+            given[name] = os.path.expanduser(given[name])
     source = DataSource(**given)
     if source.path in FILE_KINDS.values() and not source.data_files:
         raise UserError(f"`data_files` must be set if `path` is {source.path}.")

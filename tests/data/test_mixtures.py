@@ -139,6 +139,17 @@ def test_wrong_mixtures_raise(ouro_tokenizer, datasets, message):
         load_datasets(DataArguments(datasets=datasets), ouro_tokenizer, 100)
 
 
+def test_files_with_other_columns_raise(tokenizer):
+    columns = "got prompt, completion in one file and question, answer in another one"
+    with user_error(f"a.jsonl, other.jsonl must have the same columns and types, {columns}"):
+        load_datasets(DataArguments(train_files=["a.jsonl", "other.jsonl"]), tokenizer, 100)
+
+
+def test_paths_of_a_mixture_may_begin_with_a_tilde(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(load(tokenizer, {"path": "~/a.jsonl"}, {"path": "~/b.jsonl"})["train"]) == 50
+
+
 def test_mixtures_exclude_other_sources():
     with user_error("Set either `train_files: .*` or `datasets: .*, not both"):
         DataArguments(datasets=[A], train_files=["b.jsonl"])
