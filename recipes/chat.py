@@ -14,7 +14,7 @@ Each one starts a new conversation.
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,7 +133,7 @@ def print_answers(
             def show(text: str, name: str = name) -> None:
                 answers[name] = text
 
-            with nullcontext() if gates is None else use_gates(model, gates):
+            with use_gates(model, gates):
                 generate_greedy(
                     model,
                     prompt_format.tokenizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from peft import PeftModel
@@ -31,7 +31,7 @@ class Variant:
     @contextmanager
     def applied(self, model: PreTrainedModel | PeftModel) -> Iterator[None]:
         """Run a model at this depth and under these gates inside the block."""
-        with use_depth(model, self.num_loops), use_gates(model, self.gates) if self.gates else nullcontext():
+        with use_depth(model, self.num_loops), use_gates(model, self.gates):
             yield
 
 

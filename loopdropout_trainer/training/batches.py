@@ -43,10 +43,8 @@ def reads_padding(inputs: dict[str, Any]) -> bool:
         return False
     if labels.shape != mask.shape:
         return True
-    is_target, is_padding = (
-        labels[:, 1:] != IGNORED,
-        mask[:, :-1] == 0,
-    )  # the output at s is scored by the label at s + 1
+    is_target = labels[:, 1:] != IGNORED  # of the output at the token before
+    is_padding = mask[:, :-1] == 0
     return bool((is_target & is_padding).any())
 
 

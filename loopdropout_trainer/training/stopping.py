@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import reduce
+from accelerate.utils import gather, reduce
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
@@ -97,7 +97,11 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.world_size > 1:  # all processes stop after the same step
-            self.received = int(reduce(torch.tensor(self.received, device=args.device), "sum"))
+            signals = gather(
+                torch.tensor([self.received], device=args.device)
+            )  # [processes]: 2 (SIGINT), 15 (SIGTERM), 0
+            signals = signals[signals > 0].tolist()
+            self.received = min(signals, default=0)  # Ctrl-C in a terminal may reach some processes as SIGTERM
         if self.received:
             control.should_save = True
             control.should_training_stop = True
@@ -117,8 +121,7 @@ class StopCallback(TrainerCallback):
                 f"Training stopped after step {state.global_step:,} of {state.max_steps:,}. {advice}"
             )
             interrupted.status = None if args.save_only_model else TrainingInterrupted.status
-            # In several processes, the sum of the signals that they received: 2 (SIGINT), 15 (SIGTERM) or 0 each.
-            if self.received % signal.SIGTERM == 0:
+            if self.received == signal.SIGTERM:
                 interrupted.signal = signal.SIGTERM
             raise interrupted
 
