@@ -454,7 +454,7 @@ def test_base_models_replace_those_of_an_adapter(places):
     assert find_base(replace(source, name="x")).kind == "base model"
 
 
-@pytest.mark.parametrize("make", [*TINY.values(), tiny_hrm, DORY], ids=str)
+@pytest.mark.parametrize("make", [*TINY.values(), tiny_hrm, DORY], ids=[*TINY, "hrm_text", "dory"])
 def test_own_depth_of_a_model_is_that_of_its_class(tmp_path, make):
     make().save_pretrained(tmp_path)
     assert find_source(tmp_path).num_loops == find_looped_model(load_model(tmp_path)).num_loops > 1
