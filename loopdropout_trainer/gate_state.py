@@ -74,7 +74,8 @@ class GatedBatch:
         sampled: The gates as they were given, also if all are one.
         active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
             effect or a gradient although its gate is zero.
-        unused_modules: [M], True for modules that no loop and no example uses. Empty unless gates are [K, N, M].
+        unused_modules: [M], True for modules that no loop and no example uses. Empty unless gates are [K, N, M], and
+            if all of them are zero.
     """
 
     gates: Tensor | None = None
@@ -198,7 +199,7 @@ class GateState:
         rule: Rule that trains the gated layers, or None.
         num_due: Number of passes in the running block of `use_gates` that a checkpoint around the whole model will run again.
             None outside of such blocks.
-        has_lost: Whether a block ended before such a pass ran again.
+        has_lost: Whether such a pass of another block has not run again yet.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
     """
@@ -243,10 +244,12 @@ class GateState:
         A checkpoint around a layer keeps the gates of its pass, as an argument of the layer. A checkpoint around the whole
         model cannot, because the model reads its gates from here. It runs the model again in the backward pass, under the
         gates of that moment, so its gradient is right only inside of the block of `use_gates`. Passes that will run
-        again are counted in the forward pass (`num_due`), and counted down when they do.
+        again are counted in the forward pass (`num_due`), and counted down when they do. A count cannot tell which
+        pass runs again. So while a pass of another block may still run again, every such pass raises an error. Passes under
+        unit gates are not counted.
 
         Raises:
-            UserError: If it runs again and the block of its gates has ended.
+            UserError: If a pass runs again that may belong to another block.
         """
         may_run_again = self.num_due is not None  # a block of `use_gates` with gradient is running
         if not may_run_again and not self.has_lost:
@@ -257,14 +260,15 @@ class GateState:
         if not is_backward:
             if self.num_due is not None and self.gates is not None:
                 self.num_due += 1
-        elif self.num_due:
-            self.num_due -= 1
         elif self.has_lost:
             self.has_lost = False
             raise UserError(
-                "`backward()` must be called inside of `use_gates` if the whole model is checkpointed, because the model runs "
-                "again there under its gates. Or checkpoint the layers by `model.gradient_checkpointing_enable()`."
+                "`backward()` must be called inside of its block of `use_gates` if the whole model is checkpointed, because "
+                "the model runs again there under its gates. Run passes without a backward pass under `torch.no_grad()`. Or "
+                "checkpoint the layers by `model.gradient_checkpointing_enable()`."
             )
+        elif self.num_due:
+            self.num_due -= 1
 
     def set_loop(self, loop: RunningLoop) -> None:
         """Set the running loop, and the tokens that run in it."""
@@ -291,7 +295,7 @@ class GateState:
             )
 
     def gate_for(self, hidden_states: Tensor, module: int = 0, factor: Tensor | None = None) -> Tensor | None:
-        """Return the running loop's gate, shaped to multiply [B, S, r] activations, or None for unit gates.
+        """Return the running loop's gate, shaped to multiply [B, S, r] activations, or `factor` for unit gates.
 
         Args:
             hidden_states: [B, S, H] input of an adapted linear map.

@@ -43,7 +43,7 @@ COLUMN_BLOCK = 256
 """The allocated columns of a slot are a multiple of it, because growing copies the cache."""
 
 PREFILL_TOKENS = 16384
-"""Largest number of tokens of prompts that run together, with padding."""
+"""Largest number of tokens of prompts that run together, with padding. A longer prompt runs alone."""
 
 Finished = list[tuple[int, list[int]]]
 """Indices of prompts with the token ids of their completions."""

@@ -84,6 +84,7 @@ class LoopedForCausalLM(TransformersForCausalLM):
             registry           layer 0, layer 1, layer 2, loop1.layer 1        4 caches
             `attn` of layer 1  LoopAttention([layer 1, loop1.layer 1])         loop t writes into cache t
         """
+        # `attention_fusers` has the name of each layer's attention module, and its fuser.
         modules = [self.get_submodule(name) for name, _ in self.attention_fusers.values()]
         recurrent = {id(module) for layer in self.model.recurrent_layers() for module in layer.modules()}
         super()._create_attention_instances(prefix)
@@ -94,7 +95,7 @@ class LoopedForCausalLM(TransformersForCausalLM):
         for loop in range(1, self.config.num_loops):
             super()._create_attention_instances(f"{prefix}loop{loop}")
             for module in modules:
-                attention = getattr(module, VLLM_ATTN_ATTR)
+                attention = getattr(module, VLLM_ATTN_ATTR)  # which the call has just replaced
                 if id(module) in recurrent:
                     loops[module].append(attention)
                 else:

@@ -1,7 +1,8 @@
 """A LoRA layer with a gate: y = W x + g[t, b] * (alpha / r) * B A x (Eq. 3), one g for all tokens of an example.
 
 The gate multiplies the r-dimensional activation A x together with the scaling. With unit gates the layer equals PEFT's layer
-bit for bit. Only this folder uses PEFT's private interface `LoraVariant`.
+bit for bit, unless float32 factors are cast to the activation's 16 bits (`in_activation_dtype`). Only this folder uses PEFT's
+private interface `LoraVariant`.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class GatedLora(LoraVariant):
 
     def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""
-        # Three ways to the same sum. If no token has an active gate, there is nothing to compute. Unit gates run PEFT's
-        # operations in PEFT's order, so that evaluation has PEFT's bits. Only the last way multiplies by a gate.
+        # Three ways to the same sum. If no token has an active gate here, the update is left out. Unit gates run PEFT's
+        # operations in PEFT's order, so that they round as PEFT does. Only the last way multiplies by a gate.
         self.gate_state.check_drawn(module)
         if self.gate_state.is_unused(self.module):
             return self._unused(module, active_adapter, x, result)
@@ -97,8 +98,8 @@ class GatedLora(LoraVariant):
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
-        # Gate and scaling multiply the r numbers of a token between A and B, and not the many more numbers after B. They do so
-        # in float32, since rounding a gate such as 1/0.7 to bfloat16 gives an error of 0.2% for all tokens.
+        # Gate and scaling multiply the r numbers of a token between A and B, and not the many more numbers after B. The
+        # package's gates are float32, since rounding one to bfloat16 gives all tokens an error of up to 0.2%, as for 1/0.75.
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
         return result + self.up(module, active_adapter, low_rank)
 
@@ -397,8 +398,8 @@ def use_gates(
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
     give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward pass may run after
     the block, also if the layers are checkpointed. If the whole model is, it raises an error, because it would run again
-    without the gates. The layers stay gated, at unit gates, unless the block runs under `torch.no_grad`. Use a model in one
-    thread at a time.
+    without the gates. After the block, the former gates apply again. Layers that it gated stay gated, unless it runs under
+    `torch.no_grad`. Use a model in one thread at a time.
 
     Args:
         model: PEFT model over a looped model.
@@ -422,14 +423,15 @@ def use_gates(
     else:
         add_gates(model)
     state = looped.gate_state
-    num_due_outside = state.num_due
+    num_due, has_lost = state.num_due, state.has_lost
+    state.has_lost = has_lost or bool(num_due)  # passes of a block around this one
     state.num_due = 0 if has_gradient else None
     try:
         with applied_gates(state, gates, token_examples):
             yield state
     finally:
-        state.has_lost |= bool(state.num_due)
-        state.num_due = num_due_outside
+        state.has_lost = has_lost or bool(state.num_due)
+        state.num_due = num_due
         # With a gradient, a backward pass may run after the block. Gradient checkpointing then runs the layers again under the
         # gates that the pass has stored, and layers without gates would ignore them: a wrong gradient without an error.
         if not was_gated and not has_gradient:

@@ -45,7 +45,8 @@ class LoopDescription(LoopedModelMixin, ABC):
 
     Class attributes:
         depth_field: Field of the configuration with the recurrence depth K.
-        loop_module: Name of the submodule of a recurrent layer that runs first and gets the keywords of the layer.
+        loop_module: Name of the submodule of a recurrent layer that runs before every adapted projection and gets the keywords
+            that tell the loop.
 
     Attributes:
         model: Causal language model. The class of its `base_model` must pass unknown keywords on to its layers.
@@ -74,8 +75,10 @@ class LoopDescription(LoopedModelMixin, ABC):
         recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
         for module in self.base_model.modules():
             if module in recurrent:
-                self.add_hook(module, self._set_loop, prepend=True)
-            elif isinstance(module, tuple(map(type, recurrent))):
+                self.add_hook(
+                    module, self._set_loop, prepend=True
+                )  # before other hooks, which do not know the keyword
+            elif isinstance(module, tuple(map(type, recurrent))):  # other layers get the keyword, too
                 self.add_hook(module, _drop_gates)
 
     def add_hook(self, module: nn.Module, hook: Callable, prepend: bool = False) -> None:
@@ -131,7 +134,7 @@ class LoopDescription(LoopedModelMixin, ABC):
 
     @abstractmethod
     def running_loop(self, **kwargs: Any) -> int:
-        """Return the loop of a call, counted from 0, from the keywords of a recurrent layer.
+        """Return the loop of a call, counted from 0, from the keywords that its `loop_module` gets.
 
         The keywords must tell, not a count of calls: gradient checkpointing recomputes the loops in reverse order.
         """

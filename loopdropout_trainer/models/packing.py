@@ -106,11 +106,12 @@ def find_packing(
     # All counting happens on the CPU. The lengths become Python numbers, and on a GPU each count and each selection by a mask
     # would make Python wait for the device. Only the indices of the T tokens go back.
     device = position_ids.device
-    mask = torch.ones(shape, dtype=torch.bool)
-    starts = example_starts(position_ids).cpu().expand(shape)  # [B, S]
-    if attention_mask is not None:
+    if attention_mask is None:
+        mask = torch.ones(shape, dtype=torch.bool)
+        starts = example_starts(position_ids).cpu().expand(shape)  # [B, S]
+    else:
         mask = attention_mask.bool().cpu()
-        starts = (torch.arange(shape[1]) == 0).expand(shape)
+        starts = (torch.arange(shape[1]) == 0).expand(shape)  # column 0 begins each row, also if it is padding
     if token_examples is None:
         token_examples = torch.arange(shape[0]).unsqueeze(1).expand(shape)  # row b is example b
     examples = token_examples.cpu()[starts]  # [N], the gates' index of each example
@@ -128,7 +129,8 @@ def find_packing(
 class PackedAttention:
     """Causal self-attention within each example of a packed row. Attention layers get it as their mask.
 
-    All examples attend at once if torch has a kernel for variable lengths. Otherwise they attend one after another, and short
+    All examples attend at once if torch's kernel for variable lengths supports the device and dtype, and without dropout.
+    Otherwise they attend one after another, and short
     neighbors together behind a mask.
 
     Args:
@@ -168,13 +170,14 @@ class PackedAttention:
             value = value.repeat_interleave(groups, dim=1)
         if self.at_once and not dropout:
             return _attend_at_once(query, key, value, self.ends.to(query.device), max(self.lengths), scaling)
-        # A mask has the dtype of its queries, and all layers and loops share it.
-        if query.dtype not in self._masks:
-            self._masks[query.dtype] = [chunk_mask(chunk, query) for chunk in self.chunks]
+        # All layers and loops share the masks, which have the dtype and the device of the queries.
+        place = (query.dtype, query.device)
+        if place not in self._masks:
+            self._masks[place] = [chunk_mask(chunk, query) for chunk in self.chunks]
         sizes = [sum(chunk) for chunk in self.chunks]
         queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))  # chunks [1, heads, n, d]
         outputs = []
-        for q, k, v, mask in zip(queries, keys, values, self._masks[query.dtype], strict=True):
+        for q, k, v, mask in zip(queries, keys, values, self._masks[place], strict=True):
             output = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=scaling, dropout_p=dropout
             )

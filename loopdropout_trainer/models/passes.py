@@ -128,10 +128,10 @@ class BatchPass:
         return results
 
     def run_loop(self, index: int, inputs: LoopInputs, **attributes: Any) -> Tensor:
-        """Return the state [B, S, H] after a loop. `attributes` are further ones of its `RunningLoop`."""
+        """Return the state [B, S, H] after a loop, [1, n, H] if packed. `attributes` are further ones of its `RunningLoop`."""
         state = self.backbone.gate_state
         tokens = inputs.token_examples
-        device = inputs.state.device if tokens is None else tokens.device
+        device = inputs.state.device if tokens is None else tokens.device  # where tokens select their gates
         # The loop is bound here, with the gates of this pass. Gradient checkpointing keeps `set_loop` with the arguments
         # of a layer. It calls it again in the backward pass, when loops run in reverse and `state.batch` may hold other gates.
         running = state.batch.loop(index, device, tokens, **attributes)
@@ -168,7 +168,7 @@ def plan_loops(active: Sequence[Sequence[bool]], lengths: Sequence[int], least_f
         least_frozen: Number of tokens of frozen examples from which they run apart.
     """
     everyone = range(len(lengths))
-    started: set[int] = set()  # examples that have had an active gate
+    started: set[int] = set()  # examples that run with gradient: after their first active gate, or joined below
     plan = []
     for is_active in active:  # [N]
         started.update(index for index in everyone if is_active[index])
@@ -233,7 +233,8 @@ class PackedPass(BatchPass):
         # the gradient of the loss by the first state passes through every loop.
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
         parameters = self.backbone.gate_state.batch.options.lora_parameters
-        may_freeze = parameters is not None and torch.is_grad_enabled() and not needs_gradient
+        only_adapter = parameters is not None  # is trained
+        may_freeze = only_adapter and torch.is_grad_enabled() and not needs_gradient
         results = []
         for loop, groups in enumerate(self._plan(inputs.state, may_freeze)):
             states = [self._run_group(loop, group, inputs) for group in groups]
@@ -241,7 +242,8 @@ class PackedPass(BatchPass):
             results.append(inputs)
         if may_freeze and not inputs.state.requires_grad:
             # Every loop of every example was frozen, so the state has no graph. `backward` raises an error for such a loss,
-            # and DDP waits for a gradient of every parameter. Zero times all of them gives both, and changes no number.
+            # and DDP waits for a gradient of every parameter. Zero times one number of each factor gives the state a graph and
+            # each factor a gradient of zero.
             zero = 0 * sum(parameter.flatten()[0] for parameter in parameters)
             results[-1] = replace(inputs, state=inputs.state + zero)
         return results

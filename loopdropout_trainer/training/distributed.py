@@ -173,13 +173,13 @@ class EveryExampleOnceMixin:
 def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return a batch in which the labels of repeated rows are ignored.
 
-    accelerate fills the last batches of an evaluation with rows of the dataset's beginning. The rows of one round come from
-    the processes in their order.
+    accelerate fills the last batches of an evaluation with rows of the dataset's beginning, until each process has the same
+    number of rows. The rows of one round, a batch of each process, come from the processes in their order.
     """
     labels = inputs.get("labels")
     ids = inputs.get("example_ids")
     state = accelerator.gradient_state
-    if labels is None or not state.end_of_dataloader or state.remainder <= 0:  # -1 for a stream of unknown length
+    if labels is None or not state.end_of_dataloader or state.remainder <= 0:  # 0: none are repeated, -1: unknown
         return inputs
     if ids is None:
         rows = torch.arange(len(labels))  # [B], each row is an example

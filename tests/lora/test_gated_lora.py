@@ -102,9 +102,34 @@ def test_checkpointed_model_has_its_gates_in_the_block(make, use_reentrant):
     assert torch.equal(*found)
     with use_gates(model, torch.eye(num_loops)[1] * 2):
         loss = checkpoint(loss_of, embeds, use_reentrant=use_reentrant)
-    with user_error("`backward..` must be called inside of `use_gates`"):
+    with user_error("`backward..` must be called inside of its block of `use_gates`"):
         loss.backward()
     checkpoint(loss_of, embeds, use_reentrant=use_reentrant).backward()  # at unit gates
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_checkpointed_model_does_not_take_the_gates_of_another_block(use_reentrant, is_nested):
+    def loss_in_block():
+        return checkpoint(lambda x: model(inputs_embeds=x).logits.square().mean(), embeds, use_reentrant=use_reentrant)
+
+    model = with_adapter(tiny_ouro(), scale=0.1).train()
+    model.config.use_cache = False
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    first, second = use_gates(model, [2, 0, 0, 0]), use_gates(model, [0, 0, 0, 2])
+    message = "`backward..` must be called inside of its block of `use_gates`"
+    if is_nested:
+        with first:
+            loss = loss_in_block()
+            with second, user_error(message):
+                loss.backward()
+    else:
+        with first:
+            loss = loss_in_block()
+        with second:
+            loss_in_block()
+            with user_error(message):
+                loss.backward()
 
 
 @pytest.mark.parametrize(
