@@ -151,9 +151,6 @@ class Ending:
         return self.stops.split(text, maxsplit=1)[0]
 
 
-# Continuous batching.
-
-
 def context_of(model: PreTrainedModel) -> int | None:
     """Return the largest number of tokens that a model was made for, or None if it names none."""
     return getattr(model.config, "max_position_embeddings", None)
@@ -166,6 +163,9 @@ def check_prompt_length(model: PreTrainedModel, num_tokens: int) -> None:
         raise UserError(
             f"The prompt must have fewer tokens than the context of the model, {context:,}, got {num_tokens:,}."
         )
+
+
+# Continuous batching.
 
 
 def supports_slots(model: PreTrainedModel) -> bool:

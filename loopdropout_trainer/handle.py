@@ -167,9 +167,8 @@ class LoopDropoutHandle:
             return
         if self.model.peft_config != self._adapters:
             self._gate_new_layers()
-        named = (
-            inspect.signature(backbone.forward).bind_partial(*args, **kwargs).arguments
-        )  # also those without a keyword
+        signature = inspect.signature(backbone.forward)
+        named = signature.bind_partial(*args, **kwargs).arguments  # also those without a keyword
         inputs = {name: x for name, x in {**named, **kwargs}.items() if x is not None}
         ids, token_examples = find_examples(inputs)  # N ids, and [B, S] or None
         num_loops, num_modules = self.looped.num_loops, len(self.physical_layers)

@@ -72,12 +72,9 @@ class PerLoopLora(GatedLora, kind="per_loop"):
                         layer.reset_lora_parameters(adapter, init)
                     factors_a.append(layer.lora_A[adapter].weight.detach().clone())
                     factors_b.append(layer.lora_B[adapter].weight.detach().clone())
-                layer.lora_A[adapter] = LoopFactors(
-                    factors_a, layer.lora_A[adapter].weight.requires_grad
-                )  # [K, r, in]
-                layer.lora_B[adapter] = LoopFactors(
-                    factors_b, layer.lora_B[adapter].weight.requires_grad
-                )  # [K, out, r]
+                # Their weights are [K, r, in] and [K, out, r].
+                layer.lora_A[adapter] = LoopFactors(factors_a, layer.lora_A[adapter].weight.requires_grad)
+                layer.lora_B[adapter] = LoopFactors(factors_b, layer.lora_B[adapter].weight.requires_grad)
 
     def down(self, module: LoraLayer, adapter: str, x: Tensor) -> Tensor:
         return module.lora_A[adapter](x, self.gate_state.loop)

@@ -75,9 +75,8 @@ class LoopDescription(LoopedModelMixin, ABC):
         recurrent = [layer.get_submodule(self.loop_module) for layer in self.recurrent_layers()]
         for module in self.base_model.modules():
             if module in recurrent:
-                self.add_hook(
-                    module, self._set_loop, prepend=True
-                )  # before other hooks, which do not know the keyword
+                # This hook removes the keyword of the gates, which other hooks do not know. So it comes first.
+                self.add_hook(module, self._set_loop, prepend=True)
             elif isinstance(module, tuple(map(type, recurrent))):  # other layers get the keyword, too
                 self.add_hook(module, _drop_gates)
 

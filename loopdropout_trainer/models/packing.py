@@ -130,8 +130,7 @@ class PackedAttention:
     """Causal self-attention within each example of a packed row. Attention layers get it as their mask.
 
     All examples attend at once if torch's kernel for variable lengths supports the device and dtype, and without dropout.
-    Otherwise they attend one after another, and short
-    neighbors together behind a mask.
+    Otherwise they attend one after another, and short neighbors together behind a mask.
 
     Args:
         lengths: Number of tokens of each example, in order.

@@ -115,8 +115,8 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         rule: Rule that draws the gates.
         gate_state: Current gates of the model. They are one outside of training passes.
         last_gates: Gates that were drawn last.
-        method: Name of the method in results. Default: the title of the rule.
         num_trained: Number of examples that they were drawn for, or 0 if no token of them is trained on.
+        method: Name of the method in results. Default: the title of the rule.
         unit_gates: Callback that sets the gates to one, and counts the micro-batches of the optimizer step.
         tokens_before: Number of tokens of earlier calls of `train`.
         step_metrics: Values of micro-batches since the last log of the training, whose means are logged.

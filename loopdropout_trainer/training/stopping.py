@@ -97,9 +97,8 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.world_size > 1:  # all processes stop after the same step
-            signals = gather(
-                torch.tensor([self.received], device=args.device)
-            )  # [processes]: 2 (SIGINT), 15 (SIGTERM), 0
+            own_signal = torch.tensor([self.received], device=args.device)  # 2 (SIGINT), 15 (SIGTERM) or 0
+            signals = gather(own_signal)  # [processes]
             signals = signals[signals > 0].tolist()
             self.received = min(signals, default=0)  # Ctrl-C in a terminal may reach some processes as SIGTERM
         if self.received:
@@ -120,7 +119,8 @@ class StopCallback(TrainerCallback):
             interrupted = TrainingInterrupted(
                 f"Training stopped after step {state.global_step:,} of {state.max_steps:,}. {advice}"
             )
-            interrupted.status = None if args.save_only_model else TrainingInterrupted.status
+            if args.save_only_model:
+                interrupted.status = None
             if self.received == signal.SIGTERM:
                 interrupted.signal = signal.SIGTERM
             raise interrupted
