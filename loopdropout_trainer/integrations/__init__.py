@@ -8,7 +8,7 @@ def register_vllm_models() -> None:
     """Register the families with vLLM, which calls this in each of its processes by the entry point `vllm.general_plugins`."""
     from vllm import ModelRegistry
 
-    from loopdropout_trainer.models import MODELS
+    from loopdropout_trainer.models import MODEL_CLASSES
 
-    for architecture in MODELS:
+    for architecture in MODEL_CLASSES:
         ModelRegistry.register_model(architecture, "loopdropout_trainer.integrations.vllm:LoopedForCausalLM")

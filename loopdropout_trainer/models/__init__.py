@@ -27,7 +27,7 @@ except (
     _reason = f"{version('transformers')} is installed: {str(error).partition(' (')[0]}"
     UNSUPPORTED["dory"] = ("Dory", f"it needs the interface of transformers 5.24, but {_reason}")
 
-MODELS = {
+MODEL_CLASSES = {
     "OuroForCausalLM": OuroForCausalLM,
     "RavenForCausalLM": HuginnForCausalLM,
     "LDSForCausalLM": LoopusForCausalLM,
@@ -36,7 +36,7 @@ MODELS = {
 }
 """Native classes by their names in `config.json`, which are the published ones."""
 
-for _model in MODELS.values():
+for _model in MODEL_CLASSES.values():
     AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)
     AutoModel.register(_model.config_class, _model.backbone_class, exist_ok=True)
     AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.integrations import VLLM_PLUGIN
-from loopdropout_trainer.models import MODELS
+from loopdropout_trainer.models import MODEL_CLASSES
 from loopdropout_trainer.prompts import PromptFormat
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.facts import Source
@@ -54,7 +54,7 @@ def find_obstacle(source: Source, gates: str | None) -> str | None:
     config = read_model_config(source.base, source.revision)
     if config is None:
         return f"the config.json of {source.base} cannot be read"
-    if config.architectures is None or config.architectures[0] not in MODELS:
+    if config.architectures is None or config.architectures[0] not in MODEL_CLASSES:
         return "the plugin for vLLM has no class for this model"
     return None
 

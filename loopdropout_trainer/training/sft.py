@@ -224,7 +224,10 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         """Raise UserError, before the training, if the model cannot mark the prompt of an example. Streams are not read."""
         datasets = [self.train_dataset]
         if self.args.eval_strategy != "no":
-            datasets += self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+            if isinstance(self.eval_dataset, dict):
+                datasets += self.eval_dataset.values()
+            else:
+                datasets.append(self.eval_dataset)
         for dataset in datasets:
             if isinstance(dataset, Dataset):
                 for start in range(0, len(dataset), 64):
