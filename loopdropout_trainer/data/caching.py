@@ -49,7 +49,7 @@ def examples_key(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokeni
 
     Args:
         rows: Rows from `load_rows`. The folder of their cache is named by the contents of local files, or by the commit of a
-            data set on the Hub.
+            data set on the Hub. It is the same for all parts of them, such as `train[:100]` and `train[100:]`.
         args: All fields are part of the key, because a preparation can read each of them.
         tokenizer: Tokenizer. The key has its vocabulary, special tokens and chat template, but not the padding that a batch
             sets.
@@ -59,6 +59,7 @@ def examples_key(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokeni
     try:
         return step_key(
             [file["filename"] for file in rows.cache_files],
+            (str(rows.split), rows.column_names),
             [getattr(args, field.name) for field in fields(args)],
             tokenizer,
             [version(name) for name in LIBRARIES],

@@ -157,7 +157,7 @@ def test_key_changes_with_the_tokenizer(key):
 @pytest.mark.parametrize("file", ["data/tokenizing.py", "data/preparations.py", "arithmetic.py"])
 def test_key_changes_with_the_package(tmp_path, monkeypatch, file):
     args, tokenizer = DataArguments("arithmetic"), load_tokenizer("tiny-ouro")
-    rows = type("Rows", (), {"cache_files": []})
+    rows = type("Rows", (), {"cache_files": [], "split": None, "column_names": []})
     first = caching.examples_key(rows, args, tokenizer)
     shutil.copytree(ROOT / "loopdropout_trainer", tmp_path / "loopdropout_trainer")
     monkeypatch.setattr(caching, "PACKAGE", tmp_path / "loopdropout_trainer")

@@ -102,6 +102,15 @@ def test_an_item_names_files_splits_and_columns(tokenizer):
     )
 
 
+def test_parts_of_a_file_have_their_own_usable_rows(tokenizer):
+    """The cache of the first part's usable rows is not taken for the second part's."""
+    rows = [{"prompt": f"a{i} =", "completion": f" {i}" if i >= 3 else " ", "text": f"b{i}"} for i in range(20)]
+    write_lines(Path("a.jsonl"), rows)
+    pairs = {"path": "a.jsonl", "columns": ["prompt", "completion"]}
+    train = load(tokenizer, {**pairs, "split": "train[:5]"}, {**pairs, "split": "train[10:]"})["train"]
+    assert sorted(train["prompt"]) == sorted(f"a{i} =" for i in (3, 4, *range(10, 20)))
+
+
 def test_tools_of_some_conversations(ouro_tokenizer):
     train = load(ouro_tokenizer, {"path": "a_chat.jsonl"}, {"path": "b_chat.jsonl"})["train"]
     assert [row["tools"] for row in train] == [TOOLS, None] * 3
