@@ -38,7 +38,7 @@ for bold, cell, use in re.findall(r"^\| (\**)(`.*?`)\** \| (.*?) ?\|$", PAGE, re
         TIES |= {f"{library}{place}{member}": use for member in members or [""]}
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 NOT_TIES = {"_asdict", "_replace", "_exit", "_abc_impl", "_backward_cls"}
-"""Names of Python's own library and of metaclasses, and a name that is set on other objects than `self`."""
+"""Names of Python's own library and of metaclasses."""
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "lm_eval")
 
 
