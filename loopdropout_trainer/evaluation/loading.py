@@ -102,7 +102,7 @@ def _check_fields(name: str, fields: Mapping[str, Any]) -> None:
         raise UserError(
             f"`own_benchmarks` must map {name!r} to a mapping of fields such as `files` and `like`, got {short_repr(fields)}."
         )
-    valid = inspect.signature(own_benchmark).parameters
+    _, *valid = inspect.signature(own_benchmark).parameters  # the first one is the name
     for field in fields:
         if field not in valid:
             raise UserError(f"The benchmark `{name}` has no field `{field}`.{closest_match(field, valid)}")

@@ -217,6 +217,11 @@ def test_own_benchmark_explains_mistakes(tmp_path, monkeypatch, fields, message)
         load_benchmarks([name], {name: own})
 
 
+def test_own_benchmark_has_its_name_once():
+    with user_error("The benchmark `capitals` has no field `name`."):
+        load_benchmarks(["capitals"], {"capitals": {"name": "rivers", "files": "rows.jsonl"}})
+
+
 def test_own_benchmark_must_be_a_mapping():
     with user_error("`own_benchmarks` must map 'capitals' to a mapping of fields such as `files` and `like`, got"):
         load_benchmarks(["capitals"], {"capitals": ["rows.jsonl"]})
