@@ -204,6 +204,10 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
         heads, wanted = {}, dict(spec.get("filter", {}))
         for (title, column), head in zip(spec["heads"].items(), row, strict=False):
             if isinstance(head, dict):  # the text of the head, and the columns that it selects
+                if len(head) != 1:
+                    raise UserError(
+                        f"A head in `rows` must be a column's value or `{{text: {{column: value}}}}`, got {head}."
+                    )
                 text, selection = next(iter(head.items()))
             else:
                 text, selection = str(head), {column: head}

@@ -178,6 +178,12 @@ def test_best_accuracy_among_methods_is_bold():
     assert report.escape_latex("A & B, 5% ~ -0.2, 1e-4, Ouro-1.4B") == r"A \& B, 5\% $\sim$ $-$0.2, 1e-4, Ouro-1.4B"
 
 
+@pytest.mark.parametrize("head", [{}, {"Ours": {"method": "LoRA"}, "Rank": {"recipe_lora_r": 16}}])
+def test_head_of_a_row_has_one_text(head):
+    with user_error("A head in `rows` must be a column's value or `{text: {column: value}}`, got {"):
+        [*report.read_numbers({"rows": [[head]], "heads": {"Method": "method"}, "columns": {}})]
+
+
 @pytest.mark.parametrize("num_titles", [1, 5])
 def test_latex_has_the_papers_number_next_to_ours(num_titles, tmp_path):
     titles = [f"GSM8K_{number}" for number in range(num_titles)]
