@@ -114,6 +114,33 @@ def end_rendering(texts: list[str]) -> None:
             check_length(text)
 
 
+class _MemoryLimit:
+    """The limit of memory of the whole process. Of the threads that need it at a time, the last one removes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_threads = 0
+
+    def add(self) -> None:
+        with self._lock:
+            if self._num_threads == 0:
+                self._former = resource.getrlimit(resource.RLIMIT_AS)
+                with suppress(OSError, ValueError):  # systems without such a limit, or with a lower one
+                    pages = int(Path("/proc/self/statm").read_text().split()[0])
+                    most = pages * resource.getpagesize() + RENDER_MEMORY
+                    resource.setrlimit(resource.RLIMIT_AS, (most, self._former[1]))
+            self._num_threads += 1
+
+    def remove(self) -> None:
+        with self._lock:
+            self._num_threads -= 1
+            if self._num_threads == 0:
+                resource.setrlimit(resource.RLIMIT_AS, self._former)
+
+
+_memory_limit = _MemoryLimit()
+
+
 class _Limits:
     """Limits of time and memory, from their creation until `remove`.
 
@@ -123,10 +150,7 @@ class _Limits:
 
     def __init__(self) -> None:
         self.are_set = True
-        self._memory = resource.getrlimit(resource.RLIMIT_AS)
-        with suppress(OSError, ValueError):  # systems without such a limit, or with a lower one
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + RENDER_MEMORY, self._memory[1]))
+        _memory_limit.add()
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._handler = signal.signal(signal.SIGALRM, _raise_timeout)
@@ -140,7 +164,7 @@ class _Limits:
         if self._is_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._handler)
-        resource.setrlimit(resource.RLIMIT_AS, self._memory)
+        _memory_limit.remove()
 
 
 def _raise_timeout(number: int, frame: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from loopdropout_trainer import limits, load_model
 from loopdropout_trainer.data import DataArguments, load_datasets, tokenize
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.evaluation import LoopedLM
-from loopdropout_trainer.limits import check_nesting, render_chat
+from loopdropout_trainer.limits import bounded_rendering, check_nesting, render_chat
 from loopdropout_trainer.prompts import PromptFormat
 from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 
@@ -113,6 +114,18 @@ def test_templates_of_trl_end_in_a_sentence(low_limits, monkeypatch):
     monkeypatch.setattr(TokenizersBackend, "_encode_plus", watch)
     tokenizer.apply_chat_template(TURNS)
     assert found == [before]
+
+
+def test_the_last_of_several_threads_removes_the_limit_of_memory():
+    before = state()
+    first, second = bounded_rendering(TURNS), bounded_rendering(TURNS)
+    with ThreadPoolExecutor(1) as pool:
+        first.__enter__()
+        pool.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        during = state()
+        pool.submit(second.__exit__, None, None, None).result()
+    assert during[0] != before[0] and state() == before
 
 
 def test_usual_templates_are_not_limited():
