@@ -258,7 +258,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, reciprocal = ctx.saved_tensors
         size = x.shape[-1]
-        # By the backward kernel of layer norm. With g = w dy, n = x r and a mean of zero the kernel gives
+        # This calls the backward kernel of layer norm. With g = w dy, n = x r and a mean of zero the kernel gives
         # dx = r (g - mean(g) - n mean(n g)), and RMS norm needs dx = r (g - n mean(n g)). So r mean(g) is added again.
         inputs = (grad, x, [size], torch.zeros_like(reciprocal), reciprocal, weight, None)
         mask = [True, ctx.needs_input_grad[1], False]

@@ -1,4 +1,4 @@
-"""The files of an adapter, in PEFT's format or in the format of the paper authors' program."""
+"""Reading the files of a saved adapter, in PEFT's format or in the format of the paper authors' program."""
 
 from __future__ import annotations
 

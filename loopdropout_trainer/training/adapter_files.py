@@ -1,4 +1,4 @@
-"""The files of an adapter: checkpoints, the settings that belong to it, its card, and the results of its training."""
+"""The files that a trainer writes and pushes: checkpoints, its adapter with settings and card, and its results."""
 
 from __future__ import annotations
 
