@@ -60,6 +60,10 @@ def recipe_names() -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
 
 
+TEMPORARY_FILES = (".*.[0-9]*", "*/.*.[0-9]*")
+"""Patterns of the paths of files that `write_file` leaves if its process is killed."""
+
+
 def write_file(path: Path, text: str) -> None:
     """Replace a file in one step, so that interrupted writes and other processes never see a part of it.
 

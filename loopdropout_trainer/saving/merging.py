@@ -33,7 +33,7 @@ from loopdropout_trainer.saving.cards import base_name, name_repository, without
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import is_hub_name
 from loopdropout_trainer.saving.metadata import write_metadata
-from loopdropout_trainer.saving.pushing import create_branch, explain_push
+from loopdropout_trainer.saving.pushing import create_branch, explain_push, upload
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
@@ -244,10 +244,7 @@ def push_merged_to_hub(
     if not name_repository(folder, repo_id):
         logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
     with explain_push(repo_id, f"The merged model is saved in {folder}.", token):
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
         create_branch(repo_id, revision, token)
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message="Upload merged model", revision=revision
-        )
+        commit = upload(folder, repo_id, "Upload merged model", token=token, branch=revision)
     return str(commit.repo_url)

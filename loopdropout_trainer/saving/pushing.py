@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
 from loopdropout_trainer.errors import UserError, first_line, hide_secrets
+from loopdropout_trainer.files import TEMPORARY_FILES
 
 
 @contextmanager
@@ -39,6 +41,37 @@ def create_branch(repo_id: str, branch: str | None, token: str | None = None) ->
         HfApi(token=token).create_branch(repo_id, branch=branch, exist_ok=True)
 
 
+def upload(
+    folder: str | Path,
+    repo_id: str,
+    message: str,
+    *,
+    token: str | None = None,
+    branch: str | None = None,
+    leave_out: Iterable[str] = (),
+    **options: Any,
+) -> CommitInfo | Future[CommitInfo]:
+    """Upload a folder without the locks and temporary files of this package.
+
+    Args:
+        folder: Folder.
+        repo_id: Repository, which exists.
+        message: Message of the commit.
+        token: Hub token. Default: the token of the logged-in user.
+        branch: Branch, which exists. Default: `main`.
+        leave_out: Patterns of further files that stay on this computer.
+        **options: Further arguments of `HfApi.upload_folder`.
+    """
+    return HfApi(token=token).upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=message,
+        revision=branch,
+        ignore_patterns=[*TEMPORARY_FILES, *leave_out],
+        **options,
+    )
+
+
 def push_run(
     folder: str | Path,
     repo_id: str,
@@ -65,11 +98,12 @@ def push_run(
     """
     uploaded = {*adapters, "runs"}  # the Hub shows the curves of TensorBoard in `runs`
     others = [f"{path.name}/*" for path in Path(folder).iterdir() if path.is_dir() and path.name not in uploaded]
-    return HfApi(token=token).upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        ignore_patterns=["_*", "samples_*", *others],
-        commit_message=message,
-        revision=branch,
+    return upload(
+        folder,
+        repo_id,
+        message,
+        token=token,
+        branch=branch,
+        leave_out=["_*", "samples_*", *others],
         run_as_future=background,
     )

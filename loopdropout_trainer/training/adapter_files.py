@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
@@ -27,7 +27,7 @@ from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run
+from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run, upload
 from loopdropout_trainer.training.stopping import check_finite
 
 
@@ -217,12 +217,13 @@ class AdapterFilesMixin:
         jobs = [self._push(message, args.hub_token, args.hub_revision, background=True)]
         names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
         if args.hub_strategy in names:
-            checkpoint_job = HfApi(token=args.hub_token).upload_folder(
-                repo_id=self.hub_model_id,
-                folder_path=checkpoint_folder,
+            checkpoint_job = upload(
+                checkpoint_folder,
+                self.hub_model_id,
+                f"{message}, checkpoint",
+                token=args.hub_token,
+                branch=args.hub_revision,
                 path_in_repo=names[args.hub_strategy],
-                commit_message=f"{message}, checkpoint",
-                revision=args.hub_revision,
                 run_as_future=True,
             )
             jobs.append(checkpoint_job)
