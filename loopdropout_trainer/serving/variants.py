@@ -73,7 +73,7 @@ class ModelNames:
         """Return names with the depths 1, 2, 4, ... up to twice the own depth, and with the adapter in one loop or none."""
         depths = [2**power for power in range(11) if 2**power <= 2 * self.num_loops]
         names = [self.name]
-        if self.source.gates != "at its own depth":
+        if not self.source.has_one_depth:
             names += [f"{self.name}@K={depth}" for depth in depths]
         if self.source.gates != "none":
             loops = range(self.num_loops)

@@ -63,7 +63,7 @@ def _find_adapter_obstacle(source: Source) -> str | None:
     """Return why vLLM cannot serve an adapter without merging it."""
     from safetensors import safe_open
 
-    if source.gates == "at its own depth":
+    if source.has_one_depth:
         return f"the update of the rule {source.rule!r} differs between loops, and vLLM's LoRA has one update for all loops"
     if source.adapter.is_authors:
         return "the adapter has the format of the paper authors' program, so it must be merged first"
