@@ -199,7 +199,8 @@ class GateState:
         rule: Rule that trains the gated layers, or None.
         num_due: Number of passes in the running block of `use_gates` that a checkpoint around the whole model will run again.
             None outside of such blocks.
-        has_lost: Whether such a pass of another block has not run again yet.
+        num_due_outside: Number of such passes in the blocks around it.
+        has_lost: Whether a block ended before such a pass ran again.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
     """
@@ -208,6 +209,7 @@ class GateState:
     is_read = True
     rule: Any = None
     num_due: int | None = None
+    num_due_outside = 0
     has_lost = False
     ignores_padding = False
     dropout: Any = None
@@ -251,8 +253,8 @@ class GateState:
         Raises:
             UserError: If a pass runs again that may belong to another block.
         """
-        may_run_again = self.num_due is not None  # a block of `use_gates` with gradient is running
-        if not may_run_again and not self.has_lost:
+        in_block = self.num_due is not None or self.num_due_outside > 0  # of `use_gates` with gradient
+        if not in_block and not self.has_lost:
             return
         if not is_checkpointed():
             return
@@ -260,8 +262,11 @@ class GateState:
         if not is_backward:
             if self.num_due is not None and self.gates is not None:
                 self.num_due += 1
-        elif self.has_lost:
+        elif self.has_lost or self.num_due_outside:
+            # The counts begin anew, so that a pass that was dropped raises one error, and not one in each later block.
             self.has_lost = False
+            if self.num_due is not None:
+                self.num_due = 0
             raise UserError(
                 "`backward()` must be called inside of its block of `use_gates` if the whole model is checkpointed, because "
                 "the model runs again there under its gates. Run passes without a backward pass under `torch.no_grad()`. Or "

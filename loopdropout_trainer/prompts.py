@@ -100,9 +100,12 @@ class PromptFormat:
         """Return the token ids of the prompt of a conversation, as in the training."""
         return self.tokenizer(self.render(messages), add_special_tokens=self.text is not None)["input_ids"]
 
-    def ask(self, question: str) -> list[int]:
-        """Return the token ids of the prompt of a question."""
-        return self.encode([{"role": "user", "content": question}])
+    def ask(self, question: str, system_instruction: str | None = None) -> list[int]:
+        """Return the token ids of the prompt of a question, after a system turn if there is one."""
+        turns = [{"role": "user", "content": question}]
+        if system_instruction is not None:
+            turns.insert(0, {"role": "system", "content": system_instruction})
+        return self.encode(turns)
 
     @property
     def stop_strings(self) -> list[str]:

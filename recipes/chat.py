@@ -56,6 +56,9 @@ class ChatArguments(DepthArguments):
     gates: list[str] | None = option(
         None, "Gates such as 1-0-0-0, or `single_loop` for each loop alone. Default: unit gates."
     )
+    system_instruction: str | None = option(
+        None, "System turn before each prompt, for models that were trained with one."
+    )
     prompt_template: str | None = option(
         None, "Text with a {field} for the prompt. Default: as in the training, else the chat template."
     )
@@ -93,12 +96,13 @@ def main(argv: list[str] | None = None) -> None:
     with suppress(EOFError):
         for prompt in prompts:
             print("" if args.prompt or sys.stdin.isatty() else prompt)
-            check_prompt_length(looped, len(prompt_format.ask(prompt)))
+            prompt_ids = prompt_format.ask(prompt, args.system_instruction)
+            check_prompt_length(looped, len(prompt_ids))
             for num_loops in args.eval_num_loops or [looped.num_loops]:
                 for gates in expand_gates(args.gates, num_loops):
                     title = f"K = {num_loops}" if gates is None else f"K = {num_loops}, {gates}"
                     columns = gates_by_column(source, gates, num_loops)
-                    print_answers(title, columns, num_loops, prompt, model, prompt_format, args.max_new_tokens)
+                    print_answers(title, columns, num_loops, prompt_ids, model, prompt_format, args.max_new_tokens)
                     print()
 
 
@@ -114,7 +118,7 @@ def print_answers(
     title: str,
     columns: dict[str, list[float] | None],
     num_loops: int,
-    prompt: str,
+    prompt_ids: list[int],
     model: PreTrainedModel | PeftModel,
     prompt_format: PromptFormat,
     max_new_tokens: int,
@@ -137,7 +141,7 @@ def print_answers(
                 generate_greedy(
                     model,
                     prompt_format.tokenizer,
-                    [prompt_format.ask(prompt)],
+                    [prompt_ids],
                     max_new_tokens,
                     stop_strings=prompt_format.stop_strings,
                     progress=False,

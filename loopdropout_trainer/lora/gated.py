@@ -423,15 +423,16 @@ def use_gates(
     else:
         add_gates(model)
     state = looped.gate_state
-    num_due, has_lost = state.num_due, state.has_lost
-    state.has_lost = has_lost or bool(num_due)  # passes of a block around this one
+    num_due = state.num_due
+    state.num_due_outside += num_due or 0
     state.num_due = 0 if has_gradient else None
     try:
         with applied_gates(state, gates, token_examples):
             yield state
     finally:
-        state.has_lost = has_lost or bool(state.num_due)
+        state.has_lost |= bool(state.num_due)
         state.num_due = num_due
+        state.num_due_outside -= num_due or 0
         # With a gradient, a backward pass may run after the block. Gradient checkpointing then runs the layers again under the
         # gates that the pass has stored, and layers without gates would ignore them: a wrong gradient without an error.
         if not was_gated and not has_gradient:

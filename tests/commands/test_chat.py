@@ -99,3 +99,11 @@ def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypa
     (folder / "loop_dropout.json").unlink()  # as of a base model, which no training gave another format
     CHAT.main([str(folder), "Hi!", "--max_new_tokens", "8"])
     assert shown["K = 4"]["model"] == answer(load_model(saved), tokenizer, "[user] Hi!<eos>[assistant]")
+    CHAT.main([str(folder), "Hi!", "--max_new_tokens", "8", "--system_instruction", "Add."])
+    prompt = "[system] Add.<eos>[user] Hi!<eos>[assistant]"
+    assert shown["K = 4"]["model"] == answer(load_model(saved), tokenizer, prompt)
+
+
+def test_chat_refuses_a_system_turn_that_the_training_cannot_express(saved):
+    with user_error("one turn of the role user, got the roles system, user"):
+        CHAT.main([str(saved), "3 + 4?", "--system_instruction", "Add."])

@@ -116,20 +116,22 @@ def test_checkpointed_model_does_not_take_the_gates_of_another_block(use_reentra
     model = with_adapter(tiny_ouro(), scale=0.1).train()
     model.config.use_cache = False
     embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
-    first, second = use_gates(model, [2, 0, 0, 0]), use_gates(model, [0, 0, 0, 2])
+    first, second = [2, 0, 0, 0], [0, 0, 0, 2]
     message = "`backward..` must be called inside of its block of `use_gates`"
     if is_nested:
-        with first:
+        with use_gates(model, first):
             loss = loss_in_block()
-            with second, user_error(message):
+            with use_gates(model, second), user_error(message):
                 loss.backward()
     else:
-        with first:
+        with use_gates(model, first):
             loss = loss_in_block()
-        with second:
-            loss_in_block()
+        with use_gates(model, second):
+            loss_in_block()  # has no backward pass
             with user_error(message):
                 loss.backward()
+        with use_gates(model, second):
+            loss_in_block().backward()
 
 
 @pytest.mark.parametrize(
