@@ -25,6 +25,9 @@ FORMATS = (
 TARGETS = {"chosen", "rejected", "completion", "messages", "conversations", "text", "answer", "response"}
 """Columns that the model can be trained on, which must not be empty."""
 
+_KEYS = {"from": "role", "value": "content"}
+"""TRL's names of the keys of ShareGPT conversations."""
+
 _ROLES = {"human": "user", "gpt": "assistant"}
 """TRL's names of the roles of ShareGPT conversations."""
 
@@ -48,7 +51,12 @@ def to_messages(value: Any) -> Any:
 def _to_message(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return turn
-    message = {"role" if key == "from" else "content" if key == "value" else key: item for key, item in turn.items()}
+    message = {key: item for key, item in turn.items() if key not in _KEYS}
+    for old, new in _KEYS.items():
+        if (
+            old in turn and message.get(new) is None
+        ):  # a Parquet file with both spellings has all four keys in each turn
+            message[new] = turn[old]
     if message.get("role") in _ROLES:
         message["role"] = _ROLES[message["role"]]
     return message

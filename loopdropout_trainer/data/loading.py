@@ -30,19 +30,45 @@ logger = logging.get_logger(__name__)
 _OWN_COLUMNS = ("order", "is_one_text", "source", "num_tokens")
 """Columns of examples that no trainer reads."""
 
+_SINGULAR = {"they have": "it has", "they repeat": "it repeats", "excludes them": "excludes it"}
+"""The words in reasons why examples are left out, for a single example."""
+
 _OPTIONAL_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of conversations that some data sets of a mixture may lack."""
 
 
 class LeftOut(NamedTuple):
-    """A number of examples that are not trained on. Its text is "3 examples, because they repeat a held-out example"."""
+    """A number of examples that are not trained on. Its text is "3 examples, because they repeat a held-out example".
+
+    Attributes:
+        number: Number of examples.
+        noun: What they are, in the plural, such as "held-out examples".
+        reason: Why they are left out, in the plural.
+    """
 
     number: int
     noun: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.number:,} {self.noun}, because {self.reason}"
+        return f"{self._subject()}, because {self._cause()}"
+
+    def sentence(self) -> str:
+        verb = "is" if self.number == 1 else "are"
+        return f"{self._subject()} {verb} left out, because {self._cause()}."
+
+    def _subject(self) -> str:
+        noun = self.noun
+        if self.number == 1:
+            noun = noun.replace("examples", "example", 1)  # not in the name of a file behind it
+        return f"{self.number:,} {noun}"
+
+    def _cause(self) -> str:
+        reason = self.reason
+        if self.number == 1:
+            for plural, singular in _SINGULAR.items():
+                reason = reason.replace(plural, singular, 1)
+        return reason
 
 
 class LoadedExamples(NamedTuple):
@@ -81,8 +107,8 @@ def load_datasets(
         return load_examples(args, tokenizer, max_length, left_out).datasets
     finally:
         if PartialState().is_main_process:
-            for number, noun, reason in left_out:
-                logger.warning(f"{number:,} {noun} are left out, because {reason}.")
+            for part in left_out:
+                logger.warning(part.sentence())
 
 
 def load_examples(
@@ -188,10 +214,18 @@ def _split(
     if is_repeated.any():
         left_out.append(LeftOut(int(is_repeated.sum()), "examples", "they repeat a held-out example"))
     train = train[~is_repeated]
-    if len(train) < (args.num_train_examples or 1) or len(held_out) < num_eval:
+    if args.eval_files and not len(train):
+        raise UserError("The data must have an example that is not in `eval_files`, got none.")
+    if not len(train) or len(held_out) < num_eval:
+        num_usable = len(np.unique(orders))  # without repeats, because those of held-out examples are not trained on
         raise UserError(
-            f"`num_train_examples` and `num_eval_examples` must be at most {len(train):,} and {len(held_out):,}, the "
-            f"numbers of usable examples, got {args.num_train_examples} and {num_eval:,}."
+            f"`num_eval_examples` must be at most {num_usable - 1:,}, because the data has {num_usable:,} usable "
+            f"example{'' if num_usable == 1 else 's'} and one must be left to train on, got {num_eval:,}."
+        )
+    if len(train) < (args.num_train_examples or 1):
+        raise UserError(
+            f"`num_train_examples` must be at most {len(train):,}, the number of usable examples that are not held out, "
+            f"got {args.num_train_examples:,}."
         )
     # `train` is in order of preference, from which the first ones are taken. They are trained on in the order of the source.
     return {"train": examples.select(np.sort(train[:num_train])), "eval": eval_examples}

@@ -217,7 +217,7 @@ def test_long_examples_are_left_out_not_cut(load, bpe_tokenizer, row, log):
     assert len(load(None, [row], bpe_tokenizer, max_length=length)["train"]) == 1
     with user_error("`max_length` must be larger"):
         load(None, [row], bpe_tokenizer, max_length=length - 1)
-    assert f"1 examples are left out, because they have more than {length - 1} tokens." in log.messages
+    assert f"1 example is left out, because it has more than {length - 1} tokens." in log.messages
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.gz", "a.parquet"])
@@ -291,6 +291,27 @@ def test_roles_of_sharegpt_in_messages(load, bytes_tokenizer, role, content):
     assert data[:]["messages"] == [conversation(("user", "Hi"), ("assistant", "Hello"))]
 
 
+def test_files_with_both_spellings_of_turns(tmp_path, bytes_tokenizer):
+    turns = conversation(("user", "Hi"), ("assistant", "Hello"))
+    sharegpt = [{"from": turn["role"], "value": turn["content"]} for turn in turns]
+    for chats in ([turns, sharegpt], [sharegpt, turns], [[turns[0], sharegpt[1]]]):
+        path = write_lines(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
+        Dataset.from_list([{"messages": chat} for chat in chats]).to_parquet(tmp_path / "rows.parquet")
+        for file in (path, str(tmp_path / "rows.parquet")):
+            data = load_datasets(DataArguments(train_files=[file]), bytes_tokenizer)["train"]
+            assert data[:]["messages"] == [turns] * len(chats)
+
+
+@pytest.mark.parametrize("number", [24, 400])
+@pytest.mark.parametrize("preparation", [None, "tulu2"])
+def test_at_least_one_example_is_not_held_out(load, bytes_tokenizer, preparation, number):
+    rows = [{"messages": conversation(("user", str(i)), ("assistant", "Hi"))} for i in range(24)]
+    assert len(load(preparation, rows, bytes_tokenizer, num_eval_examples=23)["train"]) == 1
+    most = "must be at most 23, because the data has 24 usable examples and one must be left to train on"
+    with user_error(f"`num_eval_examples` {most}, got {number}."):
+        load(preparation, rows, bytes_tokenizer, num_eval_examples=number)
+
+
 def test_messages_that_are_a_text_raise(load, bytes_tokenizer):
     for rows in ([{"messages": "Hi"}], [{"messages": MADE_UP[0]}, {"messages": "Hi"}]):
         with user_error("`messages` must be a list of turns with `role` and `content`, got 'Hi'"):
@@ -343,7 +364,11 @@ WRONG = [
     ({"train_files": ["rows.jsonl"], "preparation": "gsm8k"}, "must have answer, question, got the columns prompt, c"),
     ({"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}}, "must have x, got the columns prompt, comp"),
     ({"train_files": ["other.jsonl"]}, "must have .*messages, .*text, got the columns a. `column_mapping` renames"),
-    ({"train_files": ["rows.jsonl"], "num_train_examples": 9}, "must be at most 3 and 0, .* got 9 and 0"),
+    ({"train_files": ["rows.jsonl"], "num_train_examples": 9}, "`num_train_examples` must be at most 3, .* got 9"),
+    (
+        {"train_files": ["rows.jsonl"], "eval_files": ["rows.jsonl"]},
+        "must have an example that is not in `eval_files`",
+    ),
     ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set"),
 ]
 ROWS = {"empty": [], "rows": [PAIR] * 3, "other": [{"a": "b"}], "chat": [{"messages": MADE_UP[0]}]}
