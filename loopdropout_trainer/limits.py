@@ -154,7 +154,7 @@ class _Limits:
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:
             self._handler = signal.signal(signal.SIGALRM, _raise_timeout)
-            signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 1)
+            self._timer = signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 1)
 
     def remove(self) -> None:
         """Restore the former limits, if they are not yet restored."""
@@ -164,6 +164,7 @@ class _Limits:
         if self._is_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._handler)
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)  # the caller's own
         _memory_limit.remove()
 
 

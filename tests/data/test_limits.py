@@ -128,6 +128,16 @@ def test_the_last_of_several_threads_removes_the_limit_of_memory():
     assert during[0] != before[0] and state() == before
 
 
+def test_a_timer_of_the_caller_runs_on():
+    signal.setitimer(signal.ITIMER_REAL, 600, 7)
+    try:
+        load_tokenizer(TINY_OURO_PATH, chat_template="tulu2").apply_chat_template(TURNS)
+        seconds, interval = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert 0 < seconds <= 600 and interval == 7
+
+
 def test_usual_templates_are_not_limited():
     tokenizer = load_tokenizer(TINY_OURO_PATH, chat_template="tulu2")
     text = TokenizersBackend.apply_chat_template(tokenizer, TURNS, tokenize=False)
