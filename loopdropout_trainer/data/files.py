@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
     The cache of `datasets` knows files by path and time of change. A copied or restored file can keep its time.
     """
     from datasets import config, load_dataset
+    from datasets.exceptions import DatasetsError
 
     files = sorted(file for split in builder.config.data_files.values() for file in split)
     local_files = [file for file in files if Path(file).is_file()]  # the others are addresses
@@ -101,7 +103,29 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
     if builder.name == "json":
         for file in local_files:
             check_nesting(file)
-    return load_dataset(*names, cache_dir=str(cache), **options)
+    try:
+        return load_dataset(*names, cache_dir=str(cache), **options)
+    except (ValueError, DatasetsError):
+        _check_lines(local_files)
+        raise
+
+
+def _check_lines(files: Iterable[str]) -> None:
+    """Raise UserError for the first line of JSON Lines that is not JSON. The parser counts its rows from 0, in blocks."""
+    import fsspec
+
+    for file in files:
+        if Path(file.removesuffix(".gz")).suffix != ".jsonl":
+            continue
+        with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if line.strip():
+                        json.loads(line.rstrip("\r\n"))
+                except json.JSONDecodeError as error:
+                    raise UserError(
+                        f"Line {number:,} of {file} is not JSON: {error.msg} at column {error.colno:,}."
+                    ) from None
 
 
 def _csv_options(file: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Training data: examples, loss masks token by token, the choice of examples, and errors."""
 
 import copy
+import gzip
 import json
 import re
 import shlex
@@ -234,6 +235,18 @@ def test_files_of_each_format(tmp_path, tokenizer, name):
         assert train.select_columns(["prompt", "completion"]).to_list() == rows
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("field", ["train_files", "dataset_name"])
+def test_lines_that_are_not_json_are_named(tmp_path, tokenizer, name, field):
+    lines = [json.dumps(PAIR)] * 3 + ["", '{"prompt": "p" "completion": "c"}', json.dumps(PAIR)]
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(tmp_path / name, "wt") as file:
+        file.write("\n".join(lines))
+    source = [str(tmp_path / name)] if field == "train_files" else str(tmp_path)
+    with user_error(f"Line 5 of .*{name} is not JSON: Expecting ',' delimiter at column 16."):
+        load_datasets(DataArguments(**{field: source}), tokenizer)
+
+
 def test_prompt_template_fills_columns(load, tokenizer):
     rows = [{"lang": "de", "in word": "Haus", "out": "house", "score": 3}]
     template = "{lang}{score}: {in word} \\frac{1}{2}? {}"
@@ -359,7 +372,8 @@ WRONG = [
     ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
     ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
     ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
-    ({"train_files": ["broken.jsonl"]}, "broken.jsonl.* cannot be loaded: .*JSON"),
+    ({"train_files": ["broken.jsonl"]}, "Line 1 of .*broken.jsonl is not JSON: Expecting value at column 7"),
+    ({"train_files": ["broken.json"]}, "broken.json cannot be loaded: .*JSON"),
     ({"train_files": ["empty.jsonl"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
     ({"train_files": ["rows.jsonl"], "preparation": "gsm8k"}, "must have answer, question, got the columns prompt, c"),
     ({"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}}, "must have x, got the columns prompt, comp"),
@@ -377,7 +391,8 @@ ROWS = {"empty": [], "rows": [PAIR] * 3, "other": [{"a": "b"}], "chat": [{"messa
 @pytest.mark.parametrize(("fields", "message"), WRONG)
 def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message):
     monkeypatch.chdir(tmp_path)
-    Path("broken.jsonl").write_text('{"a": \n')
+    for name in ("broken.jsonl", "broken.json"):
+        Path(name).write_text('{"a": \n')
     for name, rows in ROWS.items():
         write_lines(Path(f"{name}.jsonl"), rows)
     with user_error(message):
