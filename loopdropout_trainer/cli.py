@@ -20,7 +20,7 @@ from pathlib import Path
 
 from loopdropout_trainer import __version__
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.files import recipe_names, recipes_folder
+from loopdropout_trainer.files import recipe_hint, recipe_names, recipes_folder
 
 
 def scripts() -> dict[str, Path]:
@@ -117,7 +117,7 @@ def print_recipe(name: str) -> None:
         if found in names:
             print((recipes_folder() / found).read_text(encoding="utf-8"), end="")
             return
-    raise UserError(f"The package has no recipe {name!r}.{closest_match(f'{name}.yaml', names)}")
+    raise UserError(f"The package has no recipe {name!r}.{recipe_hint(f'{name}.yaml')}")
 
 
 def run(argv: list[str]) -> None:

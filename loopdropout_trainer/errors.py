@@ -62,9 +62,15 @@ OWN_FILE_HINT = " If it is your own, import its file first, in a `loopdropout` c
 """End of a message about an unknown name that a file of the user can register."""
 
 
-def closest_match(name: str, choices: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close."""
-    matches = difflib.get_close_matches(str(name), list(choices), n=1)
+def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close.
+
+    Args:
+        name: Unknown name.
+        choices: Known names.
+        cutoff: Least similarity of a name that is close, from 0 to 1.
+    """
+    matches = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from loopdropout_trainer.errors import UNWRITABLE, UserError, first_line, short_repr
+from loopdropout_trainer.errors import UNWRITABLE, UserError, closest_match, first_line, short_repr
 
 
 PACKAGE = Path(__file__).parent
@@ -58,6 +58,12 @@ def recipe_names() -> list[str]:
     """Return the names of the package's recipes, such as `gsm8k/lora.yaml`."""
     folder = recipes_folder()
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+
+
+def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
+    """Return the end of a message about a recipe that does not exist, from the package's recipes and the names of others."""
+    hint = closest_match(name, [*others, *recipe_names()], cutoff=0.75)  # all of them are similar, because of `.yaml`
+    return hint or " `loopdropout recipes` lists the recipes of the package."
 
 
 TEMPORARY_FILES = (".*.[0-9]*", "*/.*.[0-9]*")

@@ -22,7 +22,7 @@ import yaml
 
 from loopdropout_trainer.errors import UserError, check_type, closest_match, hide_secrets, short_repr
 from loopdropout_trainer.fields import check_value, single_types
-from loopdropout_trainer.files import check_links, recipe_names, recipes_folder, write_file
+from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.help import print_help
 from loopdropout_trainer.library_fields import SAFE_VALUES
 from loopdropout_trainer.read_yaml import read_yaml, read_yaml_file
@@ -91,13 +91,16 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
 def _find_recipe(name: str | Path, folder: Path = Path()) -> Path:
     """Return the path of a recipe: a file relative to a folder, or a recipe of the package."""
     path = folder / name
+    if path.is_dir():
+        hint = f" Did you mean {path / 'recipe.yaml'}?" if (path / "recipe.yaml").is_file() else ""
+        raise UserError(f"The recipe {path} must be a file, and it is a folder.{hint}")
     if path.exists():
         return path.resolve()
     name = str(name).removeprefix("recipes/")
     if name in recipe_names():
         return recipes_folder() / name
     neighbors = [str(Path(name).with_name(file.name)) for file in path.parent.glob("*.y*ml")]
-    raise UserError(f"The recipe {path.resolve()} does not exist.{closest_match(name, [*neighbors, *recipe_names()])}")
+    raise UserError(f"The recipe {path.resolve()} does not exist.{recipe_hint(name, neighbors)}")
 
 
 def import_files(paths: Sequence[str]) -> None:

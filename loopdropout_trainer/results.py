@@ -171,7 +171,12 @@ class Difference(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
-        return f"`{self.field}` changed from {short_repr(self.saved)} to {short_repr(self.new)}"
+        return f"`{self.field}` changed from {self._text(self.saved)} to {self._text(self.new)}"
+
+    def _text(self, value: Any) -> str:
+        if self.field == "num_loops" and value is None:
+            return "the model's own"
+        return short_repr(value)
 
 
 def compare_recipes(

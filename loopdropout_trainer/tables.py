@@ -164,7 +164,8 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
     results = results.assign(label=results["method"])
     for _, rows in results.groupby("method"):
         for name in differing(rows.filter(like="recipe_")):
-            texts = f", {name.removeprefix('recipe_')} = " + rows[name].map(str)
+            values = rows[name].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
+            texts = f", {name.removeprefix('recipe_')} = " + values
             results.loc[rows.index, "label"] += texts.where(rows[name].notna(), "")
     return results
 

@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     # Tables
     if state.is_main_process:
         print_results(rows)
-        print(f"The results are in {args.output_dir}")
+        print(f"All results, also those without a table here, are in {args.output_dir}/results.jsonl")
 
 
 def measure(

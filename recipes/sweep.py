@@ -343,6 +343,7 @@ class Sweep:
             choices = json.loads(path.read_bytes())["choices"] if path.exists() else {}
             summary = {"choices": choices | own_choices, "accuracy": table.reset_index().to_dict("records")}
             write_file(path, json.dumps(summary, indent=1) + "\n")
+        print(f"\nNext:\n  loopdropout report {self.output_dir}   # tables of losses, accuracies and costs")
 
     def _print_choices(self) -> dict[str, dict]:
         """Print the chosen learning rate of each method, and return the choices."""

@@ -193,7 +193,7 @@ class Source:
     def lines(self) -> dict[str, str]:
         """Return the facts that `loopdropout show` prints, by title."""
         facts = {
-            "name": self.name,
+            "name": public_name(self.name),
             "kind": self.kind,
             "folder": str(self.folder),
             "repository": _at(self.repository, self.commit),
@@ -221,7 +221,7 @@ class Source:
             f"tokenizer {facts.get('tokenizer')}",
             f"prompts {facts['prompts']}",
         ]
-        return f"{self.name}: {self.kind}, {', '.join(parts)}"
+        return f"{facts['name']}: {self.kind}, {', '.join(parts)}"
 
     def _depth_text(self) -> str:
         if self.num_loops is None:

@@ -32,6 +32,10 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES)
     except (OSError, ValueError) as error:
+        if Path(name).parent.is_dir():  # so that a folder was meant
+            raise UserError(
+                f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint}"
+            ) from error
         raise UserError(
             f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "
             f"Hub ({first_line(error)}).{hint}"

@@ -23,7 +23,7 @@ from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results import RECIPE_FILE, RUN_FILE, read_own_results, read_recipe, recipe_path
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
-from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_checkpoint
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, Kind, Source
 from loopdropout_trainer.saving.hub import download_small_files
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
@@ -156,6 +156,12 @@ def _refusal(kind: Kind, name: str, folder: Path, accept: Collection[Kind]) -> s
                 f"The checkpoint {name} is not complete: it has no {CONFIG_FILE}. Use another checkpoint of the run."
             )
         newest = newest_checkpoint(folder)
+        if _has_ended_in_python(folder):
+            other = f", or use {newest}" if newest else ""
+            return (
+                f"{name} has no adapter of its own, although its training has ended. In Python, call "
+                f"`trainer.save_model()`{other}."
+            )
         if newest is None:
             return f"The run in {name} has no model yet, and no complete checkpoint. Train it first."
         return (
@@ -168,6 +174,18 @@ def _refusal(kind: Kind, name: str, folder: Path, accept: Collection[Kind]) -> s
             f"load it with `load_adapter(load_model(base), {name!r}, is_trainable=True)`."
         )
     return f"{name} must be an adapter, but it is a {kind}."
+
+
+def _has_ended_in_python(folder: Path) -> bool:
+    """Return whether a training in Python has ended in a folder. It writes its state at the end, and no `run.json`."""
+    if (folder / RUN_FILE).is_file():
+        return False
+    try:
+        step = read_json_object(folder / STATE_FILE).get("global_step")
+    except (OSError, ValueError):
+        return False
+    steps = [checkpoint_step(path) for path in list_checkpoints(folder)]  # a later training may have been stopped
+    return isinstance(step, int) and step >= max(steps, default=0)
 
 
 def _read_source(

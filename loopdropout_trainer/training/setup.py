@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from peft import PeftModel
@@ -155,6 +155,9 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
+        dataset = arguments.get("train_dataset")
+        if isinstance(dataset, Sized) and len(dataset) == 0:
+            raise UserError("`train_dataset` must have at least one example.")
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
         check_devices(args)
         model = skeleton = arguments["model"] = model_path(arguments["model"])

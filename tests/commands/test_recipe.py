@@ -178,6 +178,7 @@ def test_import_adds_a_preparation(write, monkeypatch):
     ("given", "message"),
     [
         (["quickstrt.yaml"], "does not exist. Did you mean 'quickstart.yaml'?"),
+        (["nofile.yaml"], "nofile.yaml does not exist. `loopdropout recipes` lists the recipes of the package."),
         (["--name", "x", "--sede", "1"], "`sede` is not a field of this script. Did you mean 'seed'?"),
         (["--name", "x", "y"], "Words without `--field` must come first, [RECIPE.yaml], got y."),
         ("", "must be a mapping"),
@@ -204,6 +205,14 @@ def test_parse_explains_mistakes(write, given, message):
     words = given if isinstance(given, list) else [write(given)]
     with pytest.raises(UserError, match=re.escape(message)):
         read(*words)
+
+
+def test_folder_of_a_run_is_no_recipe(write, tmp_path):
+    with user_error(re.escape(f"The recipe {tmp_path} must be a file, and it is a folder.") + "$"):
+        load_recipe(tmp_path)
+    path = write("p: 0.1\n")
+    with user_error(re.escape(f"and it is a folder. Did you mean {path}?")):
+        load_recipe(tmp_path)
 
 
 def test_load_recipe_finds_shipped_recipes(tmp_path, monkeypatch):

@@ -361,7 +361,7 @@ def test_printed_table_has_80_columns(capsys):
 
 
 def test_report_compares_methods_at_equal_settings(tmp_path):
-    for rate, p in ((0.001, None), (0.001, 0.25), (0.002, None)):
+    for rate, p in ((0.001, None), (0.001, [0.25]), (0.002, None)):
         for method in ["LoRA"] * (p is None) + ["Loop Dropout"]:
             rows = [{"value": 1000 * rate * seed + 10 * (method != "LoRA"), "seed": seed} for seed in (1, 2)]
             write(tmp_path / f"{method} {rate} {p}", rows, {"learning_rate": rate, "p": p}, method=method)

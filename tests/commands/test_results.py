@@ -76,6 +76,7 @@ def test_compare_recipes_names_the_first_difference(tmp_path):
     assert str(compare_recipes({"p": [0.5]}, {})) == "`p` changed from [0.5] to None"
     assert compare_recipes({}, {"rule": "lora"}).field == "rule"
     assert str(compare_recipes({}, {"rule": "lora"})) == "`rule` changed from None to 'lora'"
+    assert str(compare_recipes({}, {"num_loops": 3})) == "`num_loops` changed from the model's own to 3"
     saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
     assert str(compare_recipes(saved, new)) == "`seed` changed from 1 to 2"
     assert compare_recipes(saved, new, ignored={"seed"}) is compare_recipes(saved, new, fields=["p"]) is None

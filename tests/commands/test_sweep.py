@@ -164,6 +164,7 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     assert out.endswith(
         "lora: learning rate 0.02.\n  0.01       held-out loss 0.3000 nats per token\n"
         "  0.02       held-out loss 0.2000 nats per token\n  0.04       held-out loss 0.4000 nats per token\n"
+        f"\nNext:\n  loopdropout report {lab.out}   # tables of losses, accuracies and costs\n"
     )
     assert ("because no `benchmarks` are set" in out) is not bool(fields)
     assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []

@@ -197,6 +197,7 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     printed = capsys.readouterr().out
     (rho,) = values(rows, "loss_reduction", method="ours", loop=4)
     assert "readout_loss" not in printed and f"{rho:.1f}" in printed
+    assert printed.endswith(f"All results, also those without a table here, are in {tmp_path}/results.jsonl\n")
     sizes = {row["n"] for row in rows if row["metric"] == "loss_reduction"}
     assert f"Loss reduction on held-out examples ({min(sizes):,} tokens), adapter in one loop only" in printed
     assert len(sizes) == 1 and "rho_t" not in printed

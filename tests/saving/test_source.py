@@ -247,6 +247,11 @@ def test_every_command_runs_a_name_in_the_same_way(places, tmp_path, capsys, kin
         assert expected in printed, command
 
 
+def test_tiny_ouro_has_its_public_name():
+    source = find_source(str(TINY_OURO_PATH))
+    assert source.describe().startswith("tiny-ouro: base model") and source.lines()["name"] == "tiny-ouro"
+
+
 def test_weights_are_those_of_the_training(places):
     """Also the embedding, which differs between the two revisions of the base model."""
     bases = {revision: load_model(BASE, revision=revision).state_dict() for revision in ("main", "v1")}
@@ -329,6 +334,21 @@ def test_wrong_names_end_in_the_same_sentence_in_all_commands(places, tmp_path, 
         load_script("recipes/sft.py").main(
             [*SHORT, "--model_name_or_path", name, "--output_dir", str(tmp_path / "out")]
         )
+
+
+def test_training_in_python_without_a_saved_adapter(make_sft, tmp_path):
+    trainer = make_sft(output_dir=str(tmp_path), max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    with user_error(
+        f"{tmp_path} has no adapter of its own, although its training has ended. In Python, call `trainer.save_model..`, "
+        f"or use {tmp_path}/checkpoint-2.$"
+    ):
+        load(find_source(tmp_path))
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")  # of a later training, which was stopped
+    with user_error("has no model yet, because it is not finished"):
+        find_source(tmp_path)
+    trainer.save_model()
+    assert find_source(tmp_path).is_adapter
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback, set_seed
 from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
@@ -36,6 +37,11 @@ EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}  # float noise stays small in
 @dataclass
 class OwnConfig(SFTConfig):
     nickname: str = "mine"
+
+
+def test_no_examples_are_one_sentence(make_sft):
+    with user_error("^`train_dataset` must have at least one example.$"):
+        make_sft(rows=Dataset.from_list([]))
 
 
 def test_trl_config_gets_paper_defaults(config, model, dataset, tokenizer):
