@@ -80,13 +80,14 @@ def _typed_field(hint: Any) -> type:
     return TypedDict("Field", {"value": hint})
 
 
-def check_type(name: str, value: Any, hint: Any) -> None:
+def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> None:
     """Raise UserError if the value of a field does not have the type of a type hint.
 
     Args:
         name: Name of the field in the message, such as "`r`" or "`r` in FILE".
         value: Value of the field.
         hint: Type, such as `int` or `list[str] | None`.
+        kinds: The type in words. Default: as in Python.
     """
     from huggingface_hub.dataclasses import validate_typed_dict  # takes a while
     from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -94,8 +95,9 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     try:
         validate_typed_dict(_typed_field(hint), {"value": value})
     except StrictDataclassFieldValidationError:
-        kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
-        kinds = kinds.replace("typing.", "").replace(" | None", "")
+        if kinds is None:
+            kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+            kinds = kinds.replace("typing.", "").replace(" | None", "")
         raise UserError(f"{name} must be {kinds}, got {short_repr(value)}.") from None
 
 

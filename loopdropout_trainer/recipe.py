@@ -58,6 +58,9 @@ USUAL_NAMES = {
 }
 """Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
 
+ITEM_FIELDS = {"fraction": "datasets", "fractions": "datasets"}
+"""Names of fields of the items of a list, and of the list."""
+
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
 
@@ -192,6 +195,8 @@ def read_settings(
     for name in settings:
         if name not in fields:
             hint = closest_match(FORMER_NAMES.get(name, USUAL_NAMES.get(name, name)), fields)
+            if ITEM_FIELDS.get(name) in fields:
+                hint = f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
             raise UserError(f"`{name}` is not a field of this script.{hint}")
     settings = {
         name: _read_value(fields[name], value, hints[name])
@@ -244,7 +249,7 @@ def _read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
     value = _fit(value, hint)
     _check_choice(field, value, hint)
-    check_type(f"`{field.name}`", value, hint)
+    check_type(f"`{field.name}`", value, hint, field.metadata.get("kinds"))
     check_value(field, value, hint)
     return value
 

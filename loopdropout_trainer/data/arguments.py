@@ -31,6 +31,7 @@ class DataArguments:
         None,
         "Several data sets or files, as in TRL: mappings with `path` (a name, a folder or a file), and if needed `name`, "
         "`revision`, `split`, `data_dir`, `data_files`, `columns` and `fraction`, the share in the mixture.",
+        kinds="a list of items such as `- path: chats.jsonl`",
     )
     eval_files: list[str] | None = option(None, "Files to evaluate on, instead of held-out examples.")
     column_mapping: dict[str, str] | None = option(None, "{expected column: column of the dataset}.")

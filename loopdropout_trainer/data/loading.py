@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key, step_key
 from loopdropout_trainer.data.files import load_rows
-from loopdropout_trainer.data.formats import FORMATS, TARGETS, find_features, has_text, to_text
+from loopdropout_trainer.data.formats import FORMATS, TARGETS, find_features, has_text, to_messages, to_text
 from loopdropout_trainer.data.holding_out import interleave, random_order
 from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns, keep_all
 from loopdropout_trainer.data.sources import DataSource, find_shares
@@ -32,6 +33,9 @@ _OWN_COLUMNS = ("order", "is_one_text", "source", "num_tokens")
 
 _SINGULAR = {"they have": "it has", "they repeat": "it repeats", "excludes them": "excludes it"}
 """The words in reasons why examples are left out, for a single example."""
+
+_MOST_SEARCHED = 10_000
+"""Number of rows that are searched for the first one without a text."""
 
 _OPTIONAL_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of conversations that some data sets of a mixture may lack."""
@@ -296,6 +300,8 @@ def _make_examples(
     noun = f"examples{of_source}"
     reason = f"they have no text to train on ({_describe_missing_text(columns)})"
     examples = examples.keep(_has_texts, left_out, noun, reason, args=args, columns=columns)
+    if len(examples.rows) < len(rows):
+        left_out[-1] = left_out[-1]._replace(reason=reason + _describe_first(rows, args, columns))
     if not len(examples.rows):
         first = short_repr(_read_row(rows[0], args)[columns[-1]]) if len(rows) else "no examples"
         raise UserError(f"The data{of_source} must have an example with text in {columns[-1]}, got {first}.")
@@ -313,6 +319,23 @@ def _describe_missing_text(columns: Sequence[str]) -> str:
     if {"messages", "conversations"} & {*columns}:
         return "no answer of the assistant"
     return f"{' or '.join(f'`{name}`' for name in columns)} is empty"
+
+
+def _describe_first(rows: Dataset, args: DataArguments, columns: Sequence[str]) -> str:
+    """Return the end of the reason that conversations have no text: the number of the first such row, from 1, and its roles.
+
+    It is empty for other formats, and if the row is not among the first ones, because a search of all rows takes long.
+    """
+    name = columns[-1]
+    if name not in ("messages", "conversations"):
+        return ""
+    for number, row in enumerate(islice(rows, _MOST_SEARCHED), start=1):
+        if not _has_texts(row, args, columns):
+            turns = to_messages(_read_row(row, args)[name])
+            roles = dict.fromkeys(str(turn["role"]) for turn in turns) if isinstance(turns, list) else {}
+            found = f"the roles {', '.join(roles)}" if roles else f"no turns in `{name}`"
+            return f". The first one is row {number:,}, which has {found}"
+    return ""
 
 
 def _complete(

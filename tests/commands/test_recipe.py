@@ -164,6 +164,16 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
         read("--name", "x", "--import", "nowhere.py")
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    (["--datasets", '["a.jsonl"]'], "`datasets` must be a list of items such as `- path: chats.jsonl`, got ['a.jsonl']."),
+    (["--datasets", "a.jsonl"], "`datasets` must be a list of items such as `- path: chats.jsonl`, got ['a.jsonl']."),
+    (["--fractions", "0.5", "0.5"], "`fractions` is not a field of this script. Set `fraction` in each item of `datasets`."),
+])  # fmt: skip
+def test_messages_show_the_form_of_datasets(words, message):
+    with user_error(re.escape(message)):
+        parse((DataArguments,), words)
+
+
 def test_import_adds_a_preparation(write, monkeypatch):
     monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
     path = write("from loopdropout_trainer.data import PREPARATIONS as P\n\nP['mine'] = P['gsm8k']\n", "mine.py")

@@ -273,6 +273,17 @@ def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
         assert f"{len(examples) - 1} examples are left out, because they have no text to train on" in log.text
 
 
+@pytest.mark.parametrize(("turns", "found"), [
+    (conversation(("user", "Hi"), ("bot", "Hello")), "the roles user, bot"),
+    (None, "no turns in `messages`"),
+    ([], "no turns in `messages`"),
+])  # fmt: skip
+def test_first_conversation_without_answer_is_described(load, bytes_tokenizer, log, turns, found):
+    assert len(load(None, [{"messages": MADE_UP[0]}, {"messages": turns}], bytes_tokenizer)["train"]) == 1
+    reason = "it has no text to train on (no answer of the assistant)"
+    assert f"1 example is left out, because {reason}. The first one is row 2, which has {found}." in log.messages
+
+
 def test_some_conversations_have_tools(load, bytes_tokenizer, config):
     tokenizer = copy.deepcopy(bytes_tokenizer)
     tokenizer.chat_template = TOOL_TEMPLATE
@@ -383,7 +394,7 @@ WRONG = [
         {"train_files": ["rows.jsonl"], "eval_files": ["rows.jsonl"]},
         "must have an example that is not in `eval_files`",
     ),
-    ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set"),
+    ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set, .* or one of .*ouro, .*tulu2"),
 ]
 ROWS = {"empty": [], "rows": [PAIR] * 3, "other": [{"a": "b"}], "chat": [{"messages": MADE_UP[0]}]}
 
