@@ -238,10 +238,13 @@ def test_plan_shows_what_is_left_out(capsys):
     left = {reason: int(count) for line in left_out for count, reason in [re.search(r"(\d+) (.*)", line).groups()]}
     assert left.pop("examples, because they have no text to train on (`prompt` or `completion` is empty)") == 2
     too_long = [
-        left.pop(f"{noun}, because they have more than 64 tokens", 0) for noun in ("examples", "held-out examples")
+        left.pop(f"{noun}s, because they have more than 64 tokens", 0)
+        or left.pop(f"{noun}, because it has more than 64 tokens", 0)
+        for noun in ("example", "held-out example")
     ]
     assert sum(too_long) == 3 and held_out == 15 - too_long[1]
     repeats = left.pop("examples, because they repeat a held-out example", 0)
+    repeats += left.pop("example, because it repeats a held-out example", 0)
     assert not left and number + held_out + sum(too_long) + repeats == 24
     if held_out < 15:
         assert f"{held_out} held out of the 15 asked for, because the others have more than 64 tokens" in examples
