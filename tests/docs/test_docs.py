@@ -53,7 +53,7 @@ LEFT_OUT = {
     r"python llama\.cpp|llama-cli ": "llama.cpp is not installed",
 }
 """Commands of the pages that `test_commands_run` leaves out, with the reason."""
-NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline|does not exist", re.IGNORECASE)
+NEEDS_HUB = re.compile(r"cannot be (loaded|found)|offline|does not exist|there is no folder", re.IGNORECASE)
 
 
 LOCAL = {
