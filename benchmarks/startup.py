@@ -53,6 +53,7 @@ def main() -> None:
         seconds = statistics.median(row[index] for row in rounds)
         ratio = statistics.median(row[index] / row[0] for row in rounds)
         lines.append(f"| {name} | {seconds:.1f} | {ratio:.2f} |")
+    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "startup.md").write_text("\n".join([*lines, ""]))
     print(*lines, sep="\n")
 
