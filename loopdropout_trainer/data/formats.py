@@ -53,9 +53,8 @@ def _to_message(turn: Any) -> Any:
         return turn
     message = {key: item for key, item in turn.items() if key not in _KEYS}
     for old, new in _KEYS.items():
-        if (
-            old in turn and message.get(new) is None
-        ):  # a Parquet file with both spellings has all four keys in each turn
+        # A Parquet file with both spellings has all four keys in each turn, so the present name may be there and empty.
+        if old in turn and message.get(new) is None:
             message[new] = turn[old]
     if message.get("role") in _ROLES:
         message["role"] = _ROLES[message["role"]]
