@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,8 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.world_size > 1:  # all processes stop after the same step
-            own_signal = torch.tensor([self.received], device=args.device)  # 2 (SIGINT), 15 (SIGTERM) or 0
-            signals = gather(own_signal)  # [processes]
-            signals = signals[signals > 0].tolist()
-            self.received = min(signals, default=0)  # Ctrl-C in a terminal may reach some processes as SIGTERM
+            received = gather(torch.tensor([self.received], device=args.device))  # [processes]
+            self.received = first_signal(received.tolist())
         if self.received:
             control.should_save = True
             control.should_training_stop = True
@@ -124,6 +122,16 @@ class StopCallback(TrainerCallback):
             if self.received == signal.SIGTERM:
                 interrupted.signal = signal.SIGTERM
             raise interrupted
+
+
+def first_signal(received: Sequence[int]) -> int:
+    """Return the signal that stops a training of several processes, or 0.
+
+    Args:
+        received: Number of the signal that each process received: 2 (SIGINT), 15 (SIGTERM) or 0. After Ctrl-C in a terminal,
+            some processes may get SIGTERM from the launcher, so SIGINT counts.
+    """
+    return min((number for number in received if number), default=0)
 
 
 def check_finite(model: nn.Module, step: int, args: TrainingArguments) -> None:

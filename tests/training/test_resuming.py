@@ -25,7 +25,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.saving.integrity import record
-from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
+from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, first_signal
 
 
 def die_at(place, event):
@@ -369,3 +369,12 @@ def test_full_disk_names_newest_checkpoint(make_trainer, monkeypatch):
 
     with user_error("No space left on device. The newest complete checkpoint is .*checkpoint-2"):
         make_trainer(cls=Full).train()
+
+
+@pytest.mark.parametrize(
+    ("received", "expected"),
+    [([0, 0], 0), ([0, 15], 15), ([15, 15], 15), ([2] * 15, 2), ([15, 2], 2)],
+)
+def test_signal_of_several_processes(received, expected):
+    """Fifteen times SIGINT (2) is no SIGTERM (15)."""
+    assert first_signal(received) == expected
