@@ -100,6 +100,7 @@ class GatedBatch:
         if self.seeds is None:
             active = used.any(dim=2) if has_modules else used  # [K, N]
             self.active = active.tolist()
+        # If all gates are zero, no module is left out, because the loss would have no graph.
         if has_modules and bool(used.any()):
             used_modules = used.flatten(0, 1).any(dim=0)  # [M]
             self.unused_modules = (~used_modules).tolist()
@@ -180,9 +181,9 @@ UNIT_GATES = GatedBatch()
 class GateState:
     """The current gates of one looped model, and its running loop.
 
-    Gradient checkpointing is the reason for both attributes. It drops the activations of a layer after the forward pass, and
-    runs the layer again in the backward pass, loop K first. By then `batch` may hold the gates of the next pass, so a
-    `RunningLoop` keeps the gates of its own pass. On CUDA the layer runs again in a thread of autograd, so both are plain
+    Gradient checkpointing is the reason for `batch` and `running`. It drops the activations of a layer after the forward
+    pass, and runs the layer again in the backward pass, loop K first. By then `batch` may hold the gates of the next pass, so
+    a `RunningLoop` keeps the gates of its own pass. On CUDA the layer runs again in a thread of autograd, so both are plain
     attributes and not thread-locals. For two passes with gates a and b, each [K, N]:
 
         pass               a, forward             b, forward             a, backward
@@ -247,8 +248,8 @@ class GateState:
         model cannot, because the model reads its gates from here. It runs the model again in the backward pass, under the
         gates of that moment, so its gradient is right only inside of the block of `use_gates`. Passes that will run
         again are counted in the forward pass (`num_due`), and counted down when they do. A count cannot tell which
-        pass runs again. So while a pass of another block may still run again, every such pass raises an error. Passes under
-        unit gates are not counted.
+        pass runs again. So while a pass of another block may still run again, every pass that runs again raises an error.
+        Passes under unit gates are not counted.
 
         Raises:
             UserError: If a pass runs again that may belong to another block.

@@ -136,7 +136,7 @@ class Ending:
         self.window = max((len(stop.encode()) + 4 for stop in stops), default=0)
 
     def find_ended(self, completions: list[list[int]]) -> list[bool]:
-        """Return whether each completion ends with its last token. Before that token it had not ended."""
+        """Return whether each completion ends with its last token. An ended one may be asked again after further tokens."""
         if self.on_text is not None:
             self.on_text(self.to_text(completions[0]))
         ended = [tokens[-1] in self.end_tokens for tokens in completions]

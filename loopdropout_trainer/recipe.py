@@ -83,6 +83,11 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
     recipe = read_yaml_file(path, f"The recipe {path}")
     if not isinstance(recipe, dict):
         raise UserError(f"The recipe {path} must be a mapping `field: value`.")
+    for name in recipe:
+        if not isinstance(name, str):
+            raise UserError(
+                f'The fields of the recipe {path} must be texts, got {name!r}. Quote the name, as in "on".'
+            )
     base = recipe.pop("extends", None)
     if base is None:
         return recipe
@@ -126,7 +131,7 @@ def import_files(paths: Sequence[str]) -> None:
 
 def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
-        yield name, value
+        yield str(name), value
         if isinstance(value, dict):
             yield from _nested(value)
 
@@ -186,7 +191,7 @@ def read_settings(
     recipe = {}
     if path is not None:
         recipe = load_recipe(path)
-        _check_safe(recipe, path)
+        _check_safe({name: value for name, value in recipe.items() if name not in changes}, path)
     unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - fields.keys()
     for name in changes:
         if name in unread:
@@ -234,10 +239,27 @@ def _check_words(argv: Sequence[str]) -> None:
 
 def _check_safe(recipe: Mapping[str, Any], path: str) -> None:
     """Raise UserError if a recipe sets a field that can run code, such as a kernel or a file of another person."""
-    for name, value in _nested(recipe):
+    for field, value in recipe.items():
+        for name in unsafe_names({field: value}):
+            where = "it" if name == field else f"`{field}`"
+            raise UserError(f"{path} sets `{name}`, which can run code. Set {where} on the command line instead.")
+
+
+def unsafe_names(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of the settings that can run code, also of nested ones. A recipe must not set them."""
+    names = []
+    for name, value in _nested(settings):
         names_file = ("attn_implementation" in name or name == "script") and "/" in str(value)
-        if names_file or value not in (None, SAFE_VALUES.get(name, value)):
-            raise UserError(f"{path} sets `{name}`, which can run code. Set it on the command line instead.")
+        is_safe = name not in SAFE_VALUES or value in (None, SAFE_VALUES[name])
+        if names_file or not is_safe:
+            names.append(name)
+    return names
+
+
+def _is_list(hint: Any) -> bool:
+    """Return whether a field takes several values."""
+    types = single_types(hint)
+    return _item_type(types) is not None or list in types
 
 
 def _is_optional(hint: Any) -> bool:
@@ -353,6 +375,8 @@ def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) ->
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
+            if options.get(name, ["null"]) != ["null"] and _is_list(hints.get(name, list[str])):
+                raise UserError(f"`--{name}` must be given once, with all of its values after it.")
             options[name] = [value] if equals else []
         elif name is not None:
             options[name].append(word)
@@ -371,7 +395,7 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
         return True
     types = single_types(hint)
     item_type = _item_type(types)
-    is_list = item_type is not None or list in types
+    is_list = _is_list(hint)
     if len(words) > 1 and not is_list:
         raise UserError(f"Words without `--field` must come first, {first_words}, got {' '.join(words[1:])}.")
     is_text = str in types or str in single_types(item_type)

@@ -4,7 +4,7 @@ A folder of results has three files:
 
 - `results.jsonl`: one flat JSON object per line, with at least the columns of `COLUMNS`.
 - `recipe.yaml`: the settings of the run.
-- `run.json`: facts such as versions and the device. It is written last, and only by a run that finished.
+- `run.json`: facts such as versions and the device. Its `status` tells a finished run from others.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
 def write_results(output_dir: str | Path, rows: Iterable[Mapping[str, Any]], step: int = 0) -> None:
-    """Add results to `results.jsonl`; a result replaces an older one that differs in `value` and `n` only.
+    """Add results to `results.jsonl`; a result replaces the older one of the same measurement (`_key`).
 
     Args:
         output_dir: folder of the run, created if it is missing.
@@ -137,7 +137,9 @@ def read_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def write_run(output_dir: str | Path, **facts: Any) -> None:
-    """Write `run.json`, which marks a run as finished, with the versions of the libraries, new facts and the facts before.
+    """Write `run.json` with the versions of the libraries, new facts and the facts before.
+
+    Without a `status` among the facts, the run has finished.
 
     The other files of the folder reach the disk first, so that a power failure never leaves a finished run with empty files.
     """

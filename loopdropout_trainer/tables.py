@@ -53,7 +53,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         row["run"] = training_folder(row, runs)
         settings = {name for name in row if name.startswith("recipe_")}
         recipe = read_recipe(row["run"]) if row.get("adapter") else {}
-        if recipe:
+        if recipe:  # of the training. It replaces the recipe next to the results, which may be an evaluation's.
             row.update(dict.fromkeys(settings))
             row.update({f"recipe_{name}": value for name, value in recipe.items()})
         if row["method"] == "base model":
@@ -98,7 +98,8 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 def differing(results: pd.DataFrame) -> list[str]:
     """Return the columns in which the results of one mean must not differ, but do."""
     results = results[results.columns.difference([*IGNORED])]
-    return [*results.columns[results.nunique() + results.isna().any() > 1]]
+    num_values = results.nunique() + results.isna().any()  # a missing value counts as one
+    return [*results.columns[num_values > 1]]
 
 
 def average(rows: pd.DataFrame) -> pd.Series:
@@ -186,7 +187,8 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
     A method is compared with the LoRA whose settings it has, as far as those of LoRA differ. The 95% intervals are over seeds.
     For a single seed they are over problems.
     """
-    rows = labelled(select(results, {"metric": "accuracy", "num_loops": results["num_loops"]}))
+    all_depths = results["num_loops"]  # without this condition, `select` takes only the trained depth
+    rows = labelled(select(results, {"metric": "accuracy", "num_loops": all_depths}))
     lines = []
     for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
         by_label = dict(tuple(part.groupby("label", sort=False)))

@@ -40,7 +40,7 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings
 from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
 from loopdropout_trainer.runs import TRAINING_TYPES
-from loopdropout_trainer.saving.command_line import name_sources
+from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import find_base, find_source
@@ -92,7 +92,7 @@ class EvaluationArguments(BenchmarkArguments):
         """Path of each adapter by its name. The base model has the path `none`."""
         adapters = {}
         for text in self.adapter:
-            name, _, path = text.rpartition("=")
+            name, path = split_name(text)
             adapters[name or ("base" if path == "none" else Path(path).resolve().name)] = path
         return adapters
 
@@ -200,7 +200,7 @@ def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict
 
 
 def check_runs(args: EvaluationArguments, sources: Collection[Source], num_loops: int | None) -> None:
-    """Raise UserError if a model does not run at one of the depths, or none of them under the gates."""
+    """Raise UserError if a model does not run at one of the depths, or if `gates` are given and no model is an adapter."""
     for source in sources:
         for depth in args.eval_num_loops or [num_loops]:
             source.check_run(depth, *own_gates(args, source))

@@ -105,7 +105,8 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed, task or method has none."""
     rows = select(results, {"metric": "accuracy", **wanted})
     for name in ("seed", "task", "method"):
-        if rows.empty or not {*rows[name]}.issuperset(pd.Series(wanted.get(name, rows[name]))):
+        missing = {*pd.Series(wanted.get(name, []), dtype=object)} - {*rows[name]}
+        if rows.empty or missing:
             raise Missing(f"no result with {describe_selection(wanted)}.{describe_methods(results, wanted)}")
     return rows
 
@@ -178,6 +179,8 @@ def fill_cell(
         num_fitting_examples: argument of `describe_recipe`.
         wanted: values of the columns that select the results.
     """
+    if minus and (of or scale != 1):
+        raise UserError("`minus` must not be set together with `of` or `scale`: it compares accuracies in points.")
     if recipe:
         return str(describe_recipe(recipe, num_fitting_examples)[show])
     rows = find(results, wanted)
@@ -214,6 +217,10 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
             heads[title] = text
             wanted |= selection
         papers = row[len(heads) :]  # it has no numbers if the paper has none
+        if len(papers) > len(spec["columns"]):
+            raise UserError(
+                f"A row must have at most one number for each of the {len(spec['columns'])} columns, got {row}."
+            )
         for (title, column), paper in zip_longest(spec["columns"].items(), papers):
             yield heads, title, {**wanted, **column}, paper
 

@@ -31,7 +31,7 @@ from loopdropout_trainer.errors import UserError, closest_match, run_script
 from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.library_fields import SEED_BOUNDS
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse, unsafe_names
 from loopdropout_trainer.results import (
     DEVELOPMENT,
     MEASURED,
@@ -115,9 +115,7 @@ class Sweep:
     dry_run: bool = option(False, "Print the number of trainings, and stop.")
 
     def __post_init__(self):
-        methods = self.methods[0]
-        if isinstance(methods, str):
-            methods = {Path(name).stem: name for name in self.methods}
+        methods = self._name_methods()
         for field, choices in (("rate_factors", methods), ("measure", MEASURED | {"benchmark_batch_size"})):
             for name in getattr(self, field):
                 if name not in choices:
@@ -132,6 +130,28 @@ class Sweep:
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[SweepRun] = set()
         self.pool = Workers(self, self.workers)
+
+    def _name_methods(self) -> dict[str, Any]:
+        """Return the definition of each method by its name. Without a mapping, it is the rule or the name of the recipe."""
+        if len(self.methods) == 1 and isinstance(self.methods[0], dict):
+            for name, definition in self.methods[0].items():
+                if not isinstance(definition, str | dict):
+                    raise UserError(f"`methods` must map {name} to a rule, a recipe or settings, got {definition!r}.")
+            return self.methods[0]
+        methods = {}
+        for definition in self.methods:
+            if not isinstance(definition, str):
+                raise UserError(f"`methods` must be texts or one mapping, got {definition!r} in a list.")
+            name = Path(definition).stem
+            if name in methods:
+                raise UserError(
+                    f"`methods` must have different names, got {name!r} twice ({methods[name]} and {definition}). Give them "
+                    f"names in a mapping, such as `methods: {{first: {methods[name]}, second: {definition}}}`."
+                )
+            methods[name] = definition
+        if not methods:
+            raise UserError("`methods` must name at least one method, such as lora.")
+        return methods
 
     def _has_benchmarks(self, methods: dict[str, Any]) -> bool:
         """Return whether a recipe of the sweep has a benchmark."""
@@ -322,7 +342,12 @@ class Sweep:
         launcher = shlex.split(self.launcher) or [sys.executable]
         script = Path(__file__).parent / f"{self.script}.py"
         imports = ["--import", *IMPORTED] if IMPORTED else []
-        return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *imports]
+        # Settings that can run code must not come from a recipe. The user gave them to the sweep.
+        unsafe = []
+        for name, value in self.run_settings(run).items():
+            if unsafe_names({name: value}):
+                unsafe.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+        return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *unsafe, *imports]
 
     def write_summary(self) -> None:
         """Print the chosen learning rates and a table of mean ± SD over seeds.

@@ -258,6 +258,7 @@ class Examples(NamedTuple):
 
     def add(self, function: Callable[..., Row], **options: Any) -> Examples:
         """Add the columns that a function of each example and the options returns."""
+        # The options are not in the key here and in `keep`, because they depend only on what is in the key of the rows.
         key = step_key(self.key, function.__name__)
         return Examples(self.rows.map(function, fn_kwargs=options, new_fingerprint=key), key)
 

@@ -423,6 +423,7 @@ def use_gates(
     else:
         add_gates(model)
     state = looped.gate_state
+    # Passes that a checkpoint around the whole model will run again are counted by block. `GateState.begin_pass` says why.
     num_due = state.num_due
     state.num_due_outside += num_due or 0
     state.num_due = 0 if has_gradient else None

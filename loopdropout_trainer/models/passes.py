@@ -300,9 +300,11 @@ class PackedPass(BatchPass):
         launches = FORWARD_LAUNCHES * backbone.config.num_recurrent_layers + SPLIT_LAUNCHES
         cost = launches * launch_flops(state.device, state.dtype)
         if state.is_cuda and backbone.block_size * state.shape[1] > cost:
-            return 0  # the device is busy for longer than the launches take
-        passes = 2 if backbone.gradient_checkpointing else 1
-        return cost / (2 * passes * backbone.block_size)
+            return 0  # even half a pass over the T tokens, W T FLOP, takes longer than the launches
+        num_saved = 1  # the backward pass
+        if backbone.gradient_checkpointing:
+            num_saved = 2  # also the recomputation before it
+        return cost / (2 * num_saved * backbone.block_size)
 
     def _attention(self, state: Tensor, lengths: Sequence[int]) -> PackedAttention | Tensor | None:
         config = self.backbone.config

@@ -61,8 +61,10 @@ def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoi
     Raises:
         UserError: If a training cannot continue from the named checkpoint.
     """
-    if not name or isinstance(name, Checkpoint):
-        return name or None
+    if isinstance(name, Checkpoint):
+        return name
+    if not name:
+        return None
     if str(name).lower() == "true":
         return newest_checkpoint(output_dir)
     if fault := find_fault(Path(name)):
@@ -120,7 +122,8 @@ def delete_older_checkpoints(newest: str | Path, limit: int | None, best: str | 
     newest = Path(newest)
     kept = {path.resolve() for path in (newest, Path(best or newest))}
     others = [path for path in list_checkpoints(newest.parent) if path.resolve() not in kept]
-    # A checkpoint of a later step is left from a former training in this folder, which the present one replaces.
+    # A checkpoint of a later step is left from a former training in this folder, which the present one replaces. These are
+    # deleted first: False sorts before True.
     others.sort(key=lambda path: checkpoint_step(path) < checkpoint_step(newest))
     surplus = len(others) + len(kept) - max(limit, len(kept))
     for path in others[: max(surplus, 0)]:

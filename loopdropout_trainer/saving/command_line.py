@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from loopdropout_trainer.arguments import SourceArguments
 from loopdropout_trainer.recipe import name_words
@@ -26,8 +27,8 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
         return argv
     if argv[0].endswith((".yaml", ".yml")):
         return [argv[0], *name_words(argv[1:], field)]
-    words = name_words(argv, field)
-    first = words[1].rpartition("=")[2]
+    words = name_words(argv, field)  # --FIELD FIRST ...
+    _, first = split_name(words[1])
     if first == "none":
         return words
     source = find_source(first)
@@ -39,4 +40,13 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
         output_dir = [f"--output_dir={first}"]
     elif "output_dir" in source.recipe:
         output_dir = ["--output_dir=null"]
+    # The depths of the recipe are the ones of its own evaluation. Here the default is each model's own depth.
     return [str(recipe_path(source.results_folder)), *output_dir, "--eval_num_loops=null", *model, *words]
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """Return the name and the path of a word `[NAME=]PATH`. A folder may have "=" in its own name."""
+    if "=" not in text or Path(text).expanduser().is_dir():
+        return "", text
+    name, _, path = text.partition("=")
+    return name, path

@@ -65,7 +65,7 @@ def find_source(
     metadata = read_metadata(given)
     files = _find_files(given.resolve(), text, metadata)
     if files.kind not in accept:
-        raise UserError(_refusal(files.kind, text, given, accept))
+        raise UserError(_refusal(files.kind, text, given))
     if files.kind == "unfinished run":
         run, recipe = recipe_path(given).parent, read_recipe(given)
         return Source(text, files.kind, given.resolve(), repository, commit, run, recipe=recipe)
@@ -116,8 +116,9 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
     named = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}")) if not is_checkpoint(path.parent)]
     trained = [path for path in named if (path / METADATA_FILE).is_file()]
     if holds_adapter(folder):
-        is_trained = (folder / METADATA_FILE).is_file() or len(trained) != 1
-        return Files("adapter", folder if is_trained else trained[0])
+        if len(trained) == 1 and not (folder / METADATA_FILE).is_file():
+            return Files("adapter", trained[0])
+        return Files("adapter", folder)
     if (folder / "config.json").is_file():
         return Files(_find_kind(folder, metadata), folder)
     trained = trained or named
@@ -148,7 +149,7 @@ def _find_kind(folder: Path, metadata: Mapping[str, Any]) -> Kind:
     return "base model"
 
 
-def _refusal(kind: Kind, name: str, folder: Path, accept: Collection[Kind]) -> str:
+def _refusal(kind: Kind, name: str, folder: Path) -> str:
     """Return why a kind of source cannot be used."""
     if kind == "unfinished run":
         if is_checkpoint(folder):

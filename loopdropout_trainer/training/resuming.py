@@ -181,7 +181,8 @@ def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:
     now = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).keys()
     has_lost_factors = any("lora_" in name for name in before - now)  # a checkpoint may have resized embeddings, too
     if now - before or has_lost_factors:
+        differing = min(before ^ now, key=lambda name: ("lora_" not in name, name))
         raise UserError(
-            f"{checkpoint} has another adapter: only one of it and the model has the tensor `{min(before ^ now)}`. Restore "
+            f"{checkpoint} has another adapter: only one of it and the model has the tensor `{differing}`. Restore "
             "the configuration of the adapter, or start a new training in another `output_dir`."
         )

@@ -209,12 +209,23 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ("mapping: {_attn_implementation: a/b}\n", "sets `_attn_implementation`, which can run code"),
         ("launcher: sh\n", "sets `launcher`, which can run code"),
         ("script: /proc/self/cwd/sft\n", "sets `script`, which can run code"),
+        ("name: x\nmapping: {1: {attn_implementation: a/b}}\n", "Set `mapping` on the command line instead."),
+        ("name: x\non: 1\n", "must be texts, got True. Quote the name"),
+        (["--name", "x", "--items", "1", "--items", "2"], "`--items` must be given once, with all of its values"),
     ],
 )
 def test_parse_explains_mistakes(write, given, message):
     words = given if isinstance(given, list) else [write(given)]
     with pytest.raises(UserError, match=re.escape(message)):
         read(*words)
+
+
+def test_command_line_sets_what_a_recipe_must_not(write):
+    path = write("name: x\nmapping: {attn_implementation: a/b, 0: 20GiB}\n")
+    with user_error("can run code"):
+        read(path)
+    assert read(path, "--mapping", "{attn_implementation: a/b}").mapping == {"attn_implementation": "a/b"}
+    assert read(path, "--mapping", "null").mapping is None
 
 
 def test_folder_of_a_run_is_no_recipe(write, tmp_path):

@@ -280,6 +280,12 @@ def test_cell_shows_seeds_costs_and_averages(tmp_path):
     assert cell(tmp_path, of="train_seconds", scale=1 / 60) == "1.50 ± 0.71"
     assert cell(tmp_path, task=["b", "c"]) == "33.25 ± 3.89"
     assert cell(tmp_path, show="recipe_learning_rate") == "0.001"
+    for option in ({"of": "train_seconds"}, {"scale": 2.0}):
+        with user_error("`minus` must not be set together with `of` or `scale`"):
+            cell(tmp_path, minus={"method": "LoRA"}, **option)
+    spec = {"heads": {"method": "method"}, "columns": {"b": {"task": "b"}}, "rows": [["LoRA", 51.5, 52.0]]}
+    with user_error("A row must have at most one number for each of the 1 columns, got .*52.0"):
+        report.build_table(spec, report.load_results(tmp_path))
 
 
 # Reading

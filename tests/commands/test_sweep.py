@@ -253,12 +253,27 @@ def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
     assert all(command[-2:] == ["--import", "/my_rule.py"] for command in final)
 
 
+def test_sweep_passes_settings_that_can_run_code_as_options(lab):
+    lab.sweep()
+    settings = '{"model_init_kwargs": {"attn_implementation": "me/kernel"}}'
+    (made,) = parse((sweep.Sweep,), [lab.file, "--script", f"{lab.folder}/lab", "--settings", settings])
+    (first, *_) = made.pending()
+    assert '--model_init_kwargs={"attn_implementation": "me/kernel"}' in made.command(first)
+
+
 ERRORS = [
     ({"learning_rates": []}, "`learning_rates` and `seeds` must be set"),
     ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
     ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
     ({"measure": {"lora_r": 4}}, "`measure` has no 'lora_r'"),
     ({"methods": ["lorra"]}, "got 'lorra'. Did you mean 'lora'?"),
+    ({"methods": []}, "`methods` must name at least one method"),
+    ({"methods": ["lora", {"x": {"p": 0.25}}]}, "`methods` must be texts or one mapping, got {'x': {'p': 0.25}}"),
+    ({"methods": {"x": 0.25}}, "`methods` must map x to a rule, a recipe or settings, got 0.25"),
+    (
+        {"methods": ["gsm8k/lora.yaml", "metamath_gsm/lora.yaml"]},
+        "`methods` must have different names, got 'lora' twice",
+    ),
 ]
 
 

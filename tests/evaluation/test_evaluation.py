@@ -328,11 +328,11 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     with user_error(r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
     with user_error("`adapter` must give each adapter its own name"):
-        SCRIPT.main([*command, "--adapter", "a/x", "b/x"])
+        SCRIPT.main(words(saved, tmp_path, "--adapter", "a/x", "b/x", **fields))
 
 
 def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
-    run, merged = shutil.copytree(saved / "adapter", tmp_path / "run"), saved / "merged"
+    run, merged = shutil.copytree(saved / "adapter", tmp_path / "p=0.5"), saved / "merged"
     options = "--dtype float32 --benchmarks arithmetic_test --benchmark_limit 2 --use_cpu true --max_new_tokens 4"
     command = [str(run), str(merged), *options.split()]
     SCRIPT.main([*command, "--output_dir", str(tmp_path / "results")])
@@ -341,7 +341,7 @@ def test_folders_need_neither_recipe_nor_base(saved, tmp_path):
     for folder in (tmp_path / "results", run):
         rows = [row for row in read_results(folder) if row["metric"] == "accuracy"]
         columns = [(row["method"], row["gates"], row.get("adapter"), row.get("model")) for row in rows]
-        assert columns == [("run", "unit", str(run), None), ("merged", "none", None, str(merged))]
+        assert columns == [("p=0.5", "unit", str(run), None), ("merged", "none", None, str(merged))]
         assert len({(folder / row["samples"]).read_text() for row in rows}) == 1
 
 
