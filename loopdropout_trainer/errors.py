@@ -186,7 +186,25 @@ def _print_from_first_process(message: str, seconds: float = 30) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(seconds)
     sys.stdout.flush()
-    print(hide_secrets(" ".join(message.splitlines())), file=sys.stderr, flush=True)
+    sentence = hide_secrets(" ".join(message.splitlines()))
+    print(sentence, file=sys.stderr, flush=True)
+    _tell_launcher(sentence)
+
+
+def _tell_launcher(sentence: str) -> None:
+    """Give a sentence to the launcher of several processes, which ends its report of a failed process with it.
+
+    The report has 40 lines, so nobody finds the sentence in front of it. The launcher names the file in the environment.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise UserError(sentence)
+    except UserError as error:
+        error.__context__ = None  # the exception that the sentence comes from, whose traceback would be reported, too
+        get_error_handler().record_exception(error.with_traceback(None))
 
 
 def first_line(error: Exception) -> str:

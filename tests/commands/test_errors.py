@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from helpers.errors import user_error
 from helpers.tokenizer import make_tokenizer
@@ -87,6 +88,19 @@ def test_run_script_lets_the_first_process_speak(monkeypatch):
     for error in (OSError("x"), ModuleNotFoundError("x", name="x")):  # errors that are not the user's
         with pytest.raises(type(error), match="x"):
             run_script(lambda error=error: raise_(error))
+
+
+def test_launcher_reports_the_sentence_last(monkeypatch, tmp_path):
+    """The report of torch's launcher has 40 lines, and stands behind the sentence that the process has printed."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit, match="2"):
+        run_script(lambda: raise_(UserError(f"`p` must be in [0, 1),\ngot {TOKEN}.")))
+    report = str(
+        ChildFailedError("sft.py", {0: ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))})
+    )
+    lines = [line for line in report.splitlines() if line.strip(" =")]
+    assert lines[-1].endswith("`p` must be in [0, 1), got ***.") and "Traceback" not in report
 
 
 def test_parts_of_messages(monkeypatch):

@@ -19,14 +19,27 @@ WORDS = (
 )
 
 
+def launch(*words, folder):
+    """Start the quickstart in two processes."""
+    options = ["--config_file", ROOT / "recipes/accelerate/ddp.yaml", "--num_processes", 2]
+    script = [ROOT / "recipes/sft.py", "quickstart.yaml", *WORDS.split(), "--output_dir", folder, *words]
+    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", *options, "--main_process_port", free_port()]
+    return Program(*launcher, *script, fresh=True)
+
+
+@pytest.mark.slow
+def test_launcher_ends_with_our_sentence(tmp_path):
+    program = launch("--p", 3, folder=tmp_path)
+    assert program.wait() == 1
+    lines = [line for line in program.stderr.splitlines() if line.strip(" =")]
+    sentence = "loopdropout sft: `p` must be a number in [0, 1), got 3.0."
+    assert lines.count(sentence) == 1 and lines[-1].endswith(sentence)
+
+
 @pytest.mark.slow
 def test_launcher_stops_within_seconds(tmp_path):
     """SLURM kills a job 30 seconds after SIGTERM. The status of the launcher is accelerate's."""
-    launch = ["launch", "--config_file", ROOT / "recipes/accelerate/ddp.yaml", "--num_processes", 2]
-    script = [ROOT / "recipes/sft.py", "quickstart.yaml", *WORDS.split(), "--output_dir", tmp_path]
-    program = Program(
-        "-m", "accelerate.commands.accelerate_cli", *launch, "--main_process_port", free_port(), *script, fresh=True
-    )
+    program = launch(folder=tmp_path)
     wait_for(lambda: newest_checkpoint(tmp_path), program)
     began = time.monotonic()
     os.kill(program.pid, signal.SIGTERM)
