@@ -70,10 +70,27 @@ def print_loss_reductions(results: pd.DataFrame) -> None:
     """
     reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
     for task, own in reductions.groupby("task", sort=False):
-        examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
-        sizes = " or ".join(f"{n:,.0f}" for n in sorted({*own["n"]}))  # tokenizers differ
-        title = f"Loss reduction on {examples} ({sizes} tokens), adapter in one loop only, in %"
+        title = f"Loss reduction on {describe_examples(task, own)}, adapter in one loop only, in %"
         print_by_method(title, own, "gates")
+
+
+def print_losses(results: pd.DataFrame) -> None:
+    """Print the losses at each depth, and the losses of the readout of each loop, in nats per token."""
+    depths = results.query("metric == 'depth_loss'").sort_values("num_loops", kind="stable")
+    for task, own in depths.groupby("task", sort=False):
+        title = f"Loss on {describe_examples(task, own)} with K loops, in nats per token"
+        print_by_method(title, own, "K=" + own["num_loops"].astype(str), "{:.4f}")
+    readouts = results.query("metric == 'readout_loss'")
+    for task, own in readouts.groupby("task", sort=False):
+        title = f"Loss on {describe_examples(task, own)}, read out after each loop, in nats per token"
+        print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}")
+
+
+def describe_examples(task: str, rows: pd.DataFrame) -> str:
+    """Return the examples that losses were measured on, with their number of target tokens."""
+    examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
+    sizes = " or ".join(f"{n:,.0f}" for n in sorted({*rows["n"]}))  # tokenizers differ
+    return f"{examples} ({sizes} tokens)"
 
 
 def show_results(runs: Sequence[Run]) -> None:

@@ -7,8 +7,8 @@
 The recipe is the recipe of the training, by default of the first adapter's
 training. Its other fields are ignored. Losses are measured on its held-out
 examples, or on the reference solutions of a task. The results are added to
-`results.jsonl` in `output_dir`. The loss reductions with the adapter in one loop
-only are printed, and for LoRA a sentence on their profile.
+`results.jsonl` in `output_dir`. A table of each diagnostic is printed, and for
+LoRA a sentence on its loss reductions with the adapter in one loop only.
 """
 
 from __future__ import annotations
@@ -221,22 +221,19 @@ class DiagnosedData:
 
 
 def print_results(rows: list[dict]) -> None:
-    """Print the curvature, and the loss reductions with the profile of LoRA, or the other losses instead of them."""
-    from loopdropout_trainer.printing import print_by_method, print_loss_reductions
+    """Print a table of each diagnostic, and the profile of LoRA."""
+    from loopdropout_trainer.printing import print_by_method, print_loss_reductions, print_losses
 
     results = pd.DataFrame(rows)
     if "adapter" in results:
         is_shared = results.groupby("method")["adapter"].transform("nunique") > 1
-        results.loc[is_shared, "method"] += ", " + results["adapter"]
+        is_of_adapter = results["adapter"].notna()  # the base model has results of its own
+        results.loc[is_shared & is_of_adapter, "method"] += ", " + results["adapter"]
     curvatures = results.query("metric == 'curvature'")
     print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}")
-    reductions = results.query("metric == 'loss_reduction'")
-    if reductions.empty:
-        for metric, column in {"readout_loss": "loop", "depth_loss": "num_loops"}.items():
-            losses = results[results["metric"] == metric]
-            if len(losses):
-                print_by_method(f"{metric} (nats) by {column}", losses, losses[column].astype(int), "{:.4g}")
+    print_losses(results)
     print_loss_reductions(results)
+    reductions = results.query("metric == 'loss_reduction'")
     for method, own in reductions.query("gates != 'unit'").groupby("method", sort=False):
         is_lora = "LoRA" in method.split(", ")
         has_recipe = own["seed"].notna().all()

@@ -1,6 +1,7 @@
 """Diagnostics against passes of the model, which `test_models.py` compares with the oracle, and recipes/diagnose.py."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -196,7 +197,7 @@ def test_diagnose_writes_results_of_each_model(saved, tokenizer, tmp_path, capsy
     assert {row["num_loops"] for row in rows if row["metric"] == "depth_loss"} == {*range(1, 9)}
     printed = capsys.readouterr().out
     (rho,) = values(rows, "loss_reduction", method="ours", loop=4)
-    assert "readout_loss" not in printed and f"{rho:.1f}" in printed
+    assert f"{rho:.1f}" in printed
     assert printed.endswith(f"All results, also those without a table here, are in {tmp_path}/results.jsonl\n")
     sizes = {row["n"] for row in rows if row["metric"] == "loss_reduction"}
     assert f"Loss reduction on held-out examples ({min(sizes):,} tokens), adapter in one loop only" in printed
@@ -224,7 +225,28 @@ def test_diagnose_runs_each_diagnostic_on_a_task(saved, tmp_path, capsys):
     assert {row["task"] for row in rows} == {"own_gsm8k"} and len(rows) == (3 * 2 + 2) * (4 + 1)
     own, printed = values(rows, "curvature", method="ours"), capsys.readouterr().out
     assert values(rows, "curvature_term", method="ours") == pytest.approx([sum(own) / 2])
-    assert "depth_loss (nats)" in printed and f"{own[0]:.4g}" in printed
+    assert f"{own[0]:.4g}" in printed
+
+
+def test_diagnose_prints_losses_by_depth_and_readout(saved, tmp_path, capsys):
+    """Also next to the loss reductions, in a table with the base model and a column for each number of loops."""
+    rows = diagnose(saved, tmp_path, "--eval_num_loops", 8, 2)
+    printed = capsys.readouterr().out
+    (number,) = {row["n"] for row in rows if row["metric"] == "depth_loss"}
+    for title, metric, heads, column in (
+        ("with K loops", "depth_loss", ["K=2", "K=8"], "num_loops"),
+        ("read out after each loop", "readout_loss", [f"loop {loop}" for loop in range(1, 5)], "loop"),
+    ):
+        start = rf"Loss on held-out examples \({number:,} tokens\),? {title}, in nats per token\n"
+        head, *lines = re.search(start + r"((?:.+\n){4})", printed)[1].splitlines()
+        assert re.split(r" {2,}", head.strip()) == ["method", *heads]
+        for line, method in zip(lines, ("base model", "lora", "ours"), strict=True):
+            own = {
+                row[column]: f"{row['value']:.4f}"
+                for row in rows
+                if (row["metric"], row["method"]) == (metric, method)
+            }
+            assert re.split(r" {2,}", line.strip()) == [method, *(own[place] for place in sorted(own))]
 
 
 def test_diagnose_explains_mistakes(saved, tmp_path):
