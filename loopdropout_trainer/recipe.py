@@ -55,6 +55,11 @@ USUAL_NAMES = {
     "dataset": "dataset_name",
     "rank": "lora_r",
     "steps": "max_steps",
+    "tasks": "benchmarks",
+    "task": "benchmarks",
+    "eval_tasks": "benchmarks",
+    "limit": "benchmark_limit",
+    "plot_loss": "report_to",
 }
 """Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
 
@@ -199,10 +204,7 @@ def read_settings(
     settings = {name: value for name, value in override(recipe, changes).items() if name not in unread}
     for name in settings:
         if name not in fields:
-            hint = closest_match(FORMER_NAMES.get(name, USUAL_NAMES.get(name, name)), fields)
-            if ITEM_FIELDS.get(name) in fields:
-                hint = f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
-            raise UserError(f"`{name}` is not a field of this script.{hint}")
+            raise UserError(f"`{name}` is not a field of this script.{_hint(name, fields)}")
     settings = {
         name: _read_value(fields[name], value, hints[name])
         for name, value in settings.items()
@@ -212,6 +214,14 @@ def read_settings(
         if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{name}` must be set.")
     return settings
+
+
+def _hint(name: str, fields: Collection[str]) -> str:
+    """Return the end of the message about an unknown field, which names the field of the script that helps."""
+    if ITEM_FIELDS.get(name) in fields:
+        return f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
+    meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
+    return closest_match(meant if meant in fields else name, fields)
 
 
 def parse(

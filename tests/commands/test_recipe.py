@@ -323,6 +323,9 @@ HABITS = {
     "batch_size": "per_device_train_batch_size",
     "dropout": "p",
     "K": "num_loops",
+    "tasks": "benchmarks",
+    "eval_tasks": "benchmarks",
+    "plot_loss": "report_to",
 }
 
 
@@ -333,3 +336,9 @@ def test_habitual_field_has_a_hint(name):
     classes += (types.LoopDropoutConfig,)
     with user_error(f"`{name}`.* Did you mean '{HABITS[name]}'"):
         parse(classes, ["quickstart.yaml", f"--{name}", "1"])
+
+
+def test_habitual_field_of_another_script_has_no_hint():
+    """`diagnose` has a field `task` and no `benchmarks`, so a hint to a field like `own_benchmarks` would mislead."""
+    with user_error("`tasks` is not a field of this script. Did you mean 'task'"):
+        parse(load_script("recipes/diagnose.py").ARGUMENTS, ["--tasks", "gsm8k"])

@@ -170,6 +170,8 @@ def test_search_splits_words_at_parentheses():
     separator = re.search(r"separator: '(.*)'", (ROOT / "mkdocs.yml").read_text())[1]
     for text, word in (("base model (QLoRA)", "QLoRA"), ("`deepspeed`", "deepspeed"), ("ZeRO, DDP", "DDP")):
         assert word in re.split(separator, text)
+    section = (ROOT / "docs/sft.md").read_text().split("## Loss curve\n")[1].split("\n## ")[0]
+    assert {"plot", "loss", "curve", "plot_loss"} <= {*re.split(separator, section)}
 
 
 def test_reference_has_every_public_name_and_field():
