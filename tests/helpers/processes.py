@@ -2,10 +2,12 @@
 
 A new interpreter spends seven seconds of a core on imports before it does anything. A fork of the server is a process of its
 own as well - it has its own streams, folder, environment and signals, and can be killed - and begins at once. What only a new
-interpreter shows asks for one: `fresh=True`.
+interpreter shows asks for one: `fresh=True`. Programs that need the same environment when they import share an `Interpreter`.
 """
 
 import gc
+import importlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -139,6 +141,52 @@ def _become(words, env, cwd, streams):
             sys.argv = words
             sys.path.insert(0, os.path.dirname(script))
             runpy.run_path(script, run_name="__main__")
+
+
+class Interpreter:
+    """A new interpreter that imports modules in an environment of its own, and then runs programs as forks of itself.
+
+    The Hub's address and cache, for example, are read when its library is imported, so the common server has other ones.
+
+    Args:
+        modules: names of the modules that the programs share.
+        env: the environment in which they are imported.
+    """
+
+    def __init__(self, *modules, env=ENVIRONMENT):
+        code = "import sys; from helpers.processes import run_forks; run_forks(sys.argv[1:])"
+        env = {**env, "PYTHONPATH": os.environ["PYTHONPATH"]}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, "-c", code, *modules], env=env, **pipes)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._process.communicate()  # it ends at the end of its input
+
+    def run(self, *words, env=ENVIRONMENT, cwd=ROOT):
+        """Run a program to its end, as `Program` does, and return its exit code and streams."""
+        with tempfile.TemporaryDirectory() as folder:
+            streams = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+            print(json.dumps([[*map(str, words)], env, str(cwd), streams]), file=self._process.stdin, flush=True)
+            exit_code = int(self._process.stdout.readline())
+            texts = [Path(path).read_text(encoding="utf-8", errors="replace") for path in streams]
+        return subprocess.CompletedProcess(words, exit_code, *texts)
+
+
+def run_forks(modules):
+    """Be an `Interpreter`: run each program that a line of the standard input describes, and print its exit code."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    for line in sys.stdin:
+        process = multiprocessing.get_context("fork").Process(target=_become, args=json.loads(line))
+        process.start()
+        process.join(PATIENCE)
+        process.kill()
+        process.join()
+        print(process.exitcode, flush=True)
 
 
 def free_port():

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.files import ROOT
 from helpers.hub import running_hub
-from helpers.processes import ENVIRONMENT, Program, python
+from helpers.processes import ENVIRONMENT, Interpreter, python
 
 
 TRAIN = """
@@ -65,17 +65,36 @@ assert model.config.num_loops == 4 and tokenizer("1")["input_ids"]
 
 
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hub")
+def hub():
     with running_hub() as hub:
-        env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        env |= {"HF_HOME": str(folder / "mine"), "HF_TOKEN": "hf_mine"}
-        python("-c", TRAIN, cwd=folder, env=env, fresh=True)
-        yield hub, {**env, "HF_HOME": str(folder / "theirs")}  # a friend, who may read my private repositories
+        yield hub
 
 
-def test_pushes_have_settings_and_no_locks(pushed):
-    hub, _ = pushed
+@pytest.fixture(scope="module")
+def run(hub, tmp_path_factory):
+    """`run(person, *words)`: run a program as a person, who has a token, and a cache that begins empty."""
+    home, caches = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("caches")
+    env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HOME": str(home / "huggingface")}  # a link, since its name and the endpoint are read at the import
+
+    def run_as(person, *words, cwd, token="hf_mine", fresh=False):
+        (home / "huggingface").unlink(missing_ok=True)
+        (caches / person).mkdir(exist_ok=True)
+        (home / "huggingface").symlink_to(caches / person)
+        own = {**env, "HF_TOKEN": token}
+        return python(*words, cwd=cwd, env=own, fresh=True) if fresh else interpreter.run(*words, cwd=cwd, env=own)
+
+    with Interpreter("loopdropout_trainer.evaluation", "loopdropout_trainer.training.sft", env=env) as interpreter:
+        yield run_as
+
+
+@pytest.fixture(scope="module")
+def pushed(run, tmp_path_factory):
+    done = run("me", "-c", TRAIN, cwd=tmp_path_factory.mktemp("hub"))
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+def test_pushes_have_settings_and_no_locks(hub, pushed):
     commits = [(message, files) for repository, _, message, files in hub.commits if repository == "me/adapter"]
     in_progress = [files for message, files in commits if message.startswith("Training in progress")]
     assert len(in_progress) == 2 and "private" in str(hub.repositories["me/adapter"])
@@ -85,41 +104,40 @@ def test_pushes_have_settings_and_no_locks(pushed):
         assert not [name for name in files if "lock" in name or name.endswith(".123")]
 
 
-def test_merged_model_of_a_private_run_is_private(tmp_path):
-    with running_hub() as hub:
-        env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        env["HF_HOME"] = str(tmp_path / "home")
-        words = [ROOT / "recipes/sft.py", ROOT / "recipes/quickstart.yaml", *PRIVATE_RUN.split()]
-        python(*words, cwd=tmp_path, env=env, fresh=True)  # the endpoint is read at the import
+@pytest.fixture
+def sft(run, tmp_path):
+    """`sft(words)`: train the quickstart with other words, and return what it prints."""
+
+    def train(words):
+        done = run("me", ROOT / "recipes/sft.py", ROOT / "recipes/quickstart.yaml", *words.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-5000:]
+        return done.stdout
+
+    return train
+
+
+def test_merged_model_of_a_private_run_is_private(hub, sft):
+    sft(PRIVATE_RUN)
     assert "model.safetensors" in hub.files("me/secret")
     assert hub.repositories["me/secret"]["visibility"] == "private"
 
 
-def sft(words, folder, hub, *more):
-    """Train the quickstart with other words, and push as the person `hf_mine`."""
-    env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    env |= {"HF_HOME": str(folder / "mine"), "HF_TOKEN": "hf_mine"}  # the endpoint is read at the import
-    words = [ROOT / "recipes/sft.py", ROOT / "recipes/quickstart.yaml", *words.split(), *more]
-    return python(*words, cwd=folder, env=env, fresh=True)
-
-
-def test_compared_runs_push_the_measured_adapter_to_a_branch(tmp_path):
-    with running_hub() as hub:
-        assert "Pushed to " in sft(COMPARED, tmp_path, hub)
-        files = hub.files("me/compared", "try-1")
-        card = files["README.md"].decode()
-        assert hub.files("me/compared", "main") == {} and b"accuracy" in files["results.jsonl"]
-        assert "| arithmetic_easy_test | 4 |" in card and "| Training data | arithmetic |" in card
-        sft(COMPARED, tmp_path, hub, "--max_steps", "3", "--resume_from_checkpoint", "true")
-    messages = [message for _, branch, message, _ in hub.commits if branch == "try-1"]
+def test_compared_runs_push_the_measured_adapter_to_a_branch(hub, sft):
+    assert "Pushed to " in sft(COMPARED)
+    files = hub.files("me/compared", "try-1")
+    card = files["README.md"].decode()
+    assert hub.files("me/compared", "main") == {} and b"accuracy" in files["results.jsonl"]
+    assert "| arithmetic_easy_test | 4 |" in card and "| Training data | arithmetic |" in card
+    sft(f"{COMPARED} --max_steps 3 --resume_from_checkpoint true")
+    commits = [commit for commit in hub.commits if commit[0] == "me/compared"]
+    messages = [message for _, branch, message, _ in commits if branch == "try-1"]
     assert "Training in progress, step 3" in messages and messages.count("Upload adapter with its results") == 2
-    names = {name for *_, files in hub.commits for name in files}
+    names = {name for *_, files in commits for name in files}
     assert {"adapter_model.safetensors", "loop_dropout.json", "checksums.json"} <= names
     assert not [name for name in names if "/" in name]  # checkpoints, answers, and the run of LoRA
 
 
-def test_cards_name_their_repository(pushed):
-    hub, _ = pushed
+def test_cards_name_their_repository(hub, pushed):
     card = hub.files("me/adapter")["README.md"].decode()
     assert "- sums\n" in card and "me/sums" in card and "loopdropout serve me/adapter" in card
     for name in ("merged", "alone"):
@@ -141,18 +159,17 @@ def test_cards_name_their_repository(pushed):
         ),
     ],
 )
-def test_strangers_are_refused_in_one_sentence(pushed, tmp_path, words, message):
-    hub, env = pushed
+def test_strangers_are_refused_in_one_sentence(hub, run, pushed, tmp_path, words, message):
     num_commits = len(hub.commits)
-    env = {**env, "HF_HOME": str(tmp_path / "strangers"), "HF_TOKEN": "hf_stranger"}
     words = words.replace("--hub_token hf_mine", "").split()
-    program = Program("-m", "loopdropout_trainer", *words, cwd=tmp_path, env=env, fresh=True)
-    assert program.wait() == 2 and "Traceback" not in program.stderr
-    assert re.fullmatch(message + ".*", program.stderr.strip().splitlines()[-1]), program.stderr[-2000:]
+    done = run("stranger", "-m", "loopdropout_trainer", *words, cwd=tmp_path, token="hf_stranger")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.fullmatch(message + ".*", done.stderr.strip().splitlines()[-1]), done.stderr[-2000:]
     assert len(hub.commits) == num_commits
 
 
-def test_another_person_loads_pushed_models(pushed, tmp_path):
-    _, env = pushed
-    python("-c", READ, "me/adapter", "me/merged", cwd=tmp_path, env=env, fresh=True)
-    python("-c", ALONE, cwd=tmp_path, env=env, fresh=True)
+def test_another_person_loads_pushed_models(run, pushed, tmp_path):
+    """A friend, who may read my private repositories."""
+    done = run("friend", "-c", READ, "me/adapter", "me/merged", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-5000:]
+    run("friend", "-c", ALONE, cwd=tmp_path, fresh=True)  # nothing may have imported this package
