@@ -2,6 +2,7 @@
 
 import configparser
 import functools
+import json
 import os
 import re
 import shutil
@@ -14,13 +15,16 @@ from packaging.version import Version
 
 from helpers.errors import user_error
 from helpers.files import ROOT
-from helpers.processes import python
+from helpers.processes import Interpreter, python
 from loopdropout_trainer import cli
 from loopdropout_trainer.files import recipe_names
 
 
-def run(*words, **options):
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, **options)
+@pytest.fixture(scope="module")
+def run():
+    """`run("-c", CODE)`: a program in an interpreter that has imported the configuration of trainers, and nothing else."""
+    with Interpreter("loopdropout_trainer.training.config") as interpreter:
+        yield interpreter.run
 
 
 def test_help_lists_every_script(capsys):
@@ -86,15 +90,37 @@ imports PEFT if it is installed.
 """
 
 
+IMPORTS = """
+import json, sys
+from loopdropout_trainer.cli import main
+steps = []
+for words in sys.argv[1:]:
+    sys.argv[1:] = words.split()
+    try:
+        main()
+        exit_code = 0
+    except SystemExit as exit:
+        exit_code = exit.code
+    steps.append([exit_code, [*sys.modules]])
+print(json.dumps(steps))
+"""
+
+
+@pytest.fixture(scope="module")
+def imports():
+    """Of each command of `LIGHT`: its exit code, and all modules after it. Since the lightest come first, one process does."""
+    lines = python("-c", IMPORTS, *LIGHT, cwd=ROOT, fresh=True).splitlines()
+    return dict(zip(LIGHT, json.loads(lines[-1]), strict=True))
+
+
 @pytest.mark.parametrize("words", LIGHT)
-def test_commands_import_only_what_they_use(words):
-    code = "import sys, atexit\natexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))\n"
-    done = run("-c", f"{code}from loopdropout_trainer.cli import main\nmain()", *words.split())
-    assert done.returncode == (2 if "learning_rat " in words else 0), done.stderr
-    assert not {*done.stderr.splitlines()} & {*LIGHT[words].split()}
+def test_commands_import_only_what_they_use(imports, words):
+    exit_code, modules = imports[words]
+    assert exit_code == (2 if "learning_rat " in words else 0)
+    assert not {*modules} & {*LIGHT[words].split()}
 
 
-def test_families_are_there_when_they_are_used():
+def test_families_are_there_when_they_are_used(run):
     code = """
 import sys
 from loopdropout_trainer import LoopDropoutConfig
@@ -106,7 +132,7 @@ print(AutoConfig.for_model("ouro").model_type)
     assert (done.stdout, done.stderr) == ("ouro\n", "")
 
 
-def test_importing_the_package_changes_no_library():
+def test_importing_the_package_changes_no_library(run):
     """Also before PEFT is imported, its classes in transformers are its own."""
     code = """
 import loopdropout_trainer.training.config, sys
@@ -119,8 +145,9 @@ assert integrations.is_kubeflow_available.__module__.startswith("transformers.")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_foreign_class_is_described_when_imported():
-    code = "from loopdropout_trainer.looped import DESCRIPTIONS\nfrom transformers import HrmTextForCausalLM\n"
+def test_foreign_class_is_described_when_imported(run):
+    code = "import sys\nassert 'loopdropout_trainer.models' not in sys.modules\n"
+    code += "from loopdropout_trainer.looped import DESCRIPTIONS\nfrom transformers import HrmTextForCausalLM\n"
     assert run("-c", f"{code}print(HrmTextForCausalLM in DESCRIPTIONS)").stdout == "True\n"
 
 
@@ -129,7 +156,8 @@ def test_import_warns_about_untested_version(tmp_path):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    (line,) = run("-c", "import loopdropout_trainer", env=env).stderr.splitlines()
+    words = [sys.executable, "-c", "import loopdropout_trainer"]
+    (line,) = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=env).stderr.splitlines()
     assert "transformers 99.0 is installed" in line and "transformers>=5.16.1,<5.25" in line
 
 
