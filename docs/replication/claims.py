@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from intervals import Estimate, estimate
+from intervals import Estimate, estimate, holm
 from runs import Study, differences
-from statsmodels.stats.multitest import multipletests
 
 
 Gains = Callable[[Study], np.ndarray]
@@ -198,7 +197,7 @@ CLAIMS = [
 
 def adjust(gains: Iterable[Estimate]) -> np.ndarray:
     """Return the p-values of one family of tests, adjusted by Holm's method."""
-    return multipletests([gain.p for gain in gains], method="holm")[1]
+    return holm([gain.p for gain in gains])
 
 
 def decide(studies: dict[str, Study]) -> tuple[pd.DataFrame, dict[str, str]]:

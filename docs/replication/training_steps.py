@@ -11,9 +11,8 @@ import sys
 import numpy as np
 import pandas as pd
 from claims import format_p, verdict, with_interval
-from intervals import Estimate, estimate
+from intervals import Estimate, estimate, holm
 from runs import RUNS, Study, differences
-from statsmodels.stats.multitest import multipletests
 
 
 SELECTION_SEED = 30
@@ -42,7 +41,7 @@ def registered_tests(study: Study) -> dict[str, tuple[Estimate, float]]:
     """
     late, early = gains(study, 1200), gains(study, 150)
     found = {"gain": estimate(late), "change": estimate(late - early)}
-    adjusted = multipletests([test.p for test in found.values()], method="holm")[1]
+    adjusted = holm([test.p for test in found.values()])
     return dict(zip(found, zip(found.values(), adjusted, strict=True), strict=True))
 
 

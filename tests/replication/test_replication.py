@@ -30,7 +30,7 @@ import serving_depth  # noqa: E402
 import tiny_study  # noqa: E402
 import transfer  # noqa: E402
 import transfer_page  # noqa: E402
-from intervals import estimate, estimate_two_way  # noqa: E402
+from intervals import estimate, estimate_two_way, holm  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,14 @@ def rows():
     return pd.read_csv(make.RUNS)
 
 
-def test_pages_are_written_from_the_file(rows):
+@pytest.fixture(scope="module")
+def decided(rows):
+    """The claims with their tests, and the claims whose differences equal another claim's."""
+    return make.decide(make.parts(rows)[0])
+
+
+def test_pages_are_written_from_the_file(rows, decided, monkeypatch):
+    monkeypatch.setattr(make, "decide", lambda studies: decided)  # of the same rows
     tables, numbers, appendix = make.make_texts(*make.parts(rows))
     assert make.APPENDIX.read_text(encoding="utf-8") == appendix
     assert transfer_page.PAGE.read_text(encoding="utf-8") == transfer_page.make_page(transfer.DESIGN.read_lines())
@@ -49,18 +56,18 @@ def test_pages_are_written_from_the_file(rows):
     assert make.fill(pages[0], dict.fromkeys(tables, "another"), {}).count("another") > 5
 
 
-def test_comparisons_have_one_adjusted_p(rows):
+def test_comparisons_have_one_adjusted_p(decided):
     table = pd.read_csv(make.CSV)
-    claims, same = make.decide(make.parts(rows)[0])
+    claims, same = decided
     assert table["adjusted_p"].tolist() == pytest.approx(claims["adjusted"].tolist()) and len(same) == 4
     stricter = table[["adjusted_p", "adjusted_p_without_selection_seed"]].max(axis=1)
     assert ((stricter < 0.05) == (table["verdict"] != "not significant")).all()
     assert table["verdict"].value_counts().tolist() == [56, 14, 1]
 
 
-def test_families_are_adjusted_alone(rows):
+def test_families_are_adjusted_alone(decided):
     table = pd.read_csv(make.CSV)
-    claims = make.decide(make.parts(rows)[0])[0]
+    claims = decided[0]
     assert claims["family_p"].tolist() == pytest.approx(table["family_p"].tolist())
     assert claims["family_verdict"].tolist() == table["family_verdict"].tolist()
     for question, part in table.groupby("question"):
@@ -75,9 +82,8 @@ def test_families_are_adjusted_alone(rows):
         assert f"verdict among {(claims['question'] == question).sum()} tests" in page
 
 
-def test_forest_has_every_base_model(rows):
-    claims = make.decide(make.parts(rows)[0])[0]
-    table = evidence.forest_table(claims)
+def test_forest_has_every_base_model(decided):
+    table = evidence.forest_table(decided[0])
     assert len(table) == 4 + 3 + 2 * 2 * 16 and (table["low"] <= table["mean"]).all()
     results = transfer.Results(transfer.DESIGN.read_lines())
     own = table[(table["group"] == "study A") & (table["base"] != evidence.MEAN)].set_index(["place", "base"])["mean"]
@@ -217,6 +223,11 @@ def test_estimate_of_one_number_a_seed_is_students_t():
     found = estimate(values[:, None])
     assert (found.mean, found.p) == pytest.approx((1.8, expected.pvalue))
     assert [found.low, found.high] == pytest.approx(list(expected.confidence_interval()))
+
+
+@pytest.mark.parametrize("p_values", [[0.04, 0.01, 0.03, 0.5], [0.6, 0.9, 0.6], [0.02]])
+def test_holm_matches_statsmodels(p_values):
+    assert holm(p_values).tolist() == multipletests(p_values, method="holm")[1].tolist()
 
 
 @pytest.mark.parametrize("by_seed", [0.5, 0.0])
