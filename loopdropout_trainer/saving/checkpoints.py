@@ -51,7 +51,7 @@ def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
         fault = find_fault(folder)
         if fault is None:
             return Checkpoint(folder)
-        _warn_once(f"The checkpoint {folder} is not used, because it {fault}.")
+        warn_once(f"The checkpoint {folder} is not used, because it {fault}.")
     return None
 
 
@@ -131,5 +131,5 @@ def delete_older_checkpoints(newest: str | Path, limit: int | None, best: str | 
 
 
 @cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     logger.warning(message)

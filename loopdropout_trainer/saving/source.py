@@ -23,7 +23,7 @@ from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results import RECIPE_FILE, RUN_FILE, read_own_results, read_recipe, recipe_path
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, Kind, Source
 from loopdropout_trainer.saving.hub import download_small_files
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
@@ -72,7 +72,10 @@ def find_source(
     if files.folder != given.resolve():  # a named adapter
         metadata = read_metadata(files.folder) or metadata
     source = _read_source(text, files, given.resolve(), repository, commit, metadata)
-    return replace(source, columns=_read_columns(source))
+    source = replace(source, columns=_read_columns(source))
+    if source.is_adapter and source.run == source.saved_in:
+        _warn_of_later_results(source)
+    return source
 
 
 def find_source_of(name: str | Path, adapter: str | Path | None = None, revision: str | None = None) -> Source:
@@ -187,6 +190,30 @@ def _has_ended_in_python(folder: Path) -> bool:
         return False
     steps = [checkpoint_step(path) for path in list_checkpoints(folder)]  # a later training may have been stopped
     return isinstance(step, int) and step >= max(steps, default=0)
+
+
+def _warn_of_later_results(source: Source) -> None:
+    """Warn if a training has ended in the folder of a run after the adapter there was saved.
+
+    In Python, `train` writes the results and `save_model` the adapter, so a training that was continued can lack the second.
+    """
+    step = source.metadata.get("step")
+    if step is None or source.training_id is None:  # an older adapter, or one of another program
+        return
+    for row in read_own_results(source.run):
+        if row["task"] != "training" or row.get("training") is None:
+            continue
+        is_same = row["training"] == source.training_id
+        if is_same and row["step"] <= step:
+            return
+        results = f"step {row['step']:,}" if is_same else "another training"
+        newest = newest_checkpoint(source.run)
+        other = f", or use {newest}" if newest else ""
+        warn_once(
+            f"{source.name} holds the adapter of step {step:,}, but the results there are of {results}. After a training in "
+            f"Python, call `trainer.save_model()`{other}."
+        )
+        return
 
 
 def _read_source(

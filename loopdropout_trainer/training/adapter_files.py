@@ -88,7 +88,8 @@ class AdapterFilesMixin:
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir
-        step = self.state.global_step if _internal_call else saved_step(self)
+        is_checkpoint = _internal_call and output_dir is not None
+        step = self.state.global_step if is_checkpoint else saved_step(self)
         trained_last = self.looped.trained_with.get("training_id") == self.training_id  # and no other trainer since
         if trained_last:
             self.looped.trained_with = {**self.looped.trained_with, "step": step}

@@ -511,3 +511,41 @@ def test_finished_run_that_is_merged_later_has_the_facts_of_its_training(hub, tm
     saved, merged = (json.loads((folder / "loop_dropout.json").read_text()) for folder in (run, run / "merged"))
     for name in ("training_id", "prompt_template", "method", "seed", "step", "base_revision"):
         assert merged[name] == saved[name] is not None, name
+
+
+def test_adapter_that_a_later_training_did_not_replace_is_named(make_sft, tmp_path, log):
+    def trainer(max_steps):
+        fields = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
+        return make_sft(load_model("tiny-ouro"), output_dir=str(tmp_path), **fields)
+
+    def warning():
+        log.clear()
+        find_source(tmp_path / "checkpoint-2")  # the adapter of a checkpoint has no results of its own
+        find_source(tmp_path)
+        return log.text
+
+    first = trainer(2)
+    first.train()
+    first.save_model()
+    assert warning() == ""
+    second = trainer(4)
+    second.train(resume_from_checkpoint=True)
+    message = f"{tmp_path} holds the adapter of step 2, but the results there are of"
+    advice = "After a training in Python, call `trainer.save_model()`, or use"
+    assert f"{message} step 4. {advice} {tmp_path}/checkpoint-4." in warning()
+    assert warning() == ""  # once in a process
+    trainer(2).train()
+    assert f"{message} another training. {advice}" in warning()
+    second.save_model()
+    second.record_training(0)
+    assert warning() == ""
+
+
+def test_saved_step_is_the_step_of_the_weights(make_sft, tmp_path):
+    """Also when the trainer saves for a push, where transformers marks the save as its own."""
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2, "load_best_model_at_end": True}
+    trainer = make_sft(output_dir=str(tmp_path), save_strategy="steps", greater_is_better=True, **fields)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    trainer.save_model(_internal_call=True)
+    assert find_source(tmp_path).columns["step"] == 1
