@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
@@ -30,11 +30,13 @@ class DataArguments:
     datasets: list[dict[str, Any]] | None = option(
         None,
         "Several data sets or files, as in TRL: mappings with `path` (a name, a folder or a file), and if needed `name`, "
-        "`revision`, `split`, `data_dir`, `data_files`, `columns` and `fraction`, the share in the mixture.",
+        "`revision`, `split`, `data_dir`, `data_files`, `columns`, `column_mapping` and `fraction`, the share in the mixture.",
         kinds="a list of items such as `- path: chats.jsonl`",
     )
     eval_files: list[str] | None = option(None, "Files to evaluate on, instead of held-out examples.")
-    column_mapping: dict[str, str] | None = option(None, "{expected column: column of the dataset}.")
+    column_mapping: dict[str, str] | None = option(
+        None, "{expected column: column of the dataset}, of all `datasets` without a `column_mapping` of their own."
+    )
     num_train_examples: int | None = option(None, "Number of training examples. Default: all.", at_least=1)
     num_eval_examples: int | None = option(
         None, "Number of held-out examples, the same in each run. Default: the preparation's, else 0.", at_least=0
@@ -92,6 +94,12 @@ class DataArguments:
                 "`dataset_name` or `train_files` must be set, or `datasets` for several, because there is no data to train on."
             )
         return sources
+
+    def of_source(self, source: DataSource) -> DataArguments:
+        """Return the arguments by which the rows of a source become examples, with the names of its columns."""
+        if source.column_mapping is None:
+            return self
+        return replace(self, column_mapping=source.column_mapping)
 
     @property
     def num_held_out(self) -> int:

@@ -170,7 +170,8 @@ def _load_mixture(args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_
     parts = []
     for number, part in enumerate(rows):
         title = titles[number] if len(rows) > 1 else None
-        parts.append(_make_examples(part, args, tokenizer, left_out, title, number, optional))
+        own_args = args.of_source(sources[number])
+        parts.append(_make_examples(part, own_args, tokenizer, left_out, title, number, optional))
     sizes = [len(part.rows) for part in parts]
     if len(parts) == 1:
         return Mixture(parts[0], titles, sizes)
@@ -296,7 +297,7 @@ def _make_examples(
     mapping = args.column_mapping or {}
     columns = find_columns(args, [*rows.column_names, *mapping])
     of_source = f" of {title}" if title else ""
-    _check_columns(columns, mapping, rows.column_names, of_source)
+    _check_columns(columns, mapping, rows.column_names, of_source, is_mixture=len(args.datasets or ()) > 1)
     examples = Examples(rows, examples_key(rows, args, tokenizer))
     noun = f"examples{of_source}"
     reason = f"they have no text to train on ({_describe_missing_text(columns)})"
@@ -357,7 +358,9 @@ def _complete(
     return examples.rows
 
 
-def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Sequence[str], of_source: str) -> None:
+def _check_columns(
+    columns: Sequence[str], mapping: Mapping[str, str], names: Sequence[str], of_source: str, is_mixture: bool
+) -> None:
     """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them.
 
     Args:
@@ -365,6 +368,7 @@ def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Se
         mapping: Columns of the data by their new names.
         names: Columns of the data.
         of_source: Name of the data in the message.
+        is_mixture: Whether there are several data sets, each of which can have a mapping.
     """
     needed = ({*columns} - {*mapping}) | {*mapping.values()}
     missing = sorted(needed.difference(names))
@@ -373,9 +377,10 @@ def _check_columns(columns: Sequence[str], mapping: Mapping[str, str], names: Se
     expected = ", ".join(missing)
     if not missing:
         expected = ", or ".join(" and ".join(names) for names in FORMATS)
+    place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
     raise UserError(
-        f"The data{of_source} must have {expected}, got the columns {', '.join(names)}. `column_mapping` renames columns, and "
-        "`prompt_template` makes prompts from them."
+        f"The data{of_source} must have {expected}, got the columns {', '.join(names)}. `column_mapping` renames "
+        f"columns{place}, and `prompt_template` makes prompts from them."
     )
 
 

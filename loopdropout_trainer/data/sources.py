@@ -26,7 +26,7 @@ _USUAL_NAMES = {
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set or files. In the list `datasets` of a recipe, the fields are those of TRL's `DatasetConfig`, and `revision`.
+    """A data set or files. In the list `datasets` of a recipe, the fields are those of TRL's `DatasetConfig` and two more.
 
     Attributes:
         path: Name or folder of a data set, a file, or the kind of `data_files`, such as `json`.
@@ -37,6 +37,7 @@ class DataSource:
         data_files: Files on this computer, or inside of the data set.
         columns: Columns to read. Default: all.
         fraction: Share in the mixture. Shares are divided by their sum.
+        column_mapping: {expected column: column of the data set}, instead of the recipe's.
     """
 
     path: str
@@ -47,6 +48,7 @@ class DataSource:
     data_files: str | list[str] | None = None
     columns: list[str] | None = None
     fraction: float | None = None
+    column_mapping: dict[str, str] | None = None
 
     @property
     def files(self) -> list[str]:

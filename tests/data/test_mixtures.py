@@ -102,6 +102,25 @@ def test_an_item_names_files_splits_and_columns(tokenizer):
     )
 
 
+def test_a_mapping_holds_for_all_parts_or_for_its_own(tokenizer):
+    for name, question, answer in (
+        ("q1", "question", "answer"),
+        ("q2", "question", "answer"),
+        ("r", "input", "output"),
+    ):
+        rows = [{question: f"{name}_{i}", answer: i} for i in range(3)]
+        write_lines(Path(f"{name}.jsonl"), rows)
+    shared = {"prompt_template": "{question} =", "target_prefix": " ", "column_mapping": {"completion": "answer"}}
+    same = [{"path": "q1.jsonl"}, {"path": "q2.jsonl"}]
+    other = {"path": "r.jsonl", "column_mapping": {"question": "input", "completion": "output"}}
+    train = load(tokenizer, *same, other, **shared)["train"]
+    expected = {(f"{name}_{i} =", f" {i}") for name in ("q1", "q2", "r") for i in range(3)}
+    assert {*zip(train["prompt"], train["completion"], strict=True)} == expected
+    without = [{"path": "a.jsonl", "column_mapping": {}}, {"path": "q1.jsonl"}]  # the columns have their names already
+    mapping = {"prompt": "question", "completion": "answer"}
+    assert {*load(tokenizer, *without, column_mapping=mapping)["train"]["prompt"]} >= {"a0 =", "q1_0"}
+
+
 def test_parts_of_a_file_have_their_own_usable_rows(tokenizer):
     """The cache of the first part's usable rows is not taken for the second part's."""
     rows = [{"prompt": f"a{i} =", "completion": f" {i}" if i >= 3 else " ", "text": f"b{i}"} for i in range(20)]
@@ -126,12 +145,18 @@ WRONG = [
     ([{**A, "split": 3}], "`split` in `datasets` must be str, got 3"),
     ([{"split": "train"}], "`path` must be set for each item of `datasets`"),
     ([{"path": "json"}], "`data_files` must be set if `path` is json"),
+    ([{**A, "column_mapping": ["prompt"]}], "`column_mapping` in `datasets` must be dict"),
+    (
+        [A, {**B, "column_mapping": {"prompt": "x"}}],
+        "The data of b.jsonl must have x, got the columns prompt, completion",
+    ),
     (["a.jsonl"], r"An item of `datasets` must be a mapping such as {path: a.jsonl}, got 'a.jsonl'"),
     ([A, {"path": "none.jsonl"}], "none.jsonl cannot be loaded"),
     ([A, {**B, "columns": ["prompt", "x"]}], "`columns` of b.jsonl must be among prompt, completion, got x"),
     (
         [A, {"path": "other.jsonl"}],
-        "The data of other.jsonl must have .*prompt and completion.* got the columns question",
+        "The data of other.jsonl must have .*prompt and completion.* got the columns question, answer. `column_mapping` "
+        "renames columns .for one data set, in its item of `datasets`., and",
     ),
     (
         [A, {"path": "a_chat.jsonl"}],

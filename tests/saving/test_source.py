@@ -543,7 +543,13 @@ def test_adapter_that_a_later_training_did_not_replace_is_named(make_sft, tmp_pa
 
 def test_saved_step_is_the_step_of_the_weights(make_sft, tmp_path):
     """Also when the trainer saves for a push, where transformers marks the save as its own."""
-    fields = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 2, "load_best_model_at_end": True}
+    fields = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 2,
+        "load_best_model_at_end": True,
+    }
     trainer = make_sft(output_dir=str(tmp_path), save_strategy="steps", greater_is_better=True, **fields)
     trainer.train()
     assert trainer.state.best_global_step == 1
