@@ -122,7 +122,8 @@ class AdapterArguments:
     help_title = "Adapter"
 
     adapter_name_or_path: str | None = option(
-        None, "Adapter to start from, with its own rank and layers. Default: a new adapter."
+        None,
+        "Adapter (folder or `user/name@branch`) to start from, with its own rank and layers. Default: a new adapter.",
     )
     lora_r: int = option(16, "Rank of the adapter.", at_least=1, at_most=65536)
     lora_alpha: int = option(32, "Scale of the update, (alpha / r) B A.", at_least=1)

@@ -107,6 +107,19 @@ def check_name(name: str, hint: str = "") -> None:
         raise UserError(f"The folder {name} does not exist.{hint}")
 
 
+def hint_at_login(error: BaseException | None) -> str:
+    """Return the end of a message about a repository on the Hub that is not there for a person without access, or ""."""
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    while error is not None:
+        response = getattr(error, "response", None)
+        is_forbidden = isinstance(error, HfHubHTTPError) and getattr(response, "status_code", None) in (401, 403)
+        if is_forbidden or isinstance(error, RepositoryNotFoundError):  # also of a gated repository
+            return " A private or gated repository needs `hf auth login` or HF_TOKEN."
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def find_write_error(error: BaseException) -> str | None:
     """Return why a file could not be written, such as "No space left on device", or None for another error."""
     if isinstance(error, UserError):  # which explains itself

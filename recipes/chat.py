@@ -48,7 +48,7 @@ class ChatArguments(DepthArguments):
 
     first_words = "MODEL [PROMPT]"
 
-    model: str = option(..., "Folder or Hub name of an adapter or a model, or `tiny-ouro`.")
+    model: str = option(..., "Folder or Hub name (`user/name@branch`) of an adapter or a model, or `tiny-ouro`.")
     prompt: str | None = option(None, "Prompt. Default: each line of the standard input.")
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths. Default: the depth of the training.", **DEPTH_BOUNDS

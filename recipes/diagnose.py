@@ -62,7 +62,7 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
 
     first_words = "[RECIPE.yaml] [ADAPTER ...]"
 
-    adapters: list[str] = option([], "Folders or Hub names of adapters and models.")
+    adapters: list[str] = option([], "Folders or Hub names (`user/name@branch`) of adapters and models.")
     diagnostics: list[str] = option([*DIAGNOSTICS[:3]], "Diagnostics to run.", choices=DIAGNOSTICS)
     task: str = option(
         DEVELOPMENT, "Task whose reference solutions are scored, or `development` for held-out examples."

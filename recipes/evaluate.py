@@ -54,7 +54,9 @@ class EvaluationArguments(BenchmarkArguments):
 
     benchmarks: list[str] = option([], "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).")
     adapter: list[str] = option(
-        ["none"], "Adapters and models as PATH or NAME=PATH, folders or Hub names. `none` is the base model."
+        ["none"],
+        "Adapters and models as PATH or NAME=PATH, folders or Hub names (`user/name@branch`). `none` is "
+        "the base model.",
     )
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths. Default: `num_loops`, or the depth of the training.", **DEPTH_BOUNDS

@@ -22,7 +22,7 @@ class ExportArguments:
 
     first_words = "ADAPTER"
 
-    adapter: str = option(..., "Folder or Hub name of the adapter.")
+    adapter: str = option(..., "Folder or Hub name (`user/name@branch`) of the adapter.")
     output_dir: str = option(..., "Folder for the adapter in the authors' format.")
 
 

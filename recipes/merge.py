@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loopdropout_trainer.arguments import option
-from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import check_link
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.cards import read_card_fields
@@ -30,7 +30,7 @@ class MergeArguments:
 
     first_words = "ADAPTER"
 
-    adapter: str = option(..., "Folder or Hub name of the adapter.")
+    adapter: str = option(..., "Folder or Hub name (`user/name@branch`) of the adapter.")
     output_dir: str | None = option(None, "Folder for the merged model. Default: `merged` in the adapter's folder.")
     model_name_or_path: str | None = option(
         None, "Hub name or folder of the base model. Default: as in adapter_config.json."
@@ -47,6 +47,11 @@ class MergeArguments:
     )
     hub_model_id: str | None = option(None, "Name on the Hub (`user/model`) to push to.")
     hub_private_repo: bool | None = option(None, "Whether a new repository is private.")
+    hub_revision: str | None = option(None, "Branch to push to, which is created if it is missing. Default: `main`.")
+
+    def __post_init__(self):
+        if self.hub_revision is not None and self.hub_model_id is None:
+            raise UserError("`hub_model_id` must be set if `hub_revision` is set.")
 
 
 ARGUMENTS = (MergeArguments,)
@@ -82,7 +87,10 @@ def main(argv: list[str] | None = None) -> None:
 
     # Push
     if args.hub_model_id:
-        print(f"Pushed to {push_merged_to_hub(merged, args.hub_model_id, private=args.hub_private_repo)}")
+        address = push_merged_to_hub(
+            merged, args.hub_model_id, private=args.hub_private_repo, revision=args.hub_revision
+        )
+        print(f"Pushed to {address}")
 
 
 if __name__ == "__main__":

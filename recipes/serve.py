@@ -41,7 +41,7 @@ class ServeArguments:
 
     first_words = "MODEL"
 
-    model: str = option(..., "Folder or Hub name of an adapter or a model, or `tiny-ouro`.")
+    model: str = option(..., "Folder or Hub name (`user/name@branch`) of an adapter or a model, or `tiny-ouro`.")
     num_loops: int | None = option(None, "Recurrence depth. Default: the depth of the training.", **DEPTH_BOUNDS)
     gates: str | None = option(None, "Gates of the adapter such as 1-0-0-0, or `loop 1`. Default: unit gates.")
     chat_template: str | None = option(

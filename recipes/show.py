@@ -24,8 +24,9 @@ class ShowArguments:
 
     first_words = "NAME [NAME ...]"
 
-    names: list[str] = option(..., "Folders or Hub names of runs, adapters and models, or `tiny-ouro`.")
-    revision: str | None = option(None, "Branch, tag or commit of names on the Hub.")
+    names: list[str] = option(
+        ..., "Folders or Hub names (`user/name@branch`) of runs, adapters and models, or `tiny-ouro`."
+    )
 
 
 ARGUMENTS = (ShowArguments,)
@@ -33,7 +34,7 @@ ARGUMENTS = (ShowArguments,)
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "names"), __doc__)
-    texts = [repr(find_source(name, revision=args.revision, accept=ALL_KINDS)) for name in args.names]
+    texts = [repr(find_source(name, accept=ALL_KINDS)) for name in args.names]
     print("\n\n".join(texts))
 
 

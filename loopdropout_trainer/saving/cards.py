@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.data.sources import describe_data, read_sources
-from loopdropout_trainer.files import read_text
+from loopdropout_trainer.files import public_name, read_text
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
@@ -59,21 +59,20 @@ def write_model_card(
     metadata, base = getattr(looped, "trained_with", {}), base_name(model)
     rule, depths = metadata.get("rule"), metadata.get("depths") or [num_loops]
     is_quantized = getattr(looped.config, "quantization_config", None) is not None
-    public_name = lambda name: name if name is None or is_hub_name(name) else Path(name).name
     license_fields = _license_of(base)
     facts = {
-        "Base model": public_name(base),
+        "Base model": public_base_name(model),
         "Commit of the base model": getattr(looped, "base_revision", None),
         "License of the base model": license_fields.get("license"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": metadata.get("p"),
-        "Trained from the adapter": public_name(metadata.get("initial_adapter")),
+        "Trained from the adapter": _public(metadata.get("initial_adapter")),
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
         "Factor of the merged update": None if scale == 1 else scale,
         "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
-        "Training data": data_description or ", ".join(map(str, map(public_name, names))) or None,
+        "Training data": data_description or ", ".join(map(str, map(_public, names))) or None,
         "Held-out loss (nats per token)": _held_out_loss(results) if scale == 1 else None,
     }
     own_tags = ["looped-language-model", "lora", "loop-dropout"]
@@ -165,6 +164,15 @@ def base_name(model: PeftModel) -> str | None:
     """Return the Hub name or folder of the model that an adapter was trained on."""
     config = model.peft_config[model.active_adapters[0]]
     return config.base_model_name_or_path or find_looped_model(model).config.name_or_path or None
+
+
+def public_base_name(model: PeftModel) -> str | None:
+    """Return the name of the model that an adapter was trained on, without the folders of this computer."""
+    return _public(base_name(model))
+
+
+def _public(name: str | None) -> str | None:
+    return name if name is None or is_hub_name(name) else Path(public_name(name)).name
 
 
 @functools.cache

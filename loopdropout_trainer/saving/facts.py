@@ -12,6 +12,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.saving import integrity
+from loopdropout_trainer.saving.hub import split_revision
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter
 
 
@@ -148,7 +149,10 @@ class Source:
 
         Without another base model, only a given `revision` replaces the revision of the training.
         """
-        base = self.base if base is None else str(model_path(base))
+        if base is None:
+            base = self.base
+        else:
+            base, revision = split_revision(str(model_path(base)), revision)
         if base == self.base:
             return replace(self, revision=revision or self.revision)
         own_tokenizer = self.tokenizer[0] != self.base
@@ -197,48 +201,69 @@ class Source:
             "kind": self.kind,
             "folder": str(self.folder),
             "repository": _at(self.repository, self.commit),
-            "run": str(self.run) if self.recipe else None,
-            "base model": _at(public_name(self.base), self.revision) if self.is_adapter else None,
-            "rule": self.rule,
-            "depth": self._depth_text(),
-            "gates": self._gates_text(),
-            "tokenizer": _at(public_name(self.tokenizer[0]), self.tokenizer[1]) if self.tokenizer[0] else None,
-            "prompts": self._prompts_text(),
-            "data type": self.dtype,
-            "quantization": json.dumps(self.quantization) if self.quantization else None,
-            "results": ", ".join(f"{name}={value}" for name, value in self.columns.items() if value is not None),
-            "training": self.training_id,
+            "run": str(self.run) if self.recipe and self.run != self.folder else None,
+            "base model": self._base_text(),
         }
+        if self.kind != "unfinished run":  # of which only the recipe is known
+            facts |= {
+                "rule": self.rule,
+                "method": self._method_text(),
+                "depth": self._depth_text(),
+                "gates": self._gates_text(),
+                "tokenizer": self._tokenizer_text(),
+                "prompts": self._prompts_text(),
+                "data type": self.dtype,
+                "quantization": json.dumps(self.quantization) if self.quantization else None,
+                "training": self.training_id,
+            }
         return {title: text for title, text in facts.items() if text}
 
     def describe(self) -> str:
         """Return the line that each command prints: what the name is, and what it runs with."""
         facts = self.lines()
-        base = facts.get("base model") or _at(public_name(self.base), self.revision)
-        parts = [
-            f"base model {base}",
-            facts["depth"],
-            f"tokenizer {facts.get('tokenizer')}",
-            f"prompts {facts['prompts']}",
-        ]
-        return f"{facts['name']}: {self.kind}, {', '.join(parts)}"
+        kind = self.kind
+        if "base model" in facts:
+            kind += f" of {facts['base model']}"
+        parts = [kind, facts["depth"], f"tokenizer: {facts['tokenizer']}", f"prompts: {facts['prompts']}"]
+        return f"{_at(facts['name'], self.commit)}: {', '.join(parts)}"
+
+    def _base_text(self) -> str | None:
+        """Return the base model of an adapter, or of a merged model that knows it."""
+        if self.is_adapter:
+            return _at(public_name(self.base), self.revision)
+        return _at(self.metadata.get("base_model"), self.metadata.get("base_revision"))
+
+    def _method_text(self) -> str | None:
+        """Return the names of the training in tables of results."""
+        names = [f"{name} {self.columns[name]}" for name in ("seed", "step") if self.columns.get(name) is not None]
+        if self.is_adapter and names:
+            return ", ".join([self.columns["method"], *names])
+        return None
 
     def _depth_text(self) -> str:
         if self.num_loops is None:
-            return "the model's own"
-        text = f"K = {self.num_loops}"
+            return "the base model's depth" if self.is_adapter else "the model's own depth"
         if self.has_one_depth:
-            return f"{text} only"
+            return f"K = {self.num_loops}, runs at no other depth"
         if self.depths and self.depths[0] != self.depths[1]:
-            return f"{text}, trained at {self.depths[0]} to {self.depths[1]}, runs at any"
-        return f"{text}, runs at any"
+            return f"K = {self.num_loops}, trained at {self.depths[0]} to {self.depths[1]}, runs at any depth"
+        return f"K = {self.num_loops}, runs at any depth"
 
     def _gates_text(self) -> str:
         if self.gates == "none":
             return "none, since it has no adapter"
         if self.has_one_depth:
-            return f"unit gates, or any, at K = {self.num_loops}"
-        return "unit gates, or any"
+            return f"any at K = {self.num_loops}, by default unit gates"
+        return "any, by default unit gates"
+
+    def _tokenizer_text(self) -> str:
+        name, revision = self.tokenizer
+        own_folders = {str(self.folder), str(self.saved_in)}
+        if name in own_folders or not self.is_adapter and name == self.base:
+            return "its own"
+        if self.is_adapter and name == self.base:
+            return "the base model's"
+        return _at(public_name(name), revision) or "none"
 
     def _prompts_text(self) -> str:
         if self.prompt_template is not None:

@@ -5,13 +5,37 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line
+from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line, hint_at_login
+from loopdropout_trainer.files import model_path
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
 
 
 _SMALL_FILES = ["*.json", "*.jinja", "*token*", "*adapter_*", "looped.py", RECIPE_FILE, RESULTS_FILE]
 """Files of a repository that tell what it is. The weights of an adapter are among them, a model's are not."""
 _LARGE_FILES = ["*checkpoint-*/*", "global_step*/*"]
+
+
+def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return a name without its revision, and the revision. `user/model@branch` is the branch of a repository on the Hub.
+
+    Args:
+        name: Folder, Hub name, or Hub name with `@` and a branch, tag or commit, as in `hf://` addresses.
+        revision: Branch, tag or commit that is given apart from the name.
+
+    Raises:
+        UserError: If there are two revisions, or one of a folder.
+    """
+    repository, _, own = name.partition("@")
+    if not own or Path(name).expanduser().is_dir():
+        return name, revision
+    if Path(model_path(repository)).expanduser().is_dir():
+        raise UserError(f"Only a repository on the Hub has branches, and {repository} is a folder, got {name!r}.")
+    if revision not in (None, own):
+        raise UserError(
+            f"{repository} must have one revision, got {own!r} in its name and {revision!r}. Remove `@{own}` from the name, "
+            f"and set `model_revision` (in Python `revision`) to {own!r}."
+        )
+    return repository, own
 
 
 def download_small_files(name: str, revision: str | None, what: str) -> tuple[Path, str]:
@@ -26,11 +50,14 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
         UserError: If the repository cannot be read.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RevisionNotFoundError
 
     hint = closest_match(name, ["tiny-ouro"])
     check_name(name, hint)
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES)
+    except RevisionNotFoundError as error:
+        raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from error
     except (OSError, ValueError) as error:
         if Path(name).parent.is_dir():  # so that a folder was meant
             raise UserError(
@@ -38,7 +65,7 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
             ) from error
         raise UserError(
             f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "
-            f"Hub ({first_line(error)}).{hint}"
+            f"Hub ({first_line(error)}).{hint}{hint_at_login(error)}"
         ) from error
     return Path(folder), Path(folder).name
 

@@ -29,7 +29,13 @@ from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.authors_format import write_authors_format
-from loopdropout_trainer.saving.cards import base_name, name_repository, without_folders, write_model_card
+from loopdropout_trainer.saving.cards import (
+    base_name,
+    name_repository,
+    public_base_name,
+    without_folders,
+    write_model_card,
+)
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import is_hub_name
 from loopdropout_trainer.saving.metadata import write_metadata
@@ -191,7 +197,8 @@ def _write_merged(
     if card.get("recipe"):
         (output_dir / RECIPE_FILE).write_text(without_folders(card["recipe"]), encoding="utf-8")
     kind = "standalone model" if own_map else "merged model"
-    write_metadata(output_dir, {**find_looped_model(model).trained_with, "kind": kind, "scale": scale})
+    facts = {"kind": kind, "scale": scale, "base_model": public_base_name(model)}
+    write_metadata(output_dir, {**find_looped_model(model).trained_with, **facts})
     write_model_card(output_dir, model, repo_id=repo_id, merged=True, scale=scale, **card)
 
 

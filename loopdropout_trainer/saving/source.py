@@ -25,7 +25,7 @@ from loopdropout_trainer.results import RECIPE_FILE, RUN_FILE, read_own_results,
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, Kind, Source
-from loopdropout_trainer.saving.hub import download_small_files
+from loopdropout_trainer.saving.hub import download_small_files, split_revision
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter, holds_adapter, read_saved_adapter
 
@@ -47,8 +47,8 @@ def find_source(
     """Find out what a name is and what it runs with.
 
     Args:
-        name: Folder, Hub name or `tiny-ouro`.
-        revision: Branch, tag or commit of a Hub name.
+        name: Folder, Hub name, Hub name with its revision (`user/name@branch`), or `tiny-ouro`.
+        revision: Branch, tag or commit of a Hub name without one.
         accept: Kinds that the caller can use.
         what: Noun for the thing in messages.
 
@@ -60,15 +60,15 @@ def find_source(
     given = Path(model_path(text)).expanduser()
     repository = commit = None
     if not given.is_dir():
-        repository = text
-        given, commit = download_small_files(text, revision, what)
+        repository, revision = split_revision(text, revision)
+        given, commit = download_small_files(repository, revision, what)
     metadata = read_metadata(given)
     files = _find_files(given.resolve(), text, metadata)
     if files.kind not in accept:
         raise UserError(_refusal(files.kind, text, given))
     if files.kind == "unfinished run":
         run, recipe = recipe_path(given).parent, read_recipe(given)
-        return Source(text, files.kind, given.resolve(), repository, commit, run, recipe=recipe)
+        return Source(text, files.kind, given.resolve(), repository, commit, run=run, recipe=recipe)
     if files.folder != given.resolve():  # a named adapter
         metadata = read_metadata(files.folder) or metadata
     source = _read_source(text, files, given.resolve(), repository, commit, metadata)
@@ -84,7 +84,8 @@ def find_source_of(name: str | Path, adapter: str | Path | None = None, revision
     Args:
         name: Model or adapter, or the base model of `adapter`.
         adapter: Adapter over the base model `name`.
-        revision: Branch, tag or commit of a repository `name`. For an adapter in a folder, of its base model.
+        revision: Branch, tag or commit of a repository `name`. For an adapter in a folder, of its base model. A revision of
+            `adapter` is part of its name (`user/adapter@branch`).
     """
     if adapter is not None:
         return find_source(adapter, accept=("adapter",), what="adapter").with_base(str(name), revision)
@@ -330,7 +331,7 @@ def _prompt_template(recipe: Mapping[str, Any]) -> str | None:
 
 def _read_columns(source: Source) -> dict[str, Any]:
     """Return the columns that identify results of a source, from its metadata or the results of its training."""
-    place = source.repository or str(source.folder)
+    place = source.name if source.repository else str(source.folder)  # with the branch of a repository
     name = Path(source.name).resolve().name
     if not source.is_adapter:
         return {"method": name, "model": place}

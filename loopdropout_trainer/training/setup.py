@@ -161,7 +161,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
         check_devices(args)
         model = skeleton = arguments["model"] = model_path(arguments["model"])
-        revision = (args.model_init_kwargs or {}).get("revision")
+        revision = (args.model_init_kwargs or {}).get("revision") or "main"
         self.saved_facts = {}
         if isinstance(model, str):
             with explain_loading(model):

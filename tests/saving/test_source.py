@@ -19,6 +19,7 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.loading import ModelLoader, load
 from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
+from loopdropout_trainer.serving.variants import ModelNames
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -173,8 +174,94 @@ TABLE = {
 }
 
 
+OF_BASE = f"of {BASE} at {V1}, K = 4, runs at any depth, tokenizer: its own, prompts: {PROMPT!r}"
+LINES = {
+    "base folder": "tiny-ouro: base model, K = 4, runs at any depth, tokenizer: its own, prompts: the tokenizer's chat "
+    "template, else plain text",
+    "base at a tag": f"{BASE} at {V1}: base model, K = 4, runs at any depth, tokenizer: its own, prompts: the tokenizer's "
+    "chat template, else plain text",
+    "checkpoint": f"{{place}}: adapter {OF_BASE}",
+    "named": f"{{place}}: adapter {OF_BASE}",
+    "merged": f"{{place}}: merged model {OF_BASE}",
+    "standalone": f"{{place}}: standalone model {OF_BASE}",
+    "independent": f"{{place}}: adapter of {BASE} at {MAIN}, K = 3, runs at no other depth, tokenizer: its own, "
+    f"prompts: {PROMPT!r}",
+    "authors": f"{{place}}: adapter of {BASE} at {V1}, K = 4, runs at any depth, tokenizer: the base model's, prompts: the "
+    "tokenizer's chat template, else plain text",
+    "old": f"{{place}}: adapter of {BASE} at v1, the base model's depth, tokenizer: its own, prompts: {PROMPT!r}",
+    "adapter on the Hub": f"user/adapter at {ADAPTER}: adapter {OF_BASE}",
+    "merged on the Hub": f"user/merged at {MERGED}: merged model {OF_BASE}",
+}
+"""What each command prints, as a user reads it."""
+
+
 def find(places, kind):
     return find_source(places[kind], revision="v1" if kind == "base at a tag" else None)
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_each_kind_of_name_is_described_in_plain_words(places, kind):
+    assert find(places, kind).describe() == LINES[kind].replace("{place}", str(places[kind]))
+
+
+def test_unfinished_run_shows_only_known_facts(places):
+    shown = find_source(places["stopped"], accept=ALL_KINDS)
+    assert shown.lines() == {
+        "name": str(places["stopped"]),
+        "kind": "unfinished run",
+        "folder": str(places["stopped"]),
+    }
+    assert shown.run == places["stopped"]
+
+
+def test_revision_is_part_of_a_name(hub, places, tmp_path, capsys):
+    """All commands and functions read it, also of a base model, and a folder with such a name stays a folder."""
+    hub.put("user/adapter", "try-1", "b" * 40, places["run of main"])
+    expected = find_source("user/adapter", revision="try-1")
+    assert expected.commit == "b" * 40 and expected.num_loops == 2
+    name = "user/adapter@try-1"
+    assert find_source(name).columns["adapter"] == name  # so that two branches differ in one table
+    for command, words in COMMANDS.items():
+        if command == "export":
+            continue
+        capsys.readouterr()
+        load_script(f"recipes/{command}.py").main(words(name, tmp_path / command))
+        assert f" at {expected.commit}" in capsys.readouterr().out
+    assert ModelNames(expected, 2).find("user/adapter@K=4").num_loops == 4
+    assert ModelNames(find_source(name), 2).find(f"{name}@K=4").num_loops == 4
+    assert find_source(f"{BASE}@v1").base == BASE and find_source(f"{BASE}@v1").commit == V1
+    load_script("recipes/merge.py").main(
+        [str(places["run"]), "--model_name_or_path", f"{BASE}@v1", "--output_dir", str(tmp_path / "of v1")]
+    )
+    with user_error("the weights that it was trained on"):
+        load_model(f"{BASE}@main", adapter="user/adapter")
+    assert load_model(BASE, adapter=name).config.num_loops == 2
+    assert find_source(copy(places["run"], "run@home")).repository is None
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("tiny-ouro@main", None, "Only a repository on the Hub has branches, and tiny-ouro is a folder"),
+        (
+            "user/adapter@main",
+            "v1",
+            "user/adapter must have one revision, got 'main' in its name and 'v1'. Remove `@main`",
+        ),
+        ("user/adapter@", None, "The folder user/adapter@ does not exist"),
+    ],
+)
+def test_wrong_revisions_of_names(places, name, revision, message):
+    with user_error(message):
+        find_source(name, revision=revision)
+
+
+def test_trainings_take_the_revision_of_the_base_model_from_its_own_field(places, tmp_path, make_sft):
+    message = f"{BASE} must have one revision, got 'v1' in its name and 'main'.* set `model_revision`"
+    with user_error(message):
+        train(tmp_path / "x", "--model_name_or_path", f"{BASE}@v1")
+    with user_error(message):
+        make_sft(model=f"{BASE}@v1")
 
 
 @pytest.mark.parametrize("kind", TABLE)
