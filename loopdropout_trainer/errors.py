@@ -109,12 +109,13 @@ def check_name(name: str, hint: str = "") -> None:
 
 def hint_at_login(error: BaseException | None) -> str:
     """Return the end of a message about a repository on the Hub that is not there for a person without access, or ""."""
+    from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     while error is not None:
         response = getattr(error, "response", None)
         is_forbidden = isinstance(error, HfHubHTTPError) and getattr(response, "status_code", None) in (401, 403)
-        if is_forbidden or isinstance(error, RepositoryNotFoundError):  # also of a gated repository
+        if is_forbidden or isinstance(error, RepositoryNotFoundError | DatasetNotFoundError):  # also if it is gated
             return " A private or gated repository needs `hf auth login` or HF_TOKEN."
         error = error.__cause__ or error.__context__
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import cycle
 from pathlib import Path
 
@@ -58,6 +58,20 @@ def decorate(
     )
 
 
+def _choose_colors(methods: Iterable[str]) -> dict[str, str]:
+    """Return a color for each method, the same one in every figure unless another method of the figure has it."""
+    colors: dict[str, str] = {}
+    for name in methods:
+        if name in COLORS:
+            colors[name] = COLORS[name]
+        elif name not in colors:
+            place = zlib.crc32(name.encode()) % len(OTHER_COLORS)
+            by_preference = [*OTHER_COLORS[place:], *OTHER_COLORS[:place]]
+            free = [color for color in by_preference if color not in colors.values()]
+            colors[name] = (free or by_preference)[0]
+    return colors
+
+
 def line_plot(
     data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str, gain_over: Mapping[str, str] | None = None
 ) -> p9.ggplot | Compose:
@@ -66,15 +80,14 @@ def line_plot(
     The vertical axis of a panel begins at zero, unless all values would be in its upper half. Then its label says so.
 
     Args:
-        data: columns `panel`, `label`, which begins with the method, `mean`, `sd` and the column named `x`.
+        data: columns `panel`, `label`, which begins with the method or its name, `mean`, `sd` and the column named `x`.
         axes: columns `x_label` and `y_label`. The index has the panels.
         title: Title of the figure.
         gain_over: A label and the label that it is compared with. Their differences are printed between their points.
     """
     labels = [*data["label"].unique()]
-    methods = [label.split(", ")[0] for label in labels]
-    # A method has the same color in every figure.
-    colors = [COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)] for name in methods]
+    by_method = _choose_colors(label.split(", ")[0] for label in labels)
+    colors = [by_method[label.split(", ")[0]] for label in labels]
     others = cycle("^v<>P*X")
     shapes = [SHAPES[label] if label in SHAPES else next(others) for label in labels]
     panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]

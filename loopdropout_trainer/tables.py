@@ -13,6 +13,7 @@ from scipy import stats
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.results import COLUMNS, read_recipe, read_results, read_samples
 
 
@@ -161,20 +162,32 @@ def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part:
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label`: the method, and the settings of its recipe in which its runs differ."""
-    results = results.assign(label=results["method"])
-    for _, rows in results.groupby("method"):
-        for name in differing(rows.filter(like="recipe_")):
-            values = rows[name].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
-            texts = f", {name.removeprefix('recipe_')} = " + values
-            results.loc[rows.index, "label"] += texts.where(rows[name].notna(), "")
-    return results
+    """Add `label` and `setting`: a name, and the settings of its recipe in which its runs differ.
+
+    The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. The
+    name in `setting` is the method.
+    """
+    variants = results["variant"]
+    is_own = variants.notna() & ~variants.isin(RULES) & (results["method"] != "base model")
+    names = variants.where(is_own, results["method"])
+    return results.assign(label=_with_settings(names, results), setting=_with_settings(results["method"], results))
 
 
-def find_baseline(label: str, labels: Iterable[str]) -> str | None:
-    """Return the first label of LoRA whose settings another label has, too, such as "LoRA, lora_r = 8"."""
-    own_parts = {"LoRA", *label.split(", ")}
-    for other in labels:
+def _with_settings(names: pd.Series, results: pd.DataFrame) -> pd.Series:
+    """Return the names of results, and the settings of their recipes in which the results of one name differ."""
+    texts = names.copy()
+    for _, rows in results.groupby(names):
+        for field in differing(rows.filter(like="recipe_")):
+            values = rows[field].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
+            settings = f", {field.removeprefix('recipe_')} = " + values
+            texts.loc[rows.index] += settings.where(rows[field].notna(), "")
+    return texts
+
+
+def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
+    """Return the first setting of LoRA that another setting has, too, such as "LoRA, lora_r = 8"."""
+    own_parts = {"LoRA", *setting.split(", ")}
+    for other in settings:
         parts = {*other.split(", ")}
         if "LoRA" in parts and parts <= own_parts:
             return other
@@ -191,12 +204,15 @@ def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
     rows = labelled(select(results, {"metric": "accuracy", "num_loops": all_depths}))
     lines = []
     for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
-        by_label = dict(tuple(part.groupby("label", sort=False)))
-        for label, ours in by_label.items():
+        groups = [*part.groupby("label", sort=False)]
+        by_setting: dict[str, pd.DataFrame] = {}
+        for _, rows in groups:
+            by_setting.setdefault(rows["setting"].iloc[0], rows)
+        for label, ours in groups:
             gain = ""
-            baseline = find_baseline(label, by_label)
+            baseline = find_baseline(ours["setting"].iloc[0], by_setting)
             if baseline is not None and ours["method"].iloc[0] not in ("LoRA", "base model"):
-                gain = difference(ours, by_label[baseline])
+                gain = difference(ours, by_setting[baseline])
             lines.append([task, f"{depth:g}", label, mean_sd(average(ours)), gain])
     return pd.DataFrame(lines, columns=["task", "K", "method", "accuracy", "minus LoRA"]).set_index(
         ["task", "K", "method"]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
-from loopdropout_trainer.errors import UserError, check_name, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line, hint_at_login, short_repr
 from loopdropout_trainer.files import model_path, read_text
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
@@ -118,7 +118,9 @@ def load_tokenizer(
         cached_file(name_or_path, "tokenizer.json", revision=revision or "main")  # its error names the Hub
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")
     except (OSError, ValueError) as error:
-        raise UserError(f"The tokenizer of {name_or_path} cannot be loaded: {error}") from error
+        raise UserError(
+            f"The tokenizer of {name_or_path} cannot be loaded: {first_line(error)}{hint_at_login(error)}"
+        ) from error
     if tokenizer.eos_token is None and PLAIN_TOKENS["eos_token"] in tokenizer.get_vocab():
         for name, token in PLAIN_TOKENS.items():
             _set_token(tokenizer, name, token)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.sources import DataSource, file_kind
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, hint_at_login
 from loopdropout_trainer.limits import check_nesting
 
 
@@ -41,7 +41,7 @@ def load_rows(source: DataSource) -> Dataset:
                 "another one."
             ) from error
         reason = str(error.__cause__ or error) or "a file is empty"
-        raise UserError(f"{source} cannot be loaded: {reason}") from error
+        raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from error
     if source.columns is None:
         return rows
     missing = {*source.columns} - {*rows.column_names}

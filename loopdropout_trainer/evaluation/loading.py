@@ -23,7 +23,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, short_repr
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, hint_at_login, short_repr
 from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
@@ -192,7 +192,7 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (OSError, KeyError, jinja2.TemplateError, DatasetsError) as error:
         reason = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else error.__cause__ or error
-        raise UserError(f"The task `{name}` cannot be loaded: {reason}") from error
+        raise UserError(f"The task `{name}` cannot be loaded: {reason}{hint_at_login(error)}") from error
 
 
 def development_task(preparation: str | None, examples: Dataset | None) -> Task:

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, check_name, first_line, short_repr
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, check_name, first_line, hint_at_login, short_repr
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.looped import (
     LoopedModelMixin,
@@ -204,7 +204,7 @@ def explain_loading(name: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"The model {name} cannot be loaded: {first_line(error)}") from error
+        raise UserError(f"The model {name} cannot be loaded: {first_line(error)}{hint_at_login(error)}") from error
 
 
 def check_checkpoint(name: str, revision: str | None = None) -> None:

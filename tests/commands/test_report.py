@@ -378,6 +378,50 @@ def test_report_compares_methods_at_equal_settings(tmp_path):
     )
 
 
+def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
+    """A difference is still to LoRA with the same settings, and the name of a rule is its title."""
+    methods = {
+        "plain": (None, 8),
+        "plain_16": (None, 16),
+        "weak": (0.25, 8),
+        "weak_16": (0.25, 16),
+        "loop_dropout": (0.5, 8),
+    }
+    for name, (p, rank) in methods.items():
+        method = "LoRA" if p is None else "Loop Dropout"
+        run_name = f"mine/{name}/lr_0.001/seed_1"
+        rows = [{"value": 10.0 * rank + (p or 0)}, {"task": "training", "metric": "train_seconds", "value": 1.0}]
+        rows.append({"task": "training", "metric": "eval_loss", "value": 2.0})
+        rows.append({"gates": "loop 1", "loop": 1, "value": 5.0})
+        write(tmp_path / run_name, rows, {"run_name": run_name, "p": p, "lora_r": rank}, method=method)
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    capsys.readouterr()
+    names = {*methods} - {"loop_dropout"} | {"Loop Dropout"}
+    for file in ("costs", "held_out_loss"):
+        lines = (tmp_path / "report" / f"{file}.md").read_text().splitlines()
+        assert {line.split("|")[1].strip() for line in lines if line.startswith("|")} >= names
+    results = report.load_results(tmp_path)
+    gains = report.accuracy_table(results).reset_index("method").set_index("method")["minus LoRA"]
+    assert gains.to_dict() == {
+        "plain": "",
+        "plain_16": "",
+        "weak": "+0.2",
+        "weak_16": "+0.2",
+        "Loop Dropout": "+0.5",
+    }
+    plot = report.overview_figure(results)
+    panels = plot.items if hasattr(plot, "items") else [plot]
+    assert all({*panel.data["label"]} == names for panel in panels)
+
+
+def test_own_methods_of_a_figure_differ_in_color():
+    labels = [f"p_{number}" for number in range(8)]
+    data = pd.DataFrame({"label": labels, "panel": "", "loop": 1, "mean": 1.0, "sd": 0.0})
+    plot = line_plot(data, "loop", pd.DataFrame({"x_label": "x", "y_label": "y"}, [""]), "")
+    (scale,) = (scale for scale in plot.scales if scale.aesthetics == ["color"])
+    assert len({*scale.palette(8)}) == 8
+
+
 def test_overview_figure_has_three_panels(quickstart):
     folder = quickstart / "LoRA 0.001"
     again = {"gates": "loop 1", "loop": 1, "metric": "loss_reduction", "task": "development", "n": 50, "value": 77.0}

@@ -64,6 +64,28 @@ assert model.config.num_loops == 4 and tokenizer("1")["input_ids"]
 """
 
 
+LOGIN = " A private or gated repository needs `hf auth login` or HF_TOKEN."
+REFUSED = """
+from loopdropout_trainer import load_model
+from loopdropout_trainer.data.files import load_rows
+from loopdropout_trainer.data.sources import DataSource
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.evaluation.loading import load_task
+from loopdropout_trainer.tokenizers import load_tokenizer
+
+calls = {
+    load_model: ["me/adapter", "me/branched@v2"], load_tokenizer: ["me/adapter"], load_task: ["gsm8k"],
+    load_rows: [DataSource("me/sums")],
+}
+for function, names in calls.items():
+    for name in names:
+        try:
+            function(name)
+        except UserError as error:
+            print(error)
+"""
+
+
 @pytest.fixture(scope="module")
 def hub():
     with running_hub() as hub:
@@ -151,7 +173,8 @@ def test_cards_name_their_repository(hub, pushed):
     [
         (
             "chat me/adapter 1",
-            "loopdropout chat: The model me/adapter cannot be loaded: .* no repository that can be read",
+            "loopdropout chat: The model me/adapter cannot be loaded: .* no repository that can be read on the Hub .404 .*"
+            + LOGIN,
         ),
         (
             f"sft quickstart.yaml {PRIVATE_RUN} --push_merged_to_hub false --push_to_hub true --hub_model_id me/adapter",
@@ -166,6 +189,21 @@ def test_strangers_are_refused_in_one_sentence(hub, run, pushed, tmp_path, words
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.fullmatch(message + ".*", done.stderr.strip().splitlines()[-1]), done.stderr[-2000:]
     assert len(hub.commits) == num_commits
+
+
+def test_messages_about_the_hub_say_how_to_log_in(run, pushed, tmp_path):
+    done = run("stranger", "-c", REFUSED, cwd=tmp_path, token="hf_stranger")
+    model, branch, tokenizer, task, rows = done.stdout.strip().splitlines()
+    assert branch == "The repository me/branched on the Hub has no branch, tag or commit 'v2'."
+    for line in (model, tokenizer, task, rows):
+        assert line.endswith(LOGIN) and "cannot be loaded" in line
+
+
+def test_merging_and_pushing_from_branch_to_branch(hub, run, pushed, tmp_path):
+    command = "merge me/adapter@main --output_dir merged --hub_model_id me/merged --hub_revision try-2"
+    done = run("me", "-m", "loopdropout_trainer", *command.split(), cwd=tmp_path)
+    assert "me/adapter@main at " in done.stdout and "Pushed to " in done.stdout, done.stderr[-5000:]
+    assert hub.files("me/merged", "try-2")["model.safetensors"] == (tmp_path / "merged/model.safetensors").read_bytes()
 
 
 def test_another_person_loads_pushed_models(run, pushed, tmp_path):
