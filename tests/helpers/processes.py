@@ -31,7 +31,12 @@ ENVIRONMENT = {**os.environ, **CPU, "PYTHONPATH": str(ROOT)}
 # The server finds what it imports by this variable.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
 SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["conftest", "helpers.trainers", "loopdropout_trainer.evaluation", "loopdropout_trainer.training.sft"]
+PRELOADED = [
+    "helpers.fixtures",
+    "helpers.trainers",
+    "loopdropout_trainer.evaluation",
+    "loopdropout_trainer.training.sft",
+]
 
 PATIENCE = 900  # seconds, for a busy machine
 

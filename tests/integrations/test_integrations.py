@@ -1,6 +1,6 @@
 """The plugins for axolotl and ms-swift, through their command lines, and the part of the package that they import.
 
-`.ci/integrations` runs this file where a program is installed. ms-swift needs an older TRL than `conftest.py`.
+`.ci/integrations` runs this file where a program is installed. ms-swift needs an older TRL than the shared fixtures.
 """
 
 import json
@@ -102,5 +102,5 @@ assert handle.num_draws == 1
 
 
 def test_interfaces_need_neither_trl_nor_datasets():
-    """A fork has imported `conftest.py`, which does not work with axolotl and ms-swift."""
+    """A fork has imported the shared fixtures, which do not work with axolotl and ms-swift."""
     python("-c", HANDLE, fresh=any(map(find_spec, ("axolotl", "swift"))))
