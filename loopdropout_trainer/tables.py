@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -87,20 +88,22 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 
     Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
     """
+    is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
-        results = results[results.reindex(columns=[name])[name].isin(pd.Series(value))]
+        values = results[name] if name in results else pd.Series(np.nan, results.index)
+        is_wanted &= values.isin(pd.Series(value)).to_numpy()
     if not wanted.keys() & {"gates", "loop"}:
-        results = results[results["gates"].isin(["unit", "none"]) & results["loop"].isna()]
+        is_wanted &= (results["gates"].isin(["unit", "none"]) & results["loop"].isna()).to_numpy()
     if not wanted.keys() & {"num_loops", "loop"}:
-        results = results[results["num_loops"] == results["trained_loops"]]
-    return results
+        is_wanted &= (results["num_loops"] == results["trained_loops"]).to_numpy()
+    return results[is_wanted]  # once, because a table of results has many columns
 
 
 def differing(results: pd.DataFrame) -> list[str]:
     """Return the columns in which the results of one mean must not differ, but do."""
-    results = results[results.columns.difference([*IGNORED])]
-    num_values = results.nunique() + results.isna().any()  # a missing value counts as one
-    return [*results.columns[num_values > 1]]
+    columns = results.columns[~results.columns.isin([*IGNORED])]
+    values = results[columns].to_numpy(dtype=object, na_value=None)  # a missing value equals another one
+    return sorted(columns[(values != values[:1]).any(axis=0)])
 
 
 def average(rows: pd.DataFrame) -> pd.Series:
@@ -114,7 +117,7 @@ def average(rows: pd.DataFrame) -> pd.Series:
         raise UserError(
             f"`{name}` differs ({values}) between the results in {[*rows['folder']]}. Do not average them."
         )
-    values = rows.drop_duplicates(["seed", "value"]).set_index("seed")["value"].sort_index()
+    values = rows[["seed", "value"]].drop_duplicates().set_index("seed")["value"].sort_index()
     if values.index.has_duplicates:
         raise UserError(f"One seed has two results, in {[*rows['folder']]}.")
     return values

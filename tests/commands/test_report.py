@@ -1,5 +1,6 @@
 """recipes/report.py: means, differences, and the paper's tables and figures from the results of its sweeps."""
 
+import functools
 import gzip
 import json
 import math
@@ -93,6 +94,18 @@ def results_of(spec, results):
 
 
 @pytest.fixture(scope="module")
+def built(results):
+    """`built(path)`: the content of a table's file, and its table from the sweeps that it names."""
+
+    @functools.cache
+    def build(path):
+        spec = load_recipe(path)
+        return spec, *report.build_table(spec, results_of(spec, results))
+
+    return build
+
+
+@pytest.fixture(scope="module")
 def all_results(results):
     return pd.concat(results.values())
 
@@ -101,9 +114,8 @@ def all_results(results):
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_table_of_the_paper_is_filled(path, results, all_results):
-    spec = load_recipe(path)
-    table, missing = report.build_table(spec, results_of(spec, results))
+def test_table_of_the_paper_is_filled(path, built, all_results):
+    spec, table, missing = built(path)
     assert missing == [] and "–" not in {*table["here"]}
     assert report.build_table(spec, all_results)[0].equals(table)
     papers = [str(number) for row in spec["rows"] for number in row[len(spec["heads"]) :] if number is not None]
@@ -203,11 +215,11 @@ def test_latex_has_the_papers_number_next_to_ours(num_titles, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed")
-def test_tables_compile_with_latex(results, tmp_path, capsys):
+def test_tables_compile_with_latex(built, tmp_path, capsys):
     names = []
     for path in TABLES:
-        spec = load_recipe(path)
-        report.save_layout(spec, report.build_table(spec, results_of(spec, results))[0], tmp_path / path.stem)
+        spec, table, _ = built(path)
+        report.save_layout(spec, table, tmp_path / path.stem)
         names.append(path.stem)
     lora = {"task": "a", "num_loops": 4, "gates": "unit", "seed": 1, "method": "LoRA", "metric": "accuracy"}
     report.save_table(pd.DataFrame([lora]).set_index("task"), report.ACCURACY_TITLE, tmp_path / "accuracy")
