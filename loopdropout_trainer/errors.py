@@ -62,6 +62,15 @@ OWN_FILE_HINT = " If it is your own, import its file first, in a `loopdropout` c
 """End of a message about an unknown name that a file of the user can register."""
 
 
+def find_unusable(text: str) -> str | None:
+    """Return a character of a text that neither a file's name nor UTF-8 can have, such as "the character NUL", or None."""
+    if "\0" in text:
+        return "the character NUL"
+    if re.search("[\ud800-\udfff]", text):
+        return "half of a UTF-16 pair"
+    return None
+
+
 def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close.
 

@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from loopdropout_trainer.bounds import Bounds
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 
 
@@ -90,10 +90,12 @@ def check_value(own: Field, value: Any, hint: Any) -> None:
         raise UserError(
             f"`{own.name}` must be {bounds}, or {' or '.join(metadata['words'])}, got {short_repr(value)}."
         )
-    numbers = value if isinstance(value, list | tuple) else [value]
-    for number in numbers:
-        if isinstance(number, Real) and not isinstance(number, bool):
-            _check_number(own.name, number, bounds, only_integers)
+    items = value if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if isinstance(item, Real) and not isinstance(item, bool):
+            _check_number(own.name, item, bounds, only_integers)
+        if isinstance(item, str) and (problem := find_unusable(item)):
+            raise UserError(f"`{own.name}` must not have {problem}, got {short_repr(item)}.")
 
 
 def _check_number(name: str, number: float, bounds: Bounds, only_integers: bool) -> None:

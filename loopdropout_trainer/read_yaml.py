@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 
 
 LARGEST_FILE = 500_000
@@ -105,12 +105,20 @@ def read_yaml(text: str, title: str) -> Any:
             loader.dispose()
 
 
+def _check_text(node: yaml.ScalarNode) -> None:
+    """Raise UserError for a text that cannot be the name of a file. YAML writes such characters as `\\0` and `\\ud800`."""
+    if problem := find_unusable(node.value):
+        raise UserError(f"line {node.start_mark.line + 1:,} must not have {problem}, got {short_repr(node.value)}.")
+
+
 def _count_values(node: yaml.Node, counts: dict[yaml.Node, int], level: int = 1) -> int:
     """Return the number of values in a node. `counts` holds the nodes that are counted, so that aliases take no time."""
     if node in counts:
         return counts[node]
     if level > MOST_LEVELS:  # also an alias of a value that contains it
         raise UserError(f"it must have at most {MOST_LEVELS} levels.")
+    if isinstance(node, yaml.ScalarNode):
+        _check_text(node)
     number = 1
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.files import (
     is_checkpoint,
     lock_file,
@@ -108,13 +108,13 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
             raise UserError(f"The folder {folder} does not exist.")
         for path in sorted(Path(folder).rglob(RESULTS_FILE)):
             columns = {f"recipe_{name}": value for name, value in read_recipe(path.parent).items()}
-            rows += [{**columns, **row, "folder": str(path.parent)} for row in _read_lines(path)]
+            rows += [{**columns, **row, "folder": str(path.parent)} for row in _read_rows(path)]
     return rows
 
 
 def read_own_results(folder: str | Path) -> list[dict[str, Any]]:
     """Return the results in exactly this folder, with its column `folder`."""
-    return [{**row, "folder": str(folder)} for row in _read_lines(Path(folder, RESULTS_FILE))]
+    return [{**row, "folder": str(folder)} for row in _read_rows(Path(folder, RESULTS_FILE))]
 
 
 def recipe_path(folder: str | Path) -> Path:
@@ -331,6 +331,16 @@ def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     if row.get("training"):
         ignored.add("adapter")  # its folder may have been moved
     return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the results in a file. They name folders and files, and can come from somebody else."""
+    rows = _read_lines(path)
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, str) and (problem := find_unusable(value)):
+                raise UserError(f"`{name}` in {path} must not have {problem}, got {short_repr(value)}.")
+    return rows
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

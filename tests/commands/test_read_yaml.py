@@ -5,6 +5,8 @@ import os
 import pytest
 
 from helpers.errors import user_error
+from helpers.files import load_script
+from loopdropout_trainer import LoopDropoutConfig
 from loopdropout_trainer.read_yaml import LARGEST_FILE, read_yaml
 from loopdropout_trainer.recipe import load_recipe
 
@@ -22,6 +24,9 @@ TEXTS = [
     ("a: 1" + ":1" * 50_000, "at most 1000 digits"),
     ("a: 2024-13-45", "month must be in 1..12"),
     ("a: \x00", "special characters are not allowed"),
+    ('a: 1\nextends: "a\\0b"', r"line 2 must not have the character NUL, got 'a\\x00b'"),
+    (r'datasets: [{path: "a\u0000b"}]', "line 1 must not have the character NUL"),
+    (r'a: "\ud800"', "line 1 must not have half of a UTF-16 pair"),
     ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
 ]
 
@@ -56,6 +61,20 @@ def test_recipe_has_a_largest_size_and_a_longest_chain(tmp_path):
         (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml\n")
     with user_error("0.yaml must extend at most 20 recipes"):
         load_recipe(tmp_path / "0.yaml")
+
+
+@pytest.mark.parametrize(
+    "field", ["extends", "train_files", "chat_template", "output_dir", "adapter_name_or_path", "model_name_or_path"]
+)
+def test_names_of_files_in_recipes_are_possible_names(tmp_path, field):
+    (tmp_path / "own.yaml").write_text(f'"{field}": "a\\0b"\n')
+    with user_error("own.yaml is not readable: line 1 must not have the character NUL"):
+        load_script("recipes/sft.py").main([str(tmp_path / "own.yaml")])
+
+
+def test_names_of_folders_in_python_are_possible_names():
+    with user_error(r"`output_dir` must not have the character NUL, got 'a\\x00b'"):
+        LoopDropoutConfig("a\0b", bf16=False)
 
 
 def test_aliases_are_read():

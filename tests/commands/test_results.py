@@ -51,6 +51,13 @@ def test_read_results_joins_recipes(tmp_path):
         read_results(tmp_path)
 
 
+def test_names_in_results_are_possible_names(tmp_path):
+    write_results(tmp_path, [{**ROW, "adapter": "a\0b"}])
+    for read in (read_results, results.read_own_results):
+        with user_error(r"`adapter` in .*results.jsonl must not have the character NUL, got 'a\\x00b'"):
+            read(tmp_path)
+
+
 def test_write_run_marks_a_run_as_finished(tmp_path):
     assert not is_finished(tmp_path)
     write_run(tmp_path, status="trained", device="cpu")
