@@ -218,4 +218,4 @@ def test_counts_of_commands_must_be_positive(command, name):
 )
 def test_numbers_of_a_sweep_are_bounded(words, message):
     with user_error(re.escape(message)):
-        parse(COMMANDS["sweep"], [*required_words("sweep"), *words.split()])
+        parse(COMMANDS["sweep"], words.split())  # bounds come before missing fields
