@@ -328,7 +328,7 @@ class Job:
         if not trainer.is_world_process_zero():
             return
         card = read_card_fields(folder)
-        write_model_card(folder, trainer.model, repo_id=hub_model_id, **card)
+        write_model_card(folder, trainer.model, repo_id=hub_model_id, revision=trainer.args.hub_revision, **card)
         if run.script_args.merge:
             merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, hub_model_id)
         finish_run(trainer, card["results"])

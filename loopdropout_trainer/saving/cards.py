@@ -29,6 +29,7 @@ def write_model_card(
     model: PeftModel,
     *,
     repo_id: str | None = None,
+    revision: str | None = None,
     dataset: str | Sequence[str] | None = None,
     data_description: str | None = None,
     recipe: str | None = None,
@@ -43,6 +44,7 @@ def write_model_card(
         folder: Folder of the card. The folder of a merged model already holds the model.
         model: Model with the adapter.
         repo_id: `user/name` on the Hub, from which the card's code loads the model. Default: the card's folder.
+        revision: Branch of the repository.
         dataset: Name of the training data, or names, of which the ones on the Hub become links.
         data_description: Text about the training data. Default: the names.
         recipe: YAML text of the training settings.
@@ -88,7 +90,6 @@ def write_model_card(
         ),
         template_path=str(Path(__file__).with_name("model_card.jinja")),
         title=repo_id or folder.resolve().name,
-        name=repo_id if is_hub_name(repo_id) else ".",
         facts={name: value for name, value in facts.items() if value is not None},
         scores=_scores(results) if scale == 1 else [],
         recipe=recipe and without_folders(recipe),
@@ -97,6 +98,8 @@ def write_model_card(
         **(_loading_facts(folder) if merged else {}),
     )
     card.save(folder / CARD_FILE)
+    if is_hub_name(repo_id):
+        name_repository(folder, repo_id, revision)
     return folder / CARD_FILE
 
 
@@ -126,8 +129,13 @@ def _held_out_loss(results: Iterable[Mapping[str, Any]]) -> str | None:
     return f"{losses[-1]:.4f}" if losses else None
 
 
-def name_repository(folder: str | Path, repo_id: str) -> bool:
+def name_repository(folder: str | Path, repo_id: str, revision: str | None = None) -> bool:
     """Name a repository in the title and the commands of a card that was written for a folder.
+
+    Args:
+        folder: Folder of the card.
+        repo_id: `user/name` on the Hub.
+        revision: Branch of the repository. Default: `main`.
 
     Returns:
         Whether the card names the repository now.
@@ -136,15 +144,39 @@ def name_repository(folder: str | Path, repo_id: str) -> bool:
     if not file.is_file():
         return True
     text = read_text(file)
-    if repo_id in text:
-        return True
-    name = lambda block: re.sub(r"""(?<=["' ])\.(?=["'\s])""", repo_id, block[0])
+    name = lambda block: _name_in_commands(block[0], repo_id, revision)
     named = re.sub(r"(?ms)^```(?:python|bash)\n.*?^```$", name, text)
-    if named == text:
+    if repo_id not in named:
         return False
-    named = named.replace(f"convert_hf_to_gguf.py {repo_id}", f"convert_hf_to_gguf.py --remote {repo_id}")
-    file.write_text(re.sub(r"(?m)^# .*$", f"# {repo_id}", named, count=1), encoding="utf-8")
+    if repo_id not in text:
+        named = re.sub(r"(?m)^# .*$", f"# {repo_id}", named, count=1)
+    if named != text:
+        file.write_text(named, encoding="utf-8")
     return True
+
+
+def _name_in_commands(block: str, repo_id: str, revision: str | None) -> str:
+    """Return a block of code with the repository in place of the folder `.`, as each program writes it."""
+    folder = re.compile(rf"""(?<=["' ])(?:\.|{re.escape(repo_id)})(?=["'\s]|$)""")
+    lines = []
+    for line in block.splitlines():
+        if not folder.search(line) or "revision" in line:
+            lines.append(line)
+        elif revision is None:
+            named = folder.sub(repo_id, line)
+            lines.append(
+                named.replace(f"convert_hf_to_gguf.py {repo_id}", f"convert_hf_to_gguf.py --remote {repo_id}")
+            )
+        elif "from_pretrained(" in line:
+            lines.append(re.sub(rf"""{folder.pattern}["']""", f'{repo_id}", revision="{revision}"', line))
+        elif line.startswith("vllm "):
+            lines.append(f"{folder.sub(repo_id, line)} --revision {revision}")
+        elif line.startswith(("loopdropout ", "model = load_model(")):
+            lines.append(folder.sub(f"{repo_id}@{revision}", line))
+        else:  # the program reads no branches
+            lines.append(f"hf download {repo_id} --revision {revision} --local-dir model")
+            lines.append(folder.sub("model", line).replace("--remote ", ""))
+    return "\n".join(lines)
 
 
 def _loading_facts(folder: Path) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def push_merged_to_hub(
     folder = Path(folder)
     if holds_adapter(folder) or not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
-    if not name_repository(folder, repo_id):
+    if not name_repository(folder, repo_id, revision):
         logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
     with explain_push(repo_id, f"The merged model is saved in {folder}.", token):
         repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id

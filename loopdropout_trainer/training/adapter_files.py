@@ -84,7 +84,7 @@ class AdapterFilesMixin:
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
-                write_model_card(folder, self.model, repo_id=self.args.hub_model_id)
+                write_model_card(folder, self.model, repo_id=self.args.hub_model_id, revision=self.args.hub_revision)
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir
@@ -153,14 +153,26 @@ class AdapterFilesMixin:
                 )
 
     def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        *,
+        revision: str | None = None,
     ) -> None:
         """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
         if self.is_world_process_zero():
             card = read_card_fields(self.args.output_dir)
             if dataset_name is not None:
                 card |= {"dataset": dataset_name, "data_description": None}
-            write_model_card(self.args.output_dir, self.model, repo_id=self.args.hub_model_id, tags=tags or (), **card)
+            write_model_card(
+                self.args.output_dir,
+                self.model,
+                repo_id=self.args.hub_model_id,
+                revision=revision or self.args.hub_revision,
+                tags=tags or (),
+                **card,
+            )
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, and the branch that `hub_revision` names. transformers creates no branch."""
@@ -196,7 +208,8 @@ class AdapterFilesMixin:
             return None
         tags = kwargs.pop("tags", None) or []
         tags = [tags] if isinstance(tags, str) else tags
-        self.create_model_card(tags=[*tags, *(getattr(self.model, "model_tags", None) or ())], **kwargs)
+        tags = [*tags, *(getattr(self.model, "model_tags", None) or ())]
+        self.create_model_card(tags=tags, revision=revision, **kwargs)
         self._finish_current_push()
         with explain_push(self._hub_name, f"The adapter is saved in {args.output_dir}.", token):
             create_branch(self.hub_model_id, revision, token)

@@ -23,7 +23,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
 from loopdropout_trainer.results import write_results
-from loopdropout_trainer.saving.cards import write_model_card
+from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
@@ -416,6 +416,21 @@ def test_card_names_programs_that_run_the_model(tmp_path, tokenizer, family, has
         model.get_base_model().config.auto_map = {key: f"x/y--{name}" for key, name in AUTO_MAP.items()}
     code = code_of(merge_and_save(model, tmp_path, tokenizer if has_tokenizer else None), "bash")
     assert len(code) == len(commands) and all(map(str.startswith, code, commands))
+
+
+def test_card_of_a_branch_loads_the_branch(tmp_path, tokenizer):
+    merge_and_save(adapted(TINY["nanbeige"]()), tmp_path, tokenizer, repo_id="someone/model")
+    for _ in range(2):
+        assert name_repository(tmp_path, "someone/model", "try-1")
+    model, tokens = (line for line in code_of(tmp_path, "python")[0].splitlines() if "from_pretrained" in line)
+    assert model.endswith('from_pretrained("someone/model", revision="try-1", dtype="auto")')
+    assert tokens.endswith('from_pretrained("someone/model", revision="try-1")')
+    download = "hf download someone/model --revision try-1 --local-dir model"
+    vllm, mlx, llama, own = (block.splitlines() for block in code_of(tmp_path, "bash"))
+    assert vllm == ["vllm serve someone/model --revision try-1"]
+    assert mlx == [download, "mlx_lm.generate --model model --prompt 'What is 7 times 8?'"]
+    assert llama[:2] == [download, "python llama.cpp/convert_hf_to_gguf.py model --outfile model.gguf"]
+    assert own == ["loopdropout chat someone/model@try-1", "loopdropout serve someone/model@try-1"]
 
 
 def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):

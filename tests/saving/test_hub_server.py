@@ -149,6 +149,7 @@ def test_compared_runs_push_the_measured_adapter_to_a_branch(hub, sft):
     files = hub.files("me/compared", "try-1")
     card = files["README.md"].decode()
     assert hub.files("me/compared", "main") == {} and b"accuracy" in files["results.jsonl"]
+    assert 'load_model("me/compared@try-1")' in card and "loopdropout chat me/compared@try-1\n" in card
     assert "| arithmetic_easy_test | 4 |" in card and "| Training data | arithmetic |" in card
     sft(f"{COMPARED} --max_steps 3 --resume_from_checkpoint true")
     commits = [commit for commit in hub.commits if commit[0] == "me/compared"]
@@ -203,6 +204,7 @@ def test_merging_and_pushing_from_branch_to_branch(hub, run, pushed, tmp_path):
     command = "merge me/adapter@main --output_dir merged --hub_model_id me/merged --hub_revision try-2"
     done = run("me", "-m", "loopdropout_trainer", *command.split(), cwd=tmp_path)
     assert "me/adapter@main at " in done.stdout and "Pushed to " in done.stdout, done.stderr[-5000:]
+    assert 'from_pretrained("me/merged", revision="try-2"' in hub.files("me/merged", "try-2")["README.md"].decode()
     assert hub.files("me/merged", "try-2")["model.safetensors"] == (tmp_path / "merged/model.safetensors").read_bytes()
 
 
