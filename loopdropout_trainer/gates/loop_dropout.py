@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates.rule import Draw, GateRule, as_probabilities, register_rule
 
 
@@ -27,12 +26,6 @@ class MaskedRule(GateRule):
 
     def __post_init__(self):
         object.__setattr__(self, "p", as_probabilities(self.p))
-
-    def check(self, num_loops: int) -> None:
-        if isinstance(self.p, tuple) and len(self.p) != num_loops:
-            raise UserError(
-                f"`p` has {len(self.p)} values, but the model runs {num_loops} loops. Set one value for each loop."
-            )
 
     def sample(self, draw: Draw) -> Tensor:
         return (~draw.removals(self.p) / survival(self.p)).to(torch.float32)  # b / q, [K, N]

@@ -74,6 +74,11 @@ class GateRule:
 
     def check(self, num_loops: int) -> None:
         """Raise UserError if the rule's fields do not fit a model of `num_loops` loops."""
+        p = getattr(self, "p", None)
+        if isinstance(p, tuple) and len(p) != num_loops:
+            raise UserError(
+                f"`p` has {len(p)} values, but the model runs {num_loops} loops. Set one value for each loop."
+            )
 
     def sample(self, draw: Draw) -> Tensor:
         """Return float32 gates [K, N], or [K, N, M] for adapted modules. N may be 1 if all examples share the gates."""
@@ -111,7 +116,14 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
 
 
 def make_rule(name: str, **fields: Any) -> GateRule:
-    """Return the rule `name` with its fields, or raise UserError with the valid choices."""
+    """Return the rule `name` with its fields, or raise UserError with the valid choices.
+
+    A command line and YAML may give p as a list of one number. A rule gets p as a float, or as a tuple with a float for each
+    loop if its own field is not declared as one `float`.
+    """
+    if "p" in fields and name in RULES and "p" in RULES[name].__dataclass_fields__:
+        takes_one = RULES[name].__dataclass_fields__["p"].type in (float, "float")
+        fields["p"] = as_probability(fields["p"]) if takes_one else as_probabilities(fields["p"])
     return make_from_fields(RULES, "rule", name, fields, OWN_FILE_HINT)
 
 

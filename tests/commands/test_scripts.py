@@ -10,14 +10,16 @@ import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from helpers.errors import user_error
-from helpers.files import load_script
+from helpers.files import ROOT, load_script
 from helpers.results import expected_results
 from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
@@ -320,6 +322,29 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
     assert "Training at K = 4" in text
     words = [str(tmp_path), "--benchmarks", "arithmetic_easy_test", "--benchmark_limit", "2", "--max_new_tokens", "2"]
     load_script("recipes/evaluate.py").main(words)  # with the recipe of the run, whose fields it knows
+
+
+ONLY_TRAIN = f"{SHORT} --max_steps 2 --benchmarks null --eval_num_loops null --single_loop_accuracy false "
+ONLY_TRAIN += "--evaluate_base false --compare_with null --merge false"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words", "p"), [("", "", 0.5), ("", "--p 0.3", 0.3), ("p: 0.3", "", 0.3), ("p: [0.3]", "", 0.3)]
+)
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes/examples").glob("*.py")), ids=lambda file: file.stem)
+def test_documented_own_rule_trains(file, setting, words, p, tmp_path, monkeypatch):
+    """On the command line and in YAML, where p is a list."""
+    page = (ROOT / "docs/extending.md").read_text()
+    command = re.search(rf"(?m)^loopdropout sft (.*--import recipes/examples/{file.name}.*) --output_dir", page)[1]
+    (tmp_path / "mine.yaml").write_text(f"extends: quickstart.yaml\n{setting}\n")
+    command = command.replace("quickstart.yaml", str(tmp_path / "mine.yaml"))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
+    with patch.dict(RULES):
+        text = run(command, words, ONLY_TRAIN, "--output_dir", tmp_path / "run")
+        with user_error(r"`p` must be one drop probability for all loops with this rule, got \[0\.1, "):
+            run(command, "--p 0.1 0.2 0.3 0.4", ONLY_TRAIN, "--output_dir", tmp_path / "other")
+    assert f"(p = {p})" in text and find_source(tmp_path / "run").facts()["p"] == p
 
 
 # Mistakes. Each is one line on standard error, with exit code 2.

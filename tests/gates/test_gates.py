@@ -1,6 +1,7 @@
 """Test the moments, support and pairing of every rule's gates, and its random streams."""
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -165,6 +166,26 @@ def test_stream_values_are_pinned():
 def test_make_rule_names_valid_fields(name, fields, message):
     with user_error(message):
         make_rule(name, **fields).check(K)
+
+
+@pytest.mark.parametrize(
+    ("declared", "p", "given"),
+    [
+        (float, [0.5], 0.5),
+        ("float", [0.5], 0.5),
+        (tuple, [0.5], 0.5),
+        (tuple, [0.5, 0.25, 0, 0], (0.5, 0.25, 0.0, 0.0)),
+    ],
+)
+def test_rule_gets_p_as_it_declares(declared, p, given):
+    own = type("Own", (GateRule,), {"name": "own", "__annotations__": {"p": declared}, "p": 0.0})
+    with patch.dict(RULES):
+        register_rule(dataclass(frozen=True)(own))
+        rule = make_rule("own", p=p)
+        assert rule.p == given and type(rule.p) is type(given)
+        rule.check(K)
+        with user_error("`p` must be one drop|`p` has 2 values, but the model runs 4 loops"):
+            make_rule("own", p=[0.5, 0.25]).check(K)
 
 
 def test_rule_without_dataclass_or_name_raises():
