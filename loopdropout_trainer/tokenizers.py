@@ -144,12 +144,33 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> 
     """
     path = CHAT_TEMPLATES.get(name_or_path, Path(name_or_path))
     if not path.is_file():
-        hint = closest_match(name_or_path, CHAT_TEMPLATES)
-        names = ", ".join(CHAT_TEMPLATES)
-        raise UserError(f"`chat_template` must be {names} or a Jinja file, got {name_or_path!r}.{hint}")
+        raise unknown_template("chat_template", name_or_path, "a Jinja file")
     tokenizer.chat_template = read_text(path)
     for name, token in CHAT_TOKENS.get(name_or_path, {}).items():
         _set_token(tokenizer, name, token)
+
+
+def unknown_template(field: str, name: str, others: str) -> UserError:
+    """Return the error about a chat template that does not exist.
+
+    Args:
+        field: Field that names it.
+        name: Name as typed.
+        others: What the field can be besides the names of the package's templates.
+    """
+    hint = closest_match(name, CHAT_TEMPLATES)
+    return UserError(f"`{field}` must be {', '.join(CHAT_TEMPLATES)} or {others}, got {name!r}.{hint}")
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless a tokenizer has a chat template, which conversations need."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "`chat_template` must be set, because the examples are conversations and the tokenizer has no chat template. Its "
+            f"value is a Jinja file, or one of {', '.join(CHAT_TEMPLATES)}. In Python, pass "
+            '`processing_class=load_tokenizer(name, chat_template="ouro")` from `loopdropout_trainer.tokenizers`, or set '
+            "`chat_template_path` in a `LoopDropoutConfig`."
+        )
 
 
 def _set_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str) -> None:

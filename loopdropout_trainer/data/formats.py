@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.errors import UserError, short_repr
@@ -39,6 +39,19 @@ def find_format(names: Iterable[str]) -> tuple[str, ...]:
         if names.issuperset(columns):
             return columns
     return ()
+
+
+def wrong_columns(title: str, formats: Iterable[Sequence[str]], names: Iterable[str], fix: str) -> UserError:
+    """Return the error about data without the columns that examples are made of.
+
+    Args:
+        title: Name of the data.
+        formats: Columns of each format that the data can have.
+        names: Columns that the data has.
+        fix: Sentence on how to get the columns.
+    """
+    expected = ", or ".join(" and ".join(columns) for columns in formats)
+    return UserError(f"{title} must have {expected}, got the columns {', '.join(names)}. {fix}")
 
 
 def to_messages(value: Any) -> Any:

@@ -15,7 +15,15 @@ from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key, step_key
 from loopdropout_trainer.data.files import load_rows
-from loopdropout_trainer.data.formats import FORMATS, TARGETS, find_features, has_text, to_messages, to_text
+from loopdropout_trainer.data.formats import (
+    FORMATS,
+    TARGETS,
+    find_features,
+    has_text,
+    to_messages,
+    to_text,
+    wrong_columns,
+)
 from loopdropout_trainer.data.holding_out import interleave, random_order
 from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns, keep_all
 from loopdropout_trainer.data.sources import DataSource, find_shares
@@ -374,14 +382,9 @@ def _check_columns(
     missing = sorted(needed.difference(names))
     if columns and not missing:
         return
-    expected = ", ".join(missing)
-    if not missing:
-        expected = ", or ".join(" and ".join(names) for names in FORMATS)
     place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
-    raise UserError(
-        f"The data{of_source} must have {expected}, got the columns {', '.join(names)}. `column_mapping` renames "
-        f"columns{place}, and `prompt_template` makes prompts from them."
-    )
+    fix = f"`column_mapping` renames columns{place}, and `prompt_template` makes prompts from them."
+    raise wrong_columns(f"The data{of_source}", [[", ".join(missing)]] if missing else FORMATS, names, fix)
 
 
 def _read_row(row: Row, args: DataArguments) -> Row:

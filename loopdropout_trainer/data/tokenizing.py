@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.limits import render_chat
-from loopdropout_trainer.tokenizers import CHAT_TEMPLATES
+from loopdropout_trainer.tokenizers import check_chat_template
 
 
 _MASK = "return_assistant_tokens_mask"
@@ -79,11 +79,7 @@ def _read_tools(text: str) -> Any:
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: list[Row], **options: Any) -> dict[str, list[int]]:
     """Return the tokens of turns as the chat template writes them, and the mask of the assistant's tokens if it is asked."""
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "`chat_template` must be set, because the examples are conversations. Its value is a Jinja file, or one of "
-            f"{', '.join(CHAT_TEMPLATES)}."
-        )
+    check_chat_template(tokenizer)
     text = render_chat(tokenizer, turns, **{name: value for name, value in options.items() if name != _MASK})
     if _MASK not in options:
         return {"input_ids": _encode(tokenizer, text, add_special_tokens=False)}

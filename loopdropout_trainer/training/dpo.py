@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl import DPOTrainer
@@ -25,6 +26,9 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
     config_class = LoopDropoutDPOConfig
     if not TYPE_CHECKING:  # type checkers see the same signature in DPOTrainer
         __init__ = with_gates(DPOTrainer.__init__)
+
+    def formats(self, args: LoopDropoutDPOConfig) -> Collection[Sequence[str]]:
+        return ("prompt", "chosen", "rejected"), ("chosen", "rejected")
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         super().before_init(arguments)

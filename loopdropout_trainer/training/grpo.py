@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl import GRPOTrainer
@@ -35,6 +36,9 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
     @num_tokens.setter
     def num_tokens(self, num_tokens: int) -> None:
         self.state.num_input_tokens_seen = num_tokens
+
+    def formats(self, args: LoopDropoutGRPOConfig) -> Collection[Sequence[str]]:
+        return (("prompt",),)
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         super().before_init(arguments)

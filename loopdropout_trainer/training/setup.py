@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Any
 
 from peft import PeftModel
@@ -41,6 +41,14 @@ from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter, may_skip_loops
+from loopdropout_trainer.training.examples import (
+    check_columns,
+    check_containers,
+    check_conversations,
+    choose_template,
+    has_conversations,
+    read_first,
+)
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
@@ -73,18 +81,6 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         self.after_init()
 
     return gated_init
-
-
-def has_conversations(dataset: Any) -> bool | None:
-    """Return whether the examples of a dataset are conversations, or None for tokens or without a dataset."""
-    from trl.data_utils import is_conversational
-
-    if dataset is None:
-        return None
-    example = next(iter(dataset), None)
-    if not isinstance(example, Mapping) or "input_ids" in example:
-        return None
-    return bool(is_conversational(example))
 
 
 def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:
@@ -155,6 +151,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
+        check_containers(arguments)
         dataset = arguments.get("train_dataset")
         if isinstance(dataset, Sized) and len(dataset) == 0:
             raise UserError("`train_dataset` must have at least one example.")
@@ -176,13 +173,42 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         if self.rule.draws_per_batch > 1 and not self.runs_several_draws:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.step_metrics = defaultdict(list)
-        self.saved_facts["is_chat"] = has_conversations(arguments.get("train_dataset"))
+        self.saved_facts["is_chat"] = has_conversations(read_first(dataset))
         self._choose_adapter(arguments, skeleton)
         if arguments["processing_class"] is None:
+            if not _name_of(model):
+                raise UserError(
+                    "`processing_class` must be set, because the model has no name of a folder or repository with its "
+                    "tokenizer."
+                )
             arguments["processing_class"] = load_tokenizer(_name_of(model), revision)
         else:
             warn_if_rebuilt(arguments["processing_class"])
+        self._check_examples(arguments)
         self._add_callbacks(arguments)
+
+    def _check_examples(self, arguments: dict[str, Any]) -> None:
+        """Raise UserError if the examples lack columns, or their tokenizer a chat template. Set the template of `args`."""
+        args, tokenizer = arguments["args"], arguments["processing_class"]
+        self._template_path = getattr(args, "chat_template_path", None)
+        if self._template_path is not None:
+            args.chat_template_path = choose_template(args, tokenizer)
+        if not self.reads_columns(arguments):
+            return
+        check_columns(arguments, self.formats(args))
+        if getattr(args, "chat_template_path", None) is None:
+            check_conversations(arguments, tokenizer)
+
+    def formats(self, args: GateConfig) -> Collection[Sequence[str]]:
+        """Return the columns of each format of examples that TRL's trainer reads."""
+        raise NotImplementedError
+
+    def reads_columns(self, arguments: dict[str, Any]) -> bool:
+        """Return whether TRL makes tokens of the columns of the examples, and neither the user's function nor subclass."""
+        prepares = getattr(type(self), "_prepare_dataset", None)
+        is_own = prepares is not None and not prepares.__module__.startswith("trl.")
+        skips = (getattr(arguments["args"], "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+        return not is_own and not skips and arguments.get("formatting_func") is None
 
     def _choose_adapter(self, arguments: dict[str, Any], skeleton: LoopedModelMixin | nn.Module | None) -> None:
         """Keep the weights of a given adapter, or complete the configuration of a new one.
@@ -220,6 +246,8 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
 
     def after_init(self) -> None:
         """Put gates on the adapter."""
+        if self._template_path is not None:
+            self.args.chat_template_path = self._template_path
         check_processes(self.accelerator, self.args)
         check_sampling(self.args)
         self.check_packages()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +212,9 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     config_class = LoopDropoutConfig
     if not TYPE_CHECKING:  # type checkers see the same signature in SFTTrainer
         __init__ = with_gates(SFTTrainer.__init__)
+
+    def formats(self, args: LoopDropoutConfig) -> Collection[Sequence[str]]:
+        return ("prompt", "completion"), ("messages",), (args.dataset_text_field,)
 
     def after_init(self) -> None:
         super().after_init()
