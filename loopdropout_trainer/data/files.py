@@ -40,7 +40,10 @@ def load_rows(source: DataSource) -> Dataset:
                 f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
                 "another one."
             ) from error
-        reason = str(error.__cause__ or error) or "a file is empty"
+        reason = str(error.__cause__ or error)
+        if not reason:
+            empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
+            raise UserError(f"{', '.join(empty) or source} is empty.") from error
         raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from error
     if source.columns is None:
         return rows
@@ -50,6 +53,22 @@ def load_rows(source: DataSource) -> Dataset:
             f"`columns` of {source} must be among {', '.join(rows.column_names)}, got {', '.join(sorted(missing))}."
         )
     return rows.select_columns(source.columns)
+
+
+def describe_row(source: DataSource, number: int) -> str:
+    """Return the place of a row, such as "row 4 of chats.jsonl".
+
+    Args:
+        source: Source of the row.
+        number: Number of the row among all rows of the source, from 0.
+    """
+    if len(source.files) > 1 and source.split == "train":
+        for file in source.files:
+            num_rows = len(read_files(file))
+            if number < num_rows:
+                return f"row {number + 1:,} of {file}"
+            number -= num_rows
+    return f"row {number + 1:,} of {source}"
 
 
 def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:

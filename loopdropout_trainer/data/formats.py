@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _KEYS = {"from": "role", "value": "content"}
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 """TRL's names of the roles of ShareGPT conversations."""
+
+USUAL_ROLES = ("system", "user", "assistant", "tool")
+"""Roles that chat templates usually know. Each template decides for itself whether it can write a turn of such a role."""
 
 
 def find_format(names: Iterable[str]) -> tuple[str, ...]:
@@ -80,6 +84,32 @@ def to_text(name: str, value: Any) -> Any:
     if name not in TARGETS or not is_number or math.isnan(value):
         return value
     return str(value)
+
+
+def check_roles(value: Any, chat_template: Any) -> None:
+    """Raise UserError if a turn of a conversation has a role that no chat template knows, which is a mistake.
+
+    Many templates write any role, so the model would learn turns of an "assitant". A role that only the training's own
+    template names, such as "developer", is right.
+
+    Args:
+        value: Conversation, or another value, which has no roles.
+        chat_template: Text of the chat template of the training, a mapping of several ones, or None.
+    """
+    turns = to_messages(value)
+    if not isinstance(turns, list):
+        return
+    named = set(re.findall(r"\w+", str(chat_template)))
+    for turn in turns:
+        role = (
+            turn.get("role", "user") if isinstance(turn, dict) else "user"
+        )  # `has_text` explains a turn without a role
+        if role not in USUAL_ROLES and str(role) not in named:
+            roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
+            hint = closest_match(str(role), USUAL_ROLES)
+            raise UserError(
+                f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}"
+            )
 
 
 def has_text(name: str, target: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,10 +13,11 @@ from transformers.utils import logging
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key, step_key
-from loopdropout_trainer.data.files import load_rows
+from loopdropout_trainer.data.files import describe_row, load_rows
 from loopdropout_trainer.data.formats import (
     FORMATS,
     TARGETS,
+    check_roles,
     find_features,
     has_text,
     to_messages,
@@ -41,9 +41,6 @@ _OWN_COLUMNS = ("order", "is_one_text", "source", "num_tokens")
 
 _SINGULAR = {"they have": "it has", "they repeat": "it repeats", "excludes them": "excludes it"}
 """The words in reasons why examples are left out, for a single example."""
-
-_MOST_SEARCHED = 10_000
-"""Number of rows that are searched for the first one without a text."""
 
 _OPTIONAL_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of conversations that some data sets of a mixture may lack."""
@@ -170,7 +167,8 @@ def _load_mixture(args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_
     if preparation.problems:
         num_problems = (args.num_train_examples or preparation.num_train_examples) + args.num_held_out
         rows = arithmetic_problems(preparation.problems, num_problems, args.split_seed, args.arithmetic_steps)
-        return Mixture(_make_examples(rows, args, tokenizer, left_out), [args.preparation], [num_problems])
+        source = DataSource(args.preparation)
+        return Mixture(_make_examples(rows, source, args, tokenizer, left_out), [args.preparation], [num_problems])
     sources = args.train_sources
     rows = [load_rows(source) for source in sources]
     optional = [name for name in _OPTIONAL_COLUMNS if any(name in part.column_names for part in rows)]
@@ -178,8 +176,8 @@ def _load_mixture(args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_
     parts = []
     for number, part in enumerate(rows):
         title = titles[number] if len(rows) > 1 else None
-        own_args = args.of_source(sources[number])
-        parts.append(_make_examples(part, own_args, tokenizer, left_out, title, number, optional))
+        source, own_args = sources[number], args.of_source(sources[number])
+        parts.append(_make_examples(part, source, own_args, tokenizer, left_out, title, number, optional))
     sizes = [len(part.rows) for part in parts]
     if len(parts) == 1:
         return Mixture(parts[0], titles, sizes)
@@ -197,7 +195,13 @@ def _concatenate(parts: Sequence[Examples], titles: Sequence[str]) -> Examples:
             raise UserError(
                 f"`datasets` must have the same columns, got {names[0]} in {titles[0]}, and {names[1]} in {title}."
             )
-    return Examples(concatenate_datasets([part.rows for part in parts]), step_key(*[part.key for part in parts]))
+    rows, key = concatenate_datasets([part.rows for part in parts]), step_key(*[part.key for part in parts])
+    sources, origins, num_sources = [], [], 0
+    for part in parts:
+        sources += part.sources
+        origins.append(part.origins + [num_sources, 0])
+        num_sources = len(sources)
+    return Examples(rows, key, sources, np.concatenate(origins))
 
 
 def _format_of(features: Mapping[str, Any]) -> list[str]:
@@ -221,8 +225,8 @@ def _split(
     train, held_out = preparation.split(orders, num_eval)
     eval_examples = examples.select(held_out)
     if args.eval_files:
-        rows = load_rows(DataSource("json", data_files=args.eval_files))
-        eval_examples = _make_examples(rows, args, tokenizer, left_out, "`eval_files`")
+        source = DataSource("json", data_files=args.eval_files)
+        eval_examples = _make_examples(load_rows(source), source, args, tokenizer, left_out, "`eval_files`")
     is_repeated = np.isin(orders[train], eval_examples.rows["order"])
     if is_repeated.any():
         left_out.append(LeftOut(int(is_repeated.sum()), "examples", "they repeat a held-out example"))
@@ -245,45 +249,83 @@ def _split(
 
 
 class Examples(NamedTuple):
-    """Examples, with a key of everything that they were made from.
+    """Examples, with a key of everything that they were made from, and with the rows that they come from.
 
-    Each method returns the result of a step. `datasets` caches it under the key of these examples and the step's inputs.
+    Each method returns the result of a step. `datasets` caches it under the key of these examples and the step's inputs. A
+    `UserError` of a step's function names the row of the example.
+
+    Attributes:
+        rows: The examples.
+        key: Key of everything that they were made from.
+        sources: Sources of the examples.
+        origins: For each example, the index of its source and the number of its row there, from 0 [N, 2].
     """
 
     rows: Dataset
     key: str
+    sources: list[DataSource]
+    origins: np.ndarray
+
+    def describe_row(self, index: int) -> str:
+        """Return the place of an example, such as "row 4 of chats.jsonl"."""
+        source, number = self.origins[index].tolist()
+        return describe_row(self.sources[source], number)
 
     def select(self, indices: np.ndarray) -> Examples:
         """Take the examples with these indices [N]."""
-        return Examples(self.rows.select(indices), step_key(self.key, indices))
+        key = step_key(self.key, indices)
+        return Examples(self.rows.select(indices), key, self.sources, self.origins[indices])
 
     def replace(self, function: Callable[..., Row], **options: Any) -> Examples:
         """Make an example of each one by a function of it and the options, which are part of the key."""
         key = step_key(self.key, function.__name__, options)
-        features = find_features(function(self.rows[0], **options))
+        step = self._name_rows(function, options)
+        features = find_features(step(self.rows[0], 0))
         names = self.rows.column_names
-        rows = self.rows.map(function, features=features, remove_columns=names, fn_kwargs=options, new_fingerprint=key)
-        return Examples(rows, key)
+        rows = self.rows.map(step, with_indices=True, features=features, remove_columns=names, new_fingerprint=key)
+        return self._replace(rows=rows, key=key)
 
     def add(self, function: Callable[..., Row], **options: Any) -> Examples:
         """Add the columns that a function of each example and the options returns."""
         # The options are not in the key here and in `keep`, because they depend only on what is in the key of the rows.
         key = step_key(self.key, function.__name__)
-        return Examples(self.rows.map(function, fn_kwargs=options, new_fingerprint=key), key)
+        step = self._name_rows(function, options)
+        return self._replace(rows=self.rows.map(step, with_indices=True, new_fingerprint=key), key=key)
 
     def keep(
         self, function: Callable[..., bool], left_out: list[LeftOut], noun: str, reason: str, **options: Any
     ) -> Examples:
         """Leave out the examples for which a function is false, and add their number and the reason to `left_out`."""
         key = step_key(self.key, function.__name__, reason)
-        rows = self.rows.filter(function, fn_kwargs=options, new_fingerprint=key)
-        if len(rows) < len(self.rows):
-            left_out.append(LeftOut(len(self.rows) - len(rows), noun, reason))
-        return Examples(rows, key)
+        if not len(self.rows):
+            return self._replace(key=key)
+        step = self._name_rows(lambda row: {"is_kept": function(row, **options)}, {})
+        names = self.rows.column_names
+        flags = self.rows.map(
+            step, with_indices=True, remove_columns=names, new_fingerprint=step_key(key, "flags"), desc="Filter"
+        )
+        kept = np.flatnonzero(np.array(flags["is_kept"]))
+        if len(kept) < len(self.rows):
+            left_out.append(LeftOut(len(self.rows) - len(kept), noun, reason))
+        rows = self.rows.select(kept, new_fingerprint=key)
+        return self._replace(rows=rows, key=key, origins=self.origins[kept])
+
+    def _name_rows(self, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[Row, int], Any]:
+        """Return a function of an example and its index, which calls `function` and names the row in a `UserError`."""
+
+        def step(example: Row, index: int) -> Any:
+            try:
+                return function(example, **options)
+            except UserError as error:
+                place = self.describe_row(index)
+                raise UserError(f"{place[0].upper()}{place[1:]}: {error}") from error
+
+        return step
 
 
 def _make_examples(
     rows: Dataset,
+    data: DataSource,
     args: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
     left_out: list[LeftOut],
@@ -295,6 +337,7 @@ def _make_examples(
 
     Args:
         rows: Rows of one source.
+        data: The source.
         args: How rows become examples.
         tokenizer: Tokenizer of the training.
         left_out: List to which the numbers of rows without an example are added.
@@ -306,12 +349,18 @@ def _make_examples(
     columns = find_columns(args, [*rows.column_names, *mapping])
     of_source = f" of {title}" if title else ""
     _check_columns(columns, mapping, rows.column_names, of_source, is_mixture=len(args.datasets or ()) > 1)
-    examples = Examples(rows, examples_key(rows, args, tokenizer))
+    origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
+    everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
     reason = f"they have no text to train on ({_describe_missing_text(columns)})"
-    examples = examples.keep(_has_texts, left_out, noun, reason, args=args, columns=columns)
+    examples = everything.keep(
+        _has_texts, left_out, noun, reason, args=args, columns=columns, chat_template=tokenizer.chat_template
+    )
     if len(examples.rows) < len(rows):
-        left_out[-1] = left_out[-1]._replace(reason=reason + _describe_first(rows, args, columns))
+        first = int(np.setdiff1d(origins[:, 1], examples.origins[:, 1])[0])
+        found = _describe_turns(_read_row(rows[first], args), columns)
+        first_row = f". The first one is {everything.describe_row(first)}{found}"
+        left_out[-1] = left_out[-1]._replace(reason=reason + first_row)
     if not len(examples.rows):
         first = short_repr(_read_row(rows[0], args)[columns[-1]]) if len(rows) else "no examples"
         raise UserError(f"The data{of_source} must have an example with text in {columns[-1]}, got {first}.")
@@ -331,21 +380,15 @@ def _describe_missing_text(columns: Sequence[str]) -> str:
     return f"{' or '.join(f'`{name}`' for name in columns)} is empty"
 
 
-def _describe_first(rows: Dataset, args: DataArguments, columns: Sequence[str]) -> str:
-    """Return the end of the reason that conversations have no text: the number of the first such row, from 1, and its roles.
-
-    It is empty for other formats, and if the row is not among the first ones, because a search of all rows takes long.
-    """
+def _describe_turns(row: Row, columns: Sequence[str]) -> str:
+    """Return the roles of the turns of a row without an answer, as the end of a sentence. It is empty for other formats."""
     name = columns[-1]
     if name not in ("messages", "conversations"):
         return ""
-    for number, row in enumerate(islice(rows, _MOST_SEARCHED), start=1):
-        if not _has_texts(row, args, columns):
-            turns = to_messages(_read_row(row, args)[name])
-            roles = dict.fromkeys(str(turn["role"]) for turn in turns) if isinstance(turns, list) else {}
-            found = f"the roles {', '.join(roles)}" if roles else f"no turns in `{name}`"
-            return f". The first one is row {number:,}, which has {found}"
-    return ""
+    turns = to_messages(row[name])
+    roles = dict.fromkeys(str(turn["role"]) for turn in turns) if isinstance(turns, list) else {}
+    found = f"the roles {', '.join(roles)}" if roles else f"no turns in `{name}`"
+    return f", which has {found}"
 
 
 def _complete(
@@ -393,8 +436,10 @@ def _read_row(row: Row, args: DataArguments) -> Row:
     return {name: to_text(name, value) for name, value in {**row, **renamed}.items()}
 
 
-def _has_texts(row: Row, args: DataArguments, columns: Sequence[str]) -> bool:
+def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_template: Any) -> bool:
     row = _read_row(row, args)
+    for name in columns:
+        check_roles(row[name], chat_template)
     for name in columns:
         if row[name] is None or (name in TARGETS and not has_text(name, row[name])):
             return False

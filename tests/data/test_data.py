@@ -274,14 +274,57 @@ def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):
 
 
 @pytest.mark.parametrize(("turns", "found"), [
-    (conversation(("user", "Hi"), ("bot", "Hello")), "the roles user, bot"),
+    (conversation(("system", "Hi"), ("user", "Hello")), "the roles system, user"),
     (None, "no turns in `messages`"),
     ([], "no turns in `messages`"),
 ])  # fmt: skip
 def test_first_conversation_without_answer_is_described(load, bytes_tokenizer, log, turns, found):
     assert len(load(None, [{"messages": MADE_UP[0]}, {"messages": turns}], bytes_tokenizer)["train"]) == 1
     reason = "it has no text to train on (no answer of the assistant)"
-    assert f"1 example is left out, because {reason}. The first one is row 2, which has {found}." in log.messages
+    assert f"1 example is left out, because {reason}. The first one is row 2 of " in log.text
+    assert f"rows.jsonl, which has {found}." in log.text
+
+
+def test_first_pair_without_text_is_named(load, tokenizer, log):
+    load(None, [PAIR, {**PAIR, "completion": ""}], tokenizer)
+    assert re.search(r"is empty\). The first one is row 2 of \S*rows.jsonl\.$", log.messages[-1])
+
+
+def test_wrong_roles_raise_with_their_row(tmp_path, bytes_tokenizer):
+    good = {"messages": MADE_UP[0]}
+    other = write_lines(tmp_path / "other.jsonl", [{"messages": MADE_UP[2]}])
+    empty = {"messages": MADE_UP[0][:1]}  # left out, so the later rows move up
+    for role, fault in (
+        ("assitant", "A role must be .*assistant.*, got 'assitant'. Did you mean 'assistant'?"),
+        ("tool", "`chat_template` cannot render the conversation .*: A role must be .*; got 'tool'."),
+    ):
+        bad = {"messages": [*MADE_UP[0], {"role": role, "content": "Hi"}]}
+        alone = write_lines(tmp_path / "alone.jsonl", [good, empty, good, bad])
+        parts = [write_lines(tmp_path / "a.jsonl", [good] * 2), write_lines(tmp_path / "b.jsonl", [empty, bad])]
+        for files, place in (([alone], "Row 4 of .*alone.jsonl"), (parts, "Row 2 of [^ ]*b.jsonl")):
+            with user_error(f"^{place}: {fault}"):
+                load_datasets(DataArguments(train_files=files), bytes_tokenizer, 999)
+            with user_error(f"^{place}: {fault}"):
+                load_datasets(DataArguments(train_files=[other], eval_files=files), bytes_tokenizer, 999)
+        mixture = DataArguments(datasets=[{"path": parts[0]}, {"path": parts[1]}])
+        with user_error(f"^Row 2 of [^ ]*b.jsonl: {fault}"):
+            load_datasets(mixture, bytes_tokenizer, 999)
+
+
+def test_roles_of_a_prompt_are_checked(load, bytes_tokenizer):
+    prompt = conversation(("usr", "Hi"))
+    with user_error("Row 1 of .*: A role must be .*, got 'usr'. Did you mean 'user'?"):
+        load(None, [{"prompt": prompt, "completion": MADE_UP[0][1:]}], bytes_tokenizer)
+
+
+def test_roles_that_the_template_names_are_right(load, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    turns = conversation(("critic", "Hi"), ("assistant", "Hello"))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    with user_error("got 'critic'"):
+        load(None, [{"messages": turns}], tokenizer)
+    tokenizer.chat_template += "{# user, assistant or critic #}"
+    assert len(load(None, [{"messages": turns}], tokenizer)["train"]) == 1
 
 
 def test_some_conversations_have_tools(load, bytes_tokenizer, config):
@@ -338,7 +381,7 @@ def test_at_least_one_example_is_not_held_out(load, bytes_tokenizer, preparation
 
 def test_messages_that_are_a_text_raise(load, bytes_tokenizer):
     for rows in ([{"messages": "Hi"}], [{"messages": MADE_UP[0]}, {"messages": "Hi"}]):
-        with user_error("`messages` must be a list of turns with `role` and `content`, got 'Hi'"):
+        with user_error("Row . of .*: `messages` must be a list of turns with `role` and `content`, got 'Hi'"):
             load(None, rows, bytes_tokenizer)
 
 
@@ -358,13 +401,13 @@ def test_data_without_text_shows_its_first_value(load, tokenizer):
 
 
 def test_tools_that_are_not_json_raise(load, bytes_tokenizer):
-    with user_error("`tools` must be a list of schemas or its JSON, got 'add'"):
+    with user_error("Row 1 of .*: `tools` must be a list of schemas or its JSON, got 'add'"):
         load(None, [{"messages": MADE_UP[0], "tools": "add"}], bytes_tokenizer, max_length=99)
 
 
 @pytest.mark.parametrize("turn", ["Hi", {"content": "Hi"}, {"role": "assistant", "content": [{"text": "Hi"}]}])
 def test_turns_without_role_or_text_raise(load, bytes_tokenizer, turn):
-    with user_error("A turn must have a `role` and a text as `content`, got"):
+    with user_error("Row 1 of .*: A turn must have a `role` and a text as `content`, got"):
         load(None, [{"messages": [turn]}], bytes_tokenizer)
 
 
@@ -385,7 +428,7 @@ WRONG = [
     ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
     ({"train_files": ["broken.jsonl"]}, "Line 1 of .*broken.jsonl is not JSON: Expecting value at column 7"),
     ({"train_files": ["broken.json"]}, "broken.json cannot be loaded: .*JSON"),
-    ({"train_files": ["empty.jsonl"]}, "empty.jsonl.* cannot be loaded: a file is empty"),
+    ({"train_files": ["empty.jsonl"]}, "^empty.jsonl is empty.$"),
     ({"train_files": ["rows.jsonl"], "preparation": "gsm8k"}, "must have answer, question, got the columns prompt, c"),
     ({"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}}, "must have x, got the columns prompt, comp"),
     ({"train_files": ["other.jsonl"]}, "must have .*messages, .*text, got the columns a. `column_mapping` renames"),

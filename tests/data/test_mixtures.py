@@ -260,6 +260,9 @@ def test_plan_shows_what_is_left_out(capsys):
     pattern = r"examples +(\d+), (\d+) held out.*, (\d+) optimizer steps, 4 epochs"
     number, held_out, steps = map(int, re.search(pattern, examples).groups())
     assert steps == 4 * math.ceil(number / 2)
+    first_row = ". The first one is row 24 of c.jsonl"
+    assert sum(line.endswith(first_row) for line in left_out) == 1
+    left_out = [line.removesuffix(first_row) for line in left_out]
     left = {reason: int(count) for line in left_out for count, reason in [re.search(r"(\d+) (.*)", line).groups()]}
     assert left.pop("examples, because they have no text to train on (`prompt` or `completion` is empty)") == 2
     too_long = [
