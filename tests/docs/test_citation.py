@@ -1,5 +1,7 @@
 """Test that README, documentation and package cite the paper in the same way."""
 
+import re
+
 import yaml
 
 import loopdropout_trainer
@@ -25,3 +27,18 @@ def test_pages_and_package_cite_paper():
         text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
         assert PAPER["title"] in text and PAPER["url"] in text, path
     assert f"arXiv {NUMBER}" in loopdropout_trainer.__doc__
+
+
+def test_bibtex_is_that_of_the_citation_file():
+    text = (ROOT / "docs/citing.md").read_text(encoding="utf-8")
+    entry = re.search(r"```bibtex\n@misc\{\w+,\n(.*?)\n\}\n```", text, re.DOTALL)[1]
+    authors = [f"{author['given-names']} {author['family-names']}" for author in PAPER["authors"]]
+    fields = dict(re.findall(r"^  (\w+) = \{+([^{}]*)\}+,?$", entry, re.MULTILINE))
+    assert fields == {
+        "title": PAPER["title"],
+        "author": " and ".join(authors),
+        "year": str(PAPER["year"]),
+        "eprint": NUMBER,
+        "archivePrefix": "arXiv",
+        "url": PAPER["url"],
+    }

@@ -255,6 +255,13 @@ def test_quickstart_passes_mypy(tmp_path):
     python("-m", "mypy", "--ignore-missing-imports", "quickstart.py", cwd=tmp_path, fresh=True)
 
 
+def test_notebook_uses_one_thread():
+    """Several threads take minutes instead of seconds on a CPU that other programs use, too."""
+    cells = json.loads((ROOT / "recipes/quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    first = next(cell for cell in cells if cell["cell_type"] == "code")
+    assert "torch.set_num_threads(1)\n" in first["source"]
+
+
 @pytest.mark.build
 def test_notebook_runs(tmp_path):
     cells = json.loads((ROOT / "recipes/quickstart.ipynb").read_text(encoding="utf-8"))["cells"]

@@ -66,6 +66,14 @@ def test_two_processes_equal_one_process(reference, tmp_path, name):
     assert runs["saving"].records[1]["share_of_weights"] == pytest.approx(share, abs=0.02)
 
 
+def test_ddp_needs_no_search_for_unused_parameters(tmp_path):
+    """Each factor has a gradient, also in a step whose gates are all zero. Else DDP would raise an error."""
+    layout, rare = LAYOUTS["ddp, accumulation"], {"p": 0.9}
+    runs = launched(layout, tmp_path / "run", ["plain"], ddp_find_unused_parameters=False, **rare)
+    assert runs["plain"].records[0]["gate_mean"][0] == 0
+    check(runs, alone(tmp_path, ["plain"], per_device_train_batch_size=8, **rare), layout)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_launch_file_equals_one_process(reference, tmp_path, name):

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
 import loopdropout_trainer
 from helpers.errors import user_error
+from helpers.files import ROOT
 from helpers.tiny import tiny_ouro, trained_parameters, with_adapter
 from helpers.trainers import Recorder, assert_same_weights, logged
 from loopdropout_trainer import (
@@ -91,6 +93,25 @@ def test_draws_depend_on_seed_step_and_row(train):
         gates = torch.cat([seen.gates for seen in trainer.seen if seen.step == step], dim=1)
         draw = Draw(seed=7, step=step, example_ids=[(row, 0) for row in range(4)], num_loops=4)
         assert torch.equal(gates, LoopDropout(0.5).sample(draw))
+
+
+def test_each_seed_fixes_what_its_page_says(train):
+    """The page has a row for each seed, with "yes" under the things that change with it."""
+    page = (ROOT / "docs/seeds.md").read_text()
+    runs = {
+        name: train(cls=Recorder, **{name: 7} if name else {}).seen for name in ("", "seed", "gate_seed", "data_seed")
+    }
+    parts = [
+        lambda seen: [weight for name, weight in seen[0].weights.items() if "lora_A" in name],
+        lambda seen: [micro_batch.batch["input_ids"] for micro_batch in seen],
+        lambda seen: [micro_batch.gates for micro_batch in seen],
+    ]
+    for name in ("seed", "gate_seed", "data_seed"):
+        says = re.search(rf"^\| `{name}` \|[^|]*\| (\w+) \| (\w+) \| (\w+) \|", page, re.MULTILINE).groups()
+        for part, word in zip(parts, says, strict=True):
+            pairs = zip(part(runs[name]), part(runs[""]), strict=True)
+            is_same = all(torch.equal(one, other) for one, other in pairs)
+            assert is_same == (word == "no"), (name, says)
 
 
 def test_lora_dropout_split_keeps_weights(train):
