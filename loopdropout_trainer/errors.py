@@ -188,7 +188,7 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(2)
     except KeyboardInterrupt as error:
         # All processes stop after the same step, and a launcher that was stopped, too, waits until all of them have ended.
-        _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}", seconds=2)
+        _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}", seconds=2, only=True)
         sys.exit(128 + getattr(error, "signal", signal.SIGINT))
 
 
@@ -199,18 +199,21 @@ def _command_name(script: Path) -> str:
     return "loopdropout" if script.name == "__main__.py" else script.name
 
 
-def _print_from_first_process(message: str, seconds: float = 30) -> None:
+def _print_from_first_process(message: str, seconds: float = 30, only: bool = False) -> None:
     """Print to standard error. The other processes wait, because the launcher ends all of them as soon as one has ended.
 
     Args:
         message: Text that is printed in one line, without secrets.
         seconds: Time that the first process may need to come here.
+        only: Whether the others stay silent, because the first process prints the message in any case.
     """
-    if os.environ.get("RANK", "0") != "0":
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not is_first:
         time.sleep(seconds)
     sys.stdout.flush()
     sentence = hide_secrets(" ".join(message.splitlines()))
-    print(sentence, file=sys.stderr, flush=True)
+    if is_first or not only:
+        print(sentence, file=sys.stderr, flush=True)
     _tell_launcher(sentence)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import zipfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,14 +46,19 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted(folders, key=checkpoint_step)
 
 
-def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
-    """Return the newest checkpoint in a folder that a training can continue from, or None. The others are logged."""
+def complete_checkpoints(output_dir: str | Path) -> Iterator[Checkpoint]:
+    """Yield the checkpoints in a folder that a training can continue from, the newest first. The others are logged."""
     for folder in reversed(list_checkpoints(output_dir)):
         fault = find_fault(folder)
         if fault is None:
-            return Checkpoint(folder)
-        warn_once(f"The checkpoint {folder} is not used, because it {fault}.")
-    return None
+            yield Checkpoint(folder)
+        else:
+            warn_once(f"The checkpoint {folder} is not used, because it {fault}.")
+
+
+def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
+    """Return the newest checkpoint in a folder that a training can continue from, or None. The others are logged."""
+    return next(complete_checkpoints(output_dir), None)
 
 
 def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoint | None:

@@ -23,7 +23,13 @@ from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
-from loopdropout_trainer.saving.checkpoints import Checkpoint, find_checkpoint, load_state
+from loopdropout_trainer.saving.checkpoints import (
+    Checkpoint,
+    complete_checkpoints,
+    find_checkpoint,
+    list_checkpoints,
+    load_state,
+)
 from loopdropout_trainer.saving.source import find_source
 
 
@@ -125,35 +131,87 @@ def describe_data(dataset: Any) -> dict[str, Any]:
     return {"examples": len(dataset), "digest": digest.hexdigest()}
 
 
+def describe_resuming(trainer: Trainer) -> str:
+    """Return how a training is continued, in code: by an option of its command, or in Python."""
+    is_command = trainer.recipe is not None  # which a command gives its trainer
+    return "`--resume_from_checkpoint true`" if is_command else "`train(resume_from_checkpoint=True)`"
+
+
 def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | None:
     """Return the checkpoint that `resume_from_checkpoint` names, if a trainer can continue from it.
+
+    With `True`, it is the newest one with the settings and the adapter of the trainer. A folder can also have checkpoints of
+    other trainings, and a warning says so if they are passed over, or if a new training starts.
 
     Raises:
         UserError: If a training cannot continue from the checkpoint, or belongs to other settings or another adapter. Without
             a checkpoint, if the trainer has trained its model before.
     """
-    checkpoint = find_checkpoint(name, trainer.args.output_dir)
+    folder = trainer.args.output_dir
+    if isinstance(name, Checkpoint) or str(name).lower() != "true":
+        checkpoint = find_checkpoint(name, folder)
+        if checkpoint is not None:
+            _check_checkpoint(trainer, checkpoint)
+    else:
+        checkpoint = _find_own_checkpoint(trainer)
+    is_first_process = trainer.is_world_process_zero()
     if checkpoint is not None:
-        facts = saved_facts(load_state(checkpoint))
-        _check_settings(checkpoint, facts.get("settings") or {}, training_settings(trainer.args, trainer.model))
-        _check_tensors(checkpoint, trainer.model)
-        check_base(find_source(checkpoint), trainer.model)
-        if facts.get("passes", 0) > 1 and not has_length(trainer.train_dataset):
-            raise UserError(
-                f"`resume_from_checkpoint` must be a checkpoint of the first pass over a stream, but {checkpoint} is in pass "
-                f"{facts['passes']}. Load the dataset without `streaming`, or start a new training."
-            )
-        if trainer.is_deepspeed_enabled and trainer.is_world_process_zero():
+        if trainer.is_deepspeed_enabled and is_first_process:
             logger.warning(
                 f"DeepSpeed unpickles the files of {checkpoint}, which can run code in them, so continue only from a "
                 "checkpoint that you trust."
             )
-    elif name and trainer.state.global_step:
+        return checkpoint
+    if name and trainer.state.global_step:
         raise UserError(
-            f"`resume_from_checkpoint` must be False, because {trainer.args.output_dir} has no checkpoint and the model is "
+            f"`resume_from_checkpoint` must be False, because {folder} has no checkpoint and the model is "
             f"already trained for {trainer.state.global_step:,} steps. Call `train()` to train it further."
         )
-    return checkpoint
+    others = list_checkpoints(folder)
+    if others and is_first_process:
+        logger.warning(
+            f"{folder} has checkpoints of an earlier training up to {others[-1].name}, which this training does not continue. "
+            "It replaces the checkpoints of its own steps and keeps the others. To continue the earlier training, use "
+            f"{describe_resuming(trainer)}. To keep all of its checkpoints, set another `output_dir`."
+        )
+    return None
+
+
+def _find_own_checkpoint(trainer: Trainer) -> Checkpoint | None:
+    """Return the newest complete checkpoint with the settings and the adapter of a trainer, or None without a checkpoint.
+
+    Raises:
+        UserError: If none of the checkpoints has them, which tells what differs in the newest one.
+    """
+    refusal = None
+    for checkpoint in complete_checkpoints(trainer.args.output_dir):
+        try:
+            _check_checkpoint(trainer, checkpoint)
+        except UserError as error:
+            refusal = refusal or error
+            continue
+        if refusal is not None and trainer.is_world_process_zero():
+            logger.warning(f"The training continues from {checkpoint}, not from the newest checkpoint. {refusal}")
+        return checkpoint
+    if refusal is not None:
+        raise refusal
+    return None
+
+
+def _check_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Raise UserError unless a checkpoint belongs to a training with the settings, adapter and base model of a trainer.
+
+    This is the only place that decides it. `ResumptionCallback` compares the data, as soon as transformers has prepared them.
+    """
+    facts = saved_facts(load_state(checkpoint))
+    _check_settings(checkpoint, facts.get("settings") or {}, training_settings(trainer.args, trainer.model))
+    _check_tensors(checkpoint, trainer.model)
+    check_base(find_source(checkpoint), trainer.model)
+    if facts.get("passes", 0) > 1 and not has_length(trainer.train_dataset):
+        raise UserError(
+            f"`resume_from_checkpoint` must be a checkpoint of the first pass over a stream, but {checkpoint} is in pass "
+            f"{facts['passes']}. Load the dataset without `streaming`, or start a new training."
+        )
 
 
 def _check_settings(checkpoint: Checkpoint, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from loopdropout_trainer.training.batches import (
 )
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
-from loopdropout_trainer.training.resuming import find_resumable
+from loopdropout_trainer.training.resuming import describe_resuming, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.stopping import explain_write_errors
 
@@ -143,9 +143,9 @@ class GateSamplingMixin(AdapterTrainingMixin):
     ) -> TrainOutput:
         """Train. Gates are one again after the training, also after an exception.
 
-        `resume_from_checkpoint=True` continues from the newest complete checkpoint in `output_dir`, or starts without one,
-        unless this trainer has trained its model before. The settings, the adapter and the data must be those of the
-        checkpoint.
+        `resume_from_checkpoint=True` continues from the newest complete checkpoint in `output_dir` with the settings and the
+        adapter of this trainer, or starts if there is no checkpoint, unless this trainer has trained its model before. The
+        data must be the data of the checkpoint.
         """
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
@@ -166,7 +166,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 if self.args.should_save:
                     stack.enter_context(lock_folder(folder))
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
-                self.stop_callback.raise_if_stopped(self.args, self.state)
+                self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 self.record_training(first_step)
                 self.looped.trained_with = {**self.looped.trained_with, "step": saved_step(self)}
             return output

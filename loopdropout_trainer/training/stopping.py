@@ -61,6 +61,7 @@ class StopCallback(TrainerCallback):
         self._handlers: dict[int, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self._is_first_process = state.is_world_process_zero
         self.received = 0  # also after an interrupted training of the same trainer
         if threading.current_thread() is threading.main_thread():
             default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -70,7 +71,10 @@ class StopCallback(TrainerCallback):
 
     def _receive(self, number: int, frame: Any) -> None:
         if not self.received:
-            logger.warning("Training stops after this step with a checkpoint. Another signal stops it immediately.")
+            if self._is_first_process:  # the others get the signal, too
+                logger.warning(
+                    "Training stops after this step with a checkpoint. Another signal stops it immediately."
+                )
             self.received, self._received_at = number, time.monotonic()
         elif time.monotonic() - self._received_at > REPEATED_SECONDS:
             self.restore_handlers()
@@ -108,10 +112,16 @@ class StopCallback(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def raise_if_stopped(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Raise TrainingInterrupted after a training that a signal stopped before its last step."""
+    def raise_if_stopped(self, args: TrainingArguments, state: TrainerState, resuming: str) -> None:
+        """Raise TrainingInterrupted after a training that a signal stopped before its last step.
+
+        Args:
+            args: Arguments of the training.
+            state: State of the training.
+            resuming: Code or option that continues it.
+        """
         if self.received and state.global_step < state.max_steps:
-            advice = "Continue with `resume_from_checkpoint`."
+            advice = f"Continue with {resuming}."
             if args.save_only_model:
                 advice = "It cannot be continued, because with `save_only_model` its checkpoint has the adapter only."
             interrupted = TrainingInterrupted(

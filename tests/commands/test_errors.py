@@ -90,6 +90,15 @@ def test_run_script_lets_the_first_process_speak(monkeypatch):
             run_script(lambda error=error: raise_(error))
 
 
+def test_interruption_is_printed_once(monkeypatch, capsys):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="130"):
+            run_script(lambda: raise_(KeyboardInterrupt("Training stopped.")))
+    assert capsys.readouterr().err.count("Training stopped.") == 1
+
+
 def test_launcher_reports_the_sentence_last(monkeypatch, tmp_path):
     """The report of torch's launcher has 40 lines, and stands behind the sentence that the process has printed."""
     file = tmp_path / "error.json"

@@ -33,8 +33,8 @@ TOKEN = "hf_averysecrettokenofsomeone"
 SHORT = (
     "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 2 --save_steps 2 --logging_steps 1"
 )
-WORDS = f"quickstart.yaml {SHORT} --eval_num_loops 2 4 --lora_dropout 0.1 --diagnose_task arithmetic_easy_test"
-WORDS += f" --hub_token {TOKEN}"
+TRAINING = f"quickstart.yaml {SHORT} --lora_dropout 0.1 --diagnose_task arithmetic_easy_test --hub_token {TOKEN}"
+WORDS = f"{TRAINING} --eval_num_loops 2 4"
 FEW_MEASUREMENTS = "--evaluate_base false --single_loop_accuracy false --eval_num_loops 4 --merge false"
 
 
@@ -153,7 +153,7 @@ def test_finished_run_is_made_longer(copy):
 def test_results_belong_to_the_best_checkpoint(tmp_path):
     """With a learning rate that spoils the adapter, the first evaluation is the best one."""
     best = "--eval_strategy steps --eval_steps 2 --load_best_model_at_end true --single_loop_batches 2"
-    run(WORDS, FEW_MEASUREMENTS, "--compare_with null --learning_rate 0.3", best, "--output_dir", tmp_path)
+    run(TRAINING, FEW_MEASUREMENTS, "--compare_with null --learning_rate 0.3", best, "--output_dir", tmp_path)
     evaluated = [log for log in load_state(tmp_path).log_history if "eval_loss" in log]
     rows = [row for row in read_results(tmp_path) if row["gates"] == "unit"]
     losses = {row["metric"]: row["value"] for row in rows if row["task"] == "training"}
@@ -214,7 +214,7 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     plan = run(WORDS, "--output_dir", copy, "--dry_run", "true")
     names_it = f"not used    {copy}/checkpoint-{last_step}. Add `--resume_from_checkpoint true`" in plan
     assert names_it == (last_step > 0)
-    text = run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
+    text = run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
     assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
     values = lambda at: {row["metric"]: row["value"] for row in read_results(at) if row["folder"] == str(at)}
@@ -227,7 +227,7 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
 
 def test_run_without_bars_resumes_after_its_last_step(quickstart, copy, no_steps):
     interrupt(copy, 6)
-    run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true --disable_tqdm true", FEW_MEASUREMENTS)
+    run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint true --disable_tqdm true", FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
 
 
@@ -245,7 +245,7 @@ def test_damaged_adapter_of_a_finished_run(quickstart, copy, no_steps, name, log
     (copy / name).write_bytes(content[:-100] + bytes(100))
     with user_error(f"{re.escape(str(copy))} has a damaged {name}. Add `--resume_from_checkpoint true`"):
         run(WORDS, "--output_dir", copy)
-    run(WORDS, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
+    run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
     assert f"not used, because the folder has a damaged {name}" in log.text
     assert adapter(copy) == adapter(quickstart[0])
 
@@ -302,8 +302,8 @@ def test_run_json_tells_a_stop_from_a_failure(quickstart, copy, monkeypatch, ste
         return step()
 
     monkeypatch.setattr(LoopDropoutSFTTrainer, "training_step", training_step)
-    with pytest.raises(error):
-        run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true", FEW_MEASUREMENTS, words)
+    with pytest.raises(error, match="with `--resume_from_checkpoint true`" if status == "stopped" else ""):
+        run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint true", FEW_MEASUREMENTS, words)
     assert seen[0] == "training" and read_run(copy)["status"] == status
 
 

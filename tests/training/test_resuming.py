@@ -110,7 +110,8 @@ def test_signal_stops_with_a_checkpoint(make_trainer, stop):
     straight, handler = make_trainer(save_strategy="no"), signal.getsignal(stop)
     straight.train()
     trainer = make_trainer(cls=Interrupted, save_strategy="no")
-    with pytest.raises(TrainingInterrupted, match="after step 3 of 6") as error:
+    advice = r"after step 3 of 6. Continue with `train\(resume_from_checkpoint=True\)`"
+    with pytest.raises(TrainingInterrupted, match=advice) as error:
         trainer.train()
     assert error.value.signal == stop and signal.getsignal(stop) is handler
     assert trainer.gate_state.gates is None
@@ -278,6 +279,22 @@ def test_callbacks_that_begin_again_are_named(make_trainer, log):
     assert "begins again" not in log.text
     make_trainer(callbacks=[EarlyStoppingCallback(5)], **fields).train(resume_from_checkpoint=True)
     assert "EarlyStoppingCallback begins again, because `restore_callback_states_from_checkpoint` is false" in log.text
+
+
+def test_checkpoints_of_another_training_are_passed_over(make_trainer, log):
+    first = make_trainer(save_steps=1, max_steps=3)
+    first.train()
+    assert "checkpoints of an earlier training" not in log.text
+    folder = first.args.output_dir
+    second = make_trainer(save_steps=1, max_steps=2, learning_rate=1e-4)
+    second.train()
+    assert f"{folder} has checkpoints of an earlier training up to checkpoint-3, which this" in log.text
+    assert "use `train(resume_from_checkpoint=True)`" in log.text
+    log.clear()
+    resumed = make_trainer(max_steps=3, learning_rate=1e-4)
+    resumed.train(resume_from_checkpoint=True)
+    assert [seen.step for seen in resumed.seen] == [2] and resumed.training_id == second.training_id
+    assert "continues from" in log.text and "checkpoint-3 was trained with other settings: `learning_rate`" in log.text
 
 
 @pytest.mark.parametrize(("changes", "message"), CHANGES, ids=str)
