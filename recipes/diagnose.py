@@ -30,7 +30,7 @@ from loopdropout_trainer.arguments import (
     TaskArguments,
     option,
 )
-from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.data import SFTDataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
     curvature,
     depth_matrix,
@@ -79,7 +79,7 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
     use_cpu: bool = option(False, "Whether to run on the CPU only.")
 
 
-ARGUMENTS = (DiagnoseArguments, SourceArguments, DataArguments)
+ARGUMENTS = (DiagnoseArguments, SourceArguments, SFTDataArguments)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = read_settings(ARGUMENTS, argv, __doc__, TRAINING_TYPES)
     args, model_args, data_args = build(ARGUMENTS, settings)
     if args.task != DEVELOPMENT:  # it has its own data, so that options of other data are a mistake
-        read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*TRAINING_TYPES, DataArguments))
+        read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*TRAINING_TYPES, SFTDataArguments))
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and data
@@ -176,7 +176,7 @@ def check_data(args: DiagnoseArguments, sources: list[Source], settings: dict[st
     for source in sources:
         if not source.recipe:
             continue
-        difference = compare_recipes(source.recipe, settings, fields=DataArguments.__dataclass_fields__)
+        difference = compare_recipes(source.recipe, settings, fields=SFTDataArguments.__dataclass_fields__)
         if difference:
             raise UserError(f"The recipe must have the data of the adapter in {source.name}, but {difference}.")
 
@@ -190,7 +190,7 @@ class DiagnosedData:
         chat_template: Chat template instead of the trainings'.
     """
 
-    def __init__(self, args: DiagnoseArguments, data_args: DataArguments, chat_template: str | None) -> None:
+    def __init__(self, args: DiagnoseArguments, data_args: SFTDataArguments, chat_template: str | None) -> None:
         self.args, self.data_args, self.chat_template = args, data_args, chat_template
         self._batches: dict[tuple, list] = {}
 

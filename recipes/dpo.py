@@ -10,7 +10,7 @@ Each example has a `chosen` and a `rejected` completion, and usually their
 from __future__ import annotations
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
-from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.data import DPODataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import build, read_settings
@@ -18,7 +18,7 @@ from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 
 
-ARGUMENTS = (ScriptArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutDPOConfig)
+ARGUMENTS = (ScriptArguments, ModelArguments, AdapterArguments, DPODataArguments, LoopDropoutDPOConfig)
 
 
 def main(argv: list[str] | None = None) -> None:

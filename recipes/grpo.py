@@ -11,7 +11,7 @@ below, and `--field value` overrides it.
 from __future__ import annotations
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, RewardArguments, ScriptArguments
-from loopdropout_trainer.data import DataArguments
+from loopdropout_trainer.data import GRPODataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import build, read_settings
@@ -24,7 +24,7 @@ ARGUMENTS = (
     ScriptArguments,
     ModelArguments,
     AdapterArguments,
-    DataArguments,
+    GRPODataArguments,
     LoopDropoutGRPOConfig,
     RewardArguments,
 )

@@ -13,7 +13,7 @@ with `--resume_from_checkpoint true` continues an interrupted run.
 from __future__ import annotations
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
-from loopdropout_trainer.data import DataArguments, label_example, preview
+from loopdropout_trainer.data import SFTDataArguments, label_example, preview
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import build, read_settings
@@ -21,7 +21,7 @@ from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
-ARGUMENTS = (SFTArguments, ModelArguments, AdapterArguments, DataArguments, LoopDropoutConfig)
+ARGUMENTS = (SFTArguments, ModelArguments, AdapterArguments, SFTDataArguments, LoopDropoutConfig)
 
 
 def main(argv: list[str] | None = None) -> None:

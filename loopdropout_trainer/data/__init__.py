@@ -3,7 +3,12 @@
 `preparations.py` is the page to extend. It says how rows become examples.
 """
 
-from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.arguments import (
+    DataArguments,
+    DPODataArguments,
+    GRPODataArguments,
+    SFTDataArguments,
+)
 from loopdropout_trainer.data.files import read_files
 from loopdropout_trainer.data.formats import to_messages
 from loopdropout_trainer.data.holding_out import (
@@ -40,13 +45,16 @@ __all__ = [
     "FIELD",
     "PREPARATIONS",
     "PROMPT_TEMPLATES",
+    "DPODataArguments",
     "DataArguments",
     "Example",
+    "GRPODataArguments",
     "Indices",
     "LeftOut",
     "LoadedExamples",
     "Preparation",
     "Row",
+    "SFTDataArguments",
     "draw_random",
     "fill",
     "find_columns",

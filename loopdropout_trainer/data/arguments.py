@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loopdropout_trainer.data.formats import FORMATS, PAIRS, PREFERENCES, TEXTS
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, PROMPT_TEMPLATES
 from loopdropout_trainer.data.sources import DataSource, read_sources
 from loopdropout_trainer.errors import UserError
@@ -13,9 +14,14 @@ from loopdropout_trainer.fields import check_fields, option
 
 @dataclass
 class DataArguments:
-    """The fields of a recipe about training data."""
+    """The fields of a recipe about training data.
+
+    Attributes:
+        formats: Columns of each format of examples that the training reads.
+    """
 
     help_title = "Data"
+    formats = FORMATS
 
     preparation: str | None = option(
         None,
@@ -120,3 +126,21 @@ class DataArguments:
         """Text of the prompt template."""
         name = self.prompt_template or PREPARATIONS[self.preparation].prompt_template
         return PROMPT_TEMPLATES.get(name, name)
+
+
+class SFTDataArguments(DataArguments):
+    """The fields of a recipe about the examples of SFT."""
+
+    formats = TEXTS
+
+
+class DPODataArguments(DataArguments):
+    """The fields of a recipe about the examples of DPO."""
+
+    formats = PREFERENCES
+
+
+class GRPODataArguments(DataArguments):
+    """The fields of a recipe about the examples of GRPO."""
+
+    formats = PAIRS

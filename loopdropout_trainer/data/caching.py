@@ -61,6 +61,7 @@ def examples_key(rows: Dataset, args: DataArguments, tokenizer: PreTrainedTokeni
             [file["filename"] for file in rows.cache_files],
             (str(rows.split), rows.column_names),
             [getattr(args, field.name) for field in fields(args)],
+            args.formats,
             tokenizer,
             [version(name) for name in LIBRARIES],
             package_code(),

@@ -13,14 +13,16 @@ from loopdropout_trainer.errors import UserError, closest_match, short_repr
 if TYPE_CHECKING:
     from datasets import Features
 
-FORMATS = (
-    ("prompt", "chosen", "rejected"),
-    ("chosen", "rejected"),
-    ("prompt", "completion"),
-    ("messages",),
-    ("conversations",),
-    ("text",),
-)
+PAIRS = (("prompt", "completion"),)
+"""Columns of prompts with a completion, which is the reference of GRPO."""
+
+TEXTS = (*PAIRS, ("messages",), ("conversations",), ("text",))
+"""Columns of each format of SFT, in the order in which they are looked for."""
+
+PREFERENCES = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+"""Columns of each format of DPO."""
+
+FORMATS = (*PREFERENCES, *TEXTS)
 """Columns of each format, in the order in which they are looked for."""
 
 TARGETS = {"chosen", "rejected", "completion", "messages", "conversations", "text", "answer", "response"}
@@ -36,10 +38,10 @@ USUAL_ROLES = ("system", "user", "assistant", "tool")
 """Roles that chat templates usually know. Each template decides for itself whether it can write a turn of such a role."""
 
 
-def find_format(names: Iterable[str]) -> tuple[str, ...]:
+def find_format(names: Iterable[str], formats: Iterable[tuple[str, ...]] = FORMATS) -> tuple[str, ...]:
     """Return the columns of the first format that columns with these names make, or none."""
     names = set(names)
-    for columns in FORMATS:
+    for columns in formats:
         if names.issuperset(columns):
             return columns
     return ()
@@ -54,8 +56,18 @@ def wrong_columns(title: str, formats: Iterable[Sequence[str]], names: Iterable[
         names: Columns that the data has.
         fix: Sentence on how to get the columns.
     """
-    expected = ", or ".join(" and ".join(columns) for columns in formats)
-    return UserError(f"{title} must have {expected}, got the columns {', '.join(names)}. {fix}")
+    choices = [_enumerate(columns) for columns in formats]
+    expected = f"one of: {'; '.join(choices)}" if len(choices) > 1 else choices[0]
+    names, known = [*names], set().union(*formats)
+    hints = [closest_match(name, known, cutoff=0.8) for name in names if name not in known]
+    hint = next(filter(None, hints), "")
+    return UserError(f"{title} must have {expected}, got the columns {', '.join(names)}.{hint} {fix}")
+
+
+def _enumerate(columns: Sequence[str]) -> str:
+    """Return the names of columns in words, such as "`prompt`, `chosen` and `rejected`"."""
+    *first, last = [f"`{name}`" for name in columns]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def to_messages(value: Any) -> Any:

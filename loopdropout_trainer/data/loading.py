@@ -15,7 +15,6 @@ from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key, step_key
 from loopdropout_trainer.data.files import describe_row, load_rows
 from loopdropout_trainer.data.formats import (
-    FORMATS,
     TARGETS,
     check_roles,
     find_features,
@@ -348,7 +347,8 @@ def _make_examples(
     mapping = args.column_mapping or {}
     columns = find_columns(args, [*rows.column_names, *mapping])
     of_source = f" of {title}" if title else ""
-    _check_columns(columns, mapping, rows.column_names, of_source, is_mixture=len(args.datasets or ()) > 1)
+    is_mixture = len(args.datasets or ()) > 1
+    _check_columns(columns, args.formats, mapping, rows.column_names, of_source, is_mixture)
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
@@ -410,12 +410,18 @@ def _complete(
 
 
 def _check_columns(
-    columns: Sequence[str], mapping: Mapping[str, str], names: Sequence[str], of_source: str, is_mixture: bool
+    columns: Sequence[str],
+    formats: Sequence[Sequence[str]],
+    mapping: Mapping[str, str],
+    names: Sequence[str],
+    of_source: str,
+    is_mixture: bool,
 ) -> None:
     """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them.
 
     Args:
-        columns: Columns that examples are made of.
+        columns: Columns that examples are made of, or none if the data has no format.
+        formats: Columns of each format that the data can have.
         mapping: Columns of the data by their new names.
         names: Columns of the data.
         of_source: Name of the data in the message.
@@ -427,7 +433,7 @@ def _check_columns(
         return
     place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
     fix = f"`column_mapping` renames columns{place}, and `prompt_template` makes prompts from them."
-    raise wrong_columns(f"The data{of_source}", [[", ".join(missing)]] if missing else FORMATS, names, fix)
+    raise wrong_columns(f"The data{of_source}", [missing] if missing else formats, names, fix)
 
 
 def _read_row(row: Row, args: DataArguments) -> Row:

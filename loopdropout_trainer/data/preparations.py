@@ -122,7 +122,7 @@ def find_columns(args: DataArguments, names: Iterable[str]) -> tuple[str, ...]:
         return columns
     if args.template is not None:
         return (*FIELD.findall(args.template), "completion")
-    return find_format(names)
+    return find_format(names, args.formats)
 
 
 # Functions that say whether to keep a row

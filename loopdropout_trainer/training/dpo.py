@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import DPOTrainer
 
+from loopdropout_trainer.data.formats import PREFERENCES
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
@@ -28,7 +29,7 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
         __init__ = with_gates(DPOTrainer.__init__)
 
     def formats(self, args: LoopDropoutDPOConfig) -> Collection[Sequence[str]]:
-        return ("prompt", "chosen", "rejected"), ("chosen", "rejected")
+        return PREFERENCES
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         super().before_init(arguments)

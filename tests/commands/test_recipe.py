@@ -332,7 +332,7 @@ HABITS = {
 @pytest.mark.parametrize("name", HABITS)
 def test_habitual_field_has_a_hint(name):
     types = load_script("recipes/sft.py")
-    classes = (types.SFTArguments, types.ModelArguments, types.AdapterArguments, types.DataArguments)
+    classes = (types.SFTArguments, types.ModelArguments, types.AdapterArguments, types.SFTDataArguments)
     classes += (types.LoopDropoutConfig,)
     with user_error(f"`{name}`.* Did you mean '{HABITS[name]}'"):
         parse(classes, ["quickstart.yaml", f"--{name}", "1"])

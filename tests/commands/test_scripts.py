@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers.errors import user_error
-from helpers.files import ROOT, load_script
+from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.gates import RULES
@@ -370,6 +370,33 @@ MISTAKES = [
     ("dpo", "--preparation arithmetic", "The examples must have the columns `chosen` and `rejected`."),
     ("grpo", "--rewards gsm8k", "`rewards` must be one of gsm8k_strict, "),
 ]
+
+
+SFT_COLUMNS = "one of: `prompt` and `completion`; `messages`; `conversations`; `text`"
+COLUMNS = [
+    ("sft", "conversation", f"{SFT_COLUMNS}, got the columns conversation. Did you mean 'conversations'? `column_map"),
+    ("sft", "chosen rejected", f"{SFT_COLUMNS}, got the columns chosen, rejected. `column_mapping` renames"),
+    ("dpo", "prompt choosen", "one of: `prompt`, `chosen` and `rejected`; `chosen` and `rejected`, got the columns "
+     "prompt, choosen. Did you mean 'chosen'?"),
+    ("grpo", "messages", "`prompt` and `completion`, got the columns messages."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "columns", "message"), COLUMNS)
+def test_missing_columns_name_the_formats_of_the_script(script, columns, message, tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [dict.fromkeys(columns.split(), "x")])
+    words = f"--model_name_or_path tiny-ouro --train_files {path} --output_dir {tmp_path} --bf16 false --dry_run true"
+    with user_error(f"The data must have {re.escape(message)}"):
+        SCRIPTS[script].main(words.split())
+
+
+def test_sft_reads_messages_next_to_preferences(tmp_path, capsys):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    row = {"prompt": "x", "chosen": "y", "rejected": "z", "messages": turns}
+    path = write_lines(tmp_path / "rows.jsonl", [row])
+    words = f"--model_name_or_path tiny-ouro --train_files {path} --output_dir {tmp_path} --bf16 false --dry_run true"
+    SCRIPTS["sft"].main([*words.split(), "--chat_template", "tulu2", "--preview", "0"])
+    assert "Hello" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)

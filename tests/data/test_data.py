@@ -429,9 +429,18 @@ WRONG = [
     ({"train_files": ["broken.jsonl"]}, "Line 1 of .*broken.jsonl is not JSON: Expecting value at column 7"),
     ({"train_files": ["broken.json"]}, "broken.json cannot be loaded: .*JSON"),
     ({"train_files": ["empty.jsonl"]}, "^empty.jsonl is empty.$"),
-    ({"train_files": ["rows.jsonl"], "preparation": "gsm8k"}, "must have answer, question, got the columns prompt, c"),
-    ({"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}}, "must have x, got the columns prompt, comp"),
-    ({"train_files": ["other.jsonl"]}, "must have .*messages, .*text, got the columns a. `column_mapping` renames"),
+    (
+        {"train_files": ["rows.jsonl"], "preparation": "gsm8k"},
+        "must have `answer` and `question`, got the columns prompt, c",
+    ),
+    (
+        {"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}},
+        "must have `x`, got the columns prompt, comp",
+    ),
+    (
+        {"train_files": ["other.jsonl"]},
+        "must have one of: .*`messages`; .*`text`, got the columns a. `column_ma",
+    ),
     ({"train_files": ["rows.jsonl"], "num_train_examples": 9}, "`num_train_examples` must be at most 3, .* got 9"),
     (
         {"train_files": ["rows.jsonl"], "eval_files": ["rows.jsonl"]},

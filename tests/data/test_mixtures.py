@@ -148,14 +148,14 @@ WRONG = [
     ([{**A, "column_mapping": ["prompt"]}], "`column_mapping` in `datasets` must be dict"),
     (
         [A, {**B, "column_mapping": {"prompt": "x"}}],
-        "The data of b.jsonl must have x, got the columns prompt, completion",
+        "The data of b.jsonl must have `x`, got the columns prompt, completion",
     ),
     (["a.jsonl"], r"An item of `datasets` must be a mapping such as {path: a.jsonl}, got 'a.jsonl'"),
     ([A, {"path": "none.jsonl"}], "none.jsonl cannot be loaded"),
     ([A, {**B, "columns": ["prompt", "x"]}], "`columns` of b.jsonl must be among prompt, completion, got x"),
     (
         [A, {"path": "other.jsonl"}],
-        "The data of other.jsonl must have .*prompt and completion.* got the columns question, answer. `column_mapping` "
+        "The data of other.jsonl must have .*`prompt` and `completion`;.* got the columns question, answer. `column_mapping` "
         "renames columns .for one data set, in its item of `datasets`., and",
     ),
     (

@@ -53,9 +53,9 @@ SFT, DPO, GRPO = LoopDropoutSFTTrainer, LoopDropoutDPOTrainer, LoopDropoutGRPOTr
 @pytest.mark.parametrize(
     ("cls", "columns"),
     [
-        (SFT, "prompt and completion, or messages, or text"),
-        (DPO, "prompt and chosen and rejected, or chosen and rejected"),
-        (GRPO, "prompt"),
+        (SFT, "one of: `prompt` and `completion`; `messages`; `text`"),
+        (DPO, "one of: `prompt`, `chosen` and `rejected`; `chosen` and `rejected`"),
+        (GRPO, "`prompt`"),
     ],
 )
 def test_wrong_columns_are_one_sentence(make, cls, columns):
@@ -67,9 +67,9 @@ def test_wrong_columns_of_streams_and_held_out_examples(make):
     stream = IterableDataset.from_generator(lambda: iter(QUESTIONS))
     with user_error("`train_dataset` must have .*, got the columns question, answer"):
         make(SFT, stream)
-    with user_error("`train_dataset` must have prompt and completion, got the columns prompt, text"):
+    with user_error("`train_dataset` must have `prompt` and `completion`, got the columns prompt, text"):
         make(SFT, Dataset.from_list([{"prompt": "a", "text": "b"}]))
-    with user_error(r"`eval_dataset\['one'\]` must have .*, or story, got the columns question, answer"):
+    with user_error(r"`eval_dataset\['one'\]` must have .*; `story`, got the columns question, answer"):
         make(SFT, Dataset.from_list([{"story": "b"}]), {"one": QUESTIONS}, dataset_text_field="story")
 
 
