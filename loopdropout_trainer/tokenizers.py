@@ -36,6 +36,9 @@ CHAT_TOKENS = {
 }
 """Special tokens of a chat, by chat template. The published tokenizers name the special tokens of plain text."""
 
+OTHER_NAMES = {"ouro": "ChatML"}
+"""Names of chat templates elsewhere, by their names here."""
+
 TOKENIZERS = {"SandyResearch/parcae-": "SandyResearch/parcae-tokenizer"}
 """Tokenizers that are not with their models, by the beginning of the models' names."""
 
@@ -158,8 +161,17 @@ def unknown_template(field: str, name: str, others: str) -> UserError:
         name: Name as typed.
         others: What the field can be besides the names of the package's templates.
     """
-    hint = closest_match(name, CHAT_TEMPLATES)
-    return UserError(f"`{field}` must be {', '.join(CHAT_TEMPLATES)} or {others}, got {name!r}.{hint}")
+    known = {other.lower(): template for template, other in OTHER_NAMES.items()}
+    hint = closest_match(known.get(name.lower(), name), CHAT_TEMPLATES)
+    return UserError(f"`{field}` must be {_list_templates()} or {others}, got {name!r}.{hint}")
+
+
+def _list_templates() -> str:
+    """Return the names of the package's chat templates, with the names by which people know them elsewhere."""
+    titles = []
+    for name in CHAT_TEMPLATES:
+        titles.append(f"{name} ({OTHER_NAMES[name]})" if name in OTHER_NAMES else name)
+    return ", ".join(titles)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -167,7 +179,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.chat_template is None:
         raise UserError(
             "`chat_template` must be set, because the examples are conversations and the tokenizer has no chat template. Its "
-            f"value is a Jinja file, or one of {', '.join(CHAT_TEMPLATES)}. In Python, pass "
+            f"value is a Jinja file, or one of {_list_templates()}. In Python, pass "
             '`processing_class=load_tokenizer(name, chat_template="ouro")` from `loopdropout_trainer.tokenizers`, or set '
             "`chat_template_path` in a `LoopDropoutConfig`."
         )

@@ -446,7 +446,7 @@ WRONG = [
         {"train_files": ["rows.jsonl"], "eval_files": ["rows.jsonl"]},
         "must have an example that is not in `eval_files`",
     ),
-    ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set, .* or one of .*ouro, .*tulu2"),
+    ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set, .* or one of .*ouro .*tulu2"),
 ]
 ROWS = {"empty": [], "rows": [PAIR] * 3, "other": [{"a": "b"}], "chat": [{"messages": MADE_UP[0]}]}
 

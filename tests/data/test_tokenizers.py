@@ -159,6 +159,24 @@ def test_template_trains_answers_with_their_end(chat_tokenizer, name, answer, pr
         render([{"role": "tool", "content": "x"}], tokenize=False)
 
 
+def test_ouro_is_chatml(chat_tokenizer):
+    """The messages call it so. This is the template that `setup_chat_format` of TRL set."""
+    chatml = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    ouro = tokenizers.CHAT_TEMPLATES["ouro"].read_text()
+    turns = [{"role": role, "content": "A\n b."} for role in ("system", "user", "assistant", "user")]
+    for is_prompt in (False, True):
+        texts = [
+            chat_tokenizer.apply_chat_template(
+                turns, chat_template=template, tokenize=False, add_generation_prompt=is_prompt
+            )
+            for template in (ouro, chatml)
+        ]
+        assert texts[0] == texts[1]
+
+
 def test_template_brings_its_special_tokens(chat_tokenizer, tmp_path):
     for name, tokens in tokenizers.CHAT_TOKENS.items():
         set_chat_template(chat_tokenizer, name)
@@ -194,6 +212,7 @@ def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
     ("fields", "message"),
     [
         ({"name_or_path": "./none"}, "The folder .*none does not exist"),
+        ({"chat_template": "chatml"}, "`chat_template` must be .*, ouro \\(ChatML\\), .* Did you mean 'ouro'?"),
         ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
         ({"chat_template": "ouro"}, r"`bos_token` must be a token of the tokenizer .*, got <\|im_start"),
         ({"eos_token": "<end>"}, "`eos_token` must be a token of the tokenizer .*, got <end>"),
