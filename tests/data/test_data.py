@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from datasets import Dataset
 from trl import SFTTrainer
 
@@ -483,6 +484,13 @@ def page(tmp_path, monkeypatch):
     for file, name in files.items():
         Path(file).write_text(blocks[name])
     return blocks
+
+
+def test_own_data_page_trains_with_one_thread_on_a_cpu(page):
+    """Several threads wait for each other if other programs run, which takes many times longer."""
+    for name in ("recipe", "chat_recipe"):
+        recipe = yaml.safe_load(page[name])
+        assert recipe["bf16"] is False and recipe["num_threads"] == 1
 
 
 def test_own_data_page_shows_real_output(page, capsys):
