@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import platform
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import version
@@ -115,6 +115,35 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 def read_own_results(folder: str | Path) -> list[dict[str, Any]]:
     """Return the results in exactly this folder, with its column `folder`."""
     return [{**row, "folder": str(folder)} for row in _read_rows(Path(folder, RESULTS_FILE))]
+
+
+def measurement_folder(output_dir: str | Path, name: str) -> str:
+    """Return the folder of the results of a command that measures trained models: `output_dir`, or `name` in a run's folder.
+
+    The folder of a run holds the results of its training alone, because a later measurement can use other examples, and also
+    measures other models. The two would replace each other, and mix in the mean over the seeds.
+    """
+    is_run = Path(output_dir, RUN_FILE).is_file() or any(map(_is_of_training, read_own_results(output_dir)))
+    return str(Path(output_dir, name)) if is_run else str(output_dir)
+
+
+def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Divide results into those that are shown, and those that repeat a measurement of a training itself.
+
+    A training's own result is the one in its run's folder without the column `adapter`. `evaluate` and `diagnose` can measure
+    the same again, perhaps on another number of examples, so that the results of two runs are not comparable any more.
+
+    Args:
+        rows: Results of `read_results` with the column `run`, the folder of their training.
+    """
+    trained = {row["folder"] for row in rows if _is_of_training(row)}
+    is_own = [row["folder"] in trained and not row.get("adapter") for row in rows]
+    own_keys = {_measurement(row) for row, own in zip(rows, is_own, strict=True) if own}
+    shown, repeated = [], []
+    for row, own in zip(rows, is_own, strict=True):
+        is_shown = own or _measurement(row) not in own_keys
+        (shown if is_shown else repeated).append(row)
+    return shown, repeated
 
 
 def recipe_path(folder: str | Path) -> Path:
@@ -325,12 +354,26 @@ def training_recipe(trainer: Trainer) -> dict[str, Any]:
     return {name: value for name, value in recipe.items() if value is not None}
 
 
+def _is_of_training(row: Mapping[str, Any]) -> bool:
+    """Return whether a result is one of the training itself, such as its loss."""
+    return row.get("task") == "training"
+
+
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """Return the columns that two results share if one replaces the other."""
-    ignored = {"value", "n"}
+    """Return the columns that two results in a folder share if one replaces the other."""
+    ignored = {"value", "n", "samples"}
     if row.get("training"):
         ignored.add("adapter")  # its folder may have been moved
     return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
+
+
+def _measurement(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """Return what a result of `read_results` measures, wherever it is stored. It needs the column `run`."""
+    ignored = {"folder", "adapter", "training"}
+    if row["method"] == "base model":  # it has results next to those of each training
+        ignored |= {"run", "seed", "step"}
+    settings = {name for name in row if name.startswith("recipe_")} - {"recipe_model_name_or_path"}
+    return _key({name: value for name, value in row.items() if name not in ignored | settings})
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

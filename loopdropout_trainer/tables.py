@@ -14,8 +14,16 @@ from scipy import stats
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.results import COLUMNS, read_recipe, read_results, read_samples
+from loopdropout_trainer.results import (
+    COLUMNS,
+    RESULTS_FILE,
+    read_recipe,
+    read_results,
+    read_samples,
+    split_repeated,
+)
 
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
@@ -23,6 +31,7 @@ NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output
 IGNORED = {
     "value",
     "seed",
+    "step",  # of the last or the best weights of a training. Its other weights have a number of a checkpoint.
     "folder",
     "run",
     "adapter",
@@ -42,7 +51,9 @@ OWN_FAMILY = "Each difference is a test of its own, without correction for their
 def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of recipes/report.py lists.
 
-    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep).
+    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep), and
+    `checkpoint` (its step, if a checkpoint was measured). Results that repeat a measurement of a training are left out, and
+    `attrs["left_out"]` is a sentence about them, or "".
 
     Raises:
         UserError: if there are no results.
@@ -60,12 +71,30 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
             row.update({f"recipe_{name}": value for name, value in recipe.items()})
         if row["method"] == "base model":
             row.update(dict.fromkeys(settings - OF_BASE))
+    rows, repeated = split_repeated(rows)
+    for row in rows:
+        row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
     results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
     columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
     results = results.reindex(columns=list(dict.fromkeys(columns)))
     names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
-    return results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+    results["checkpoint"] = results["checkpoint"].astype("Int64")
+    results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+    results.attrs["left_out"] = describe_repeated(repeated)
+    return results
+
+
+def describe_repeated(repeated: list[dict[str, Any]]) -> str:
+    """Return a sentence about the results that repeat measurements of trainings, or "" if there are none."""
+    if not repeated:
+        return ""
+    folders = [*dict.fromkeys(row["folder"] for row in repeated)]
+    results = "1 result" if len(repeated) == 1 else f"{len(repeated):,} results"
+    return (
+        f"Left out: {results} in {', '.join(folders)}, because the trainings measured the same themselves, perhaps on other "
+        "examples. To see the later measurement, report its folder alone."
+    )
 
 
 def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
@@ -113,14 +142,30 @@ def average(rows: pd.DataFrame) -> pd.Series:
         UserError: if the results differ in more than the seed, or a seed has two results.
     """
     for name in differing(rows):
-        values = ", ".join(map(str, rows[name].unique()))
         raise UserError(
-            f"`{name}` differs ({values}) between the results in {[*rows['folder']]}. Do not average them."
+            f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME}"
         )
     values = rows[["seed", "value"]].drop_duplicates().set_index("seed")["value"].sort_index()
     if values.index.has_duplicates:
-        raise UserError(f"One seed has two results, in {[*rows['folder']]}.")
+        seed = values.index[values.index.duplicated()][0]
+        own = rows[rows["seed"].eq(seed) | rows["seed"].isna() & pd.isna(seed)]
+        raise UserError(f"One seed has two results, {describe_results(own, 'value')}. {ONE_AT_A_TIME}")
     return values
+
+
+ONE_AT_A_TIME = "Report their folders one at a time, or move one of them away."
+
+
+def describe_results(rows: pd.DataFrame, column: str) -> str:
+    """Return the metric, the method and the task of results, and one file for each value of a column."""
+    first = rows.iloc[0]
+    places = []
+    for value, own in rows.groupby(column, sort=False, dropna=False):
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        files = [*dict.fromkeys(own["folder"])]
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        places.append(f"{files[0]}/{RESULTS_FILE}{more} ({text})")
+    return f"the results `{first['metric']}` of {first['method']} on {first['task']} in {' and '.join(places)}"
 
 
 def mean_sd(values: pd.Series, decimals: int = 2) -> str:
@@ -165,7 +210,7 @@ def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part:
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label` and `setting`: a name, and the settings of its recipe in which its runs differ.
+    """Add `label` and `setting`: a name, and the settings of its recipe or the checkpoints in which its results differ.
 
     The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. The
     name in `setting` is the method.
@@ -180,7 +225,7 @@ def _with_settings(names: pd.Series, results: pd.DataFrame) -> pd.Series:
     """Return the names of results, and the settings of their recipes in which the results of one name differ."""
     texts = names.copy()
     for _, rows in results.groupby(names):
-        for field in differing(rows.filter(like="recipe_")):
+        for field in differing(rows.filter(regex="^(recipe_|checkpoint$)")):
             values = rows[field].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
             settings = f", {field.removeprefix('recipe_')} = " + values
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")
@@ -270,7 +315,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
     }
     rows = pd.concat([own.assign(panel=panel) for panel, own in panels.items()]).dropna(subset="loop")
     by = ["panel", "label", "loop"]
-    data = points(labelled(rows).drop_duplicates([*by, "seed"], keep="last"), by)  # diagnose.py measures again
+    data = points(labelled(rows), by)
     figure = line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
         figure.items[0] += p9.geom_vline(xintercept=trained[0], linetype="dotted", color="#777777")

@@ -7,8 +7,9 @@
 The recipe is the recipe of the training, by default of the first adapter's
 training. Its other fields are ignored. Losses are measured on its held-out
 examples, or on the reference solutions of a task. The results are added to
-`results.jsonl` in `output_dir`. A table of each diagnostic is printed, and for
-LoRA a sentence on its loss reductions with the adapter in one loop only.
+`results.jsonl` in `output_dir`, or in its subfolder `diagnostics` if it is the
+folder of a training. A table of each diagnostic is printed, and for LoRA a
+sentence on its loss reductions with the adapter in one loop only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, write_results
+from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, measurement_folder, write_results
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import MODELS, Source
@@ -89,6 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     args, model_args, data_args = build(ARGUMENTS, settings)
     if args.task != DEVELOPMENT:  # it has its own data, so that options of other data are a mistake
         read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*TRAINING_TYPES, SFTDataArguments))
+    args.output_dir = measurement_folder(args.output_dir, "diagnostics")
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and data

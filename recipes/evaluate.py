@@ -7,8 +7,8 @@
 
 Recipes of trainings are accepted too, and their training fields are ignored.
 Without a recipe, the recipe of the first adapter is used. The results are added
-to `results.jsonl` in `output_dir`. The same command continues an interrupted
-evaluation.
+to `results.jsonl` in `output_dir`, or in its subfolder `evaluation` if it is the
+folder of a training. The same command continues an interrupted evaluation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchm
 from loopdropout_trainer.gate_state import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings
-from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, write_results
+from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, measurement_folder, write_results
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source
@@ -107,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     unread = (*TRAINING_TYPES, DataArguments)
     settings = read_settings(ARGUMENTS, name_sources(argv, "adapter"), __doc__, unread)
     args, model_args = build(ARGUMENTS, settings)
+    args.output_dir = settings["output_dir"] = measurement_folder(args.output_dir, "evaluation")
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and tasks

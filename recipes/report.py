@@ -487,6 +487,8 @@ def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "folders"), __doc__)
     results, output_dir = load_results(*args.folders), Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
+    if results.attrs["left_out"]:
+        print(results.attrs["left_out"])
     names = args.tables
     if names == ["all"]:
         names = [name for name in recipe_names() if name.startswith("tables/")]

@@ -38,7 +38,7 @@ from loopdropout_trainer.results import (
     UNCOMPARED,
     compare_recipes,
     is_finished,
-    read_results,
+    read_own_results,
     read_run,
     write_run,
 )
@@ -293,7 +293,7 @@ class Sweep:
         """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured."""
         if read_run(folder).get("status") == "non-finite":
             return NON_FINITE
-        rows = [row for row in read_results(folder) if row["gates"] == "unit"]
+        rows = [row for row in read_own_results(folder) if row["gates"] == "unit"]
         values = {(row["metric"], row["task"]): row["value"] for row in rows}
         loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
         score = values.get(("accuracy", self.select_on), -math.inf)

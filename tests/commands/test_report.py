@@ -261,11 +261,26 @@ def test_average_rejects_other_settings_and_results(tmp_path):
     write(tmp_path / "2", [{"value": 60.0}], {**recipe, "output_dir": "b", "eval_num_loops": [3], "seed": 2}, seed=2)
     assert cell(tmp_path) == "55.00 ± 7.07"
     write(tmp_path / "3", [{"value": 51.0}], recipe)
-    with user_error("One seed has two results"):
+    first, third = (f"{tmp_path}/{name}/results.jsonl" for name in "13")
+    two = f"One seed has two results, .*`accuracy` of LoRA on b in {first} and 1 more .50. and {third} .51.. Report their"
+    with user_error(two):
         cell(tmp_path)
     write(tmp_path / "3", [{"value": 50.0}], {**recipe, "learning_rate": 0.002})
-    with user_error("`recipe_learning_rate` differs .* between the results in .*1.*3"):
+    with user_error(
+        f"`recipe_learning_rate` differs .* in {first} and 2 more .0.001. and {third} .0.002.*one at a time"
+    ):
         cell(tmp_path)
+
+
+def test_a_mean_takes_the_last_weights_and_names_checkpoints(tmp_path):
+    """The best step of an early stop differs between seeds, and a checkpoint that `evaluate` measured is apart."""
+    for seed in (1, 2):
+        rows = [{"value": 50.0 + seed}, {"task": "training", "metric": "train_seconds", "value": 9.0}]
+        write(tmp_path / str(seed), rows, {"learning_rate": 0.001}, seed=seed, step=10 * seed, training=f"id {seed}")
+    at = {"adapter": str(tmp_path / "1/checkpoint-5"), "training": "id 1"}
+    write(tmp_path / "later", [{"value": 20.0, **at, "step": 5}, {"value": 51.0, **at, "step": 10}])
+    table = report.accuracy_table(report.load_results(tmp_path)).reset_index()
+    assert table.set_index("method")["accuracy"].to_dict() == {"LoRA": "51.50 ± 0.71", "LoRA, checkpoint = 5": "20.00"}
 
 
 @pytest.mark.parametrize("gains", [[2.0, 1.0, 6.0], [5.0, 6.0, 5.0], [0.0, 0.0, 0.0]])
@@ -446,7 +461,7 @@ def test_overview_figure_has_three_panels(quickstart):
     assert_readable(plot)
     panels = [panel.data.set_index(["label", "loop"])["mean"] for panel in plot.items]
     assert [len(panel["Loop Dropout"]) for panel in panels] == [3, 4, 4]
-    assert panels[2]["LoRA, learning_rate = 0.001", 1] == 77
+    assert panels[2]["LoRA, learning_rate = 0.001", 1] == 5  # the training's own
     (base,) = [label for label, _ in panels[0].index if label.startswith("base model")]
     assert base.startswith("base model, last number") and panels[0][base, 4] == 73.2  # not 0 by its format
     is_line = [type(layer.geom).__name__ == "geom_vline" for layer in plot.items[0].layers]

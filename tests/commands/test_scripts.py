@@ -321,7 +321,10 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
     assert found >= {*product(("Loop Dropout", "LoRA"), ("train_loss", "train_seconds", *metrics))}
     assert "Training at K = 4" in text
     words = [str(tmp_path), "--benchmarks", "arithmetic_easy_test", "--benchmark_limit", "2", "--max_new_tokens", "2"]
+    before = (tmp_path / "results.jsonl").read_text()
     load_script("recipes/evaluate.py").main(words)  # with the recipe of the run, whose fields it knows
+    assert (tmp_path / "results.jsonl").read_text() == before
+    assert any(row["metric"] == "accuracy" for row in read_results(tmp_path / "evaluation"))
 
 
 ONLY_TRAIN = f"{SHORT} --max_steps 2 --benchmarks null --eval_num_loops null --single_loop_accuracy false "

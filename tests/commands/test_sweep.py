@@ -17,6 +17,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
 from helpers.processes import PATIENCE, Program, python, wait_for
 from loopdropout_trainer.recipe import load_recipe, parse
+from loopdropout_trainer.results import write_results
 
 
 sweep = load_script("recipes/sweep.py")
@@ -204,6 +205,15 @@ def test_sweep_extends_grid_at_its_edge(lab, scores, rates, best, remark):
     made = lab.run(extend_grid=True)
     assert list(dict.fromkeys(float(name.split("/")[1][3:]) for name in lab.runs)) == rates
     assert made.choice("lora")[1:] == (best, remark)
+
+
+def test_sweep_chooses_by_the_results_of_its_trainings(lab):
+    """And not by those of `evaluate`, which are in subfolders of the runs."""
+    lab.run()
+    row = read_lines(lab.out / "lora/lr_0.01/seed_101/results.jsonl")[-1]
+    later = {**row, "task": "development", "metric": "accuracy", "value": 99.0, "adapter": "a"}
+    write_results(lab.out / "lora/lr_0.01/seed_101/shifted", [later])
+    assert lab.sweep().choice("lora").best == 0.02
 
 
 def test_sweep_names_a_changed_setting(lab):

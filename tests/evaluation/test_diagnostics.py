@@ -20,8 +20,9 @@ from loopdropout_trainer.evaluation import own_benchmark
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
-from loopdropout_trainer.results import read_results
+from loopdropout_trainer.results import read_results, write_results
 from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.tables import load_results
 
 
 LOOPS = ["loop 1", "loop 2", "loop 3", "loop 4"]
@@ -216,6 +217,33 @@ def test_diagnose_prints_each_adapter_of_a_method(saved, tmp_path, capsys):
     for path in map(str, adapters):
         (rho,) = values(rows, "loss_reduction", adapter=path, gates="unit")
         assert f" {rho:.1f}\n" in printed and f"LoRA, {path}: The loss reduction" in printed
+
+
+def test_diagnose_leaves_the_results_of_trainings(saved, tmp_path, capsys):
+    """A report has the trainings' own numbers, also if the same adapters were measured later on other examples."""
+    runs = [shutil.copytree(saved / name, tmp_path / name) for name in ("lora", "ours")]
+    own = {"metric": "loss_reduction", "task": "development", "unit": "%", "num_loops": 4, "n": 246}
+    for seed, run in enumerate(runs):
+        at = {"method": run.name, "seed": seed, "step": 3}
+        places = [{"gates": f"loop {loop}", "loop": loop, "value": 10.0 * loop} for loop in range(1, 5)]
+        write_results(run, [{**own, **at, **place} for place in places])
+        write_results(run, [{**at, "metric": "num_tokens", "task": "training", "num_loops": 4, "value": 1.0}])
+    before = [(run / "results.jsonl").read_text() for run in runs]
+    script = load_script("recipes/diagnose.py")
+    words = ["--num_examples", "2", "--diagnostics", "single_loop"]
+    script.main([*map(str, runs), *words, "--model_name_or_path", str(saved / "base")])
+    script.main([str(saved / "recipe.yaml"), *map(str, runs), *words, "--output_dir", str(runs[1])])
+    assert [(run / "results.jsonl").read_text() for run in runs] == before
+    assert f"are in {runs[0]}/diagnostics/results.jsonl" in capsys.readouterr().out
+    results = load_results(tmp_path)
+    shown = results.query("metric == 'loss_reduction' and gates != 'unit'")
+    assert {*shown["n"]} == {246} and sorted(shown["value"]) == sorted(2 * [10.0, 20.0, 30.0, 40.0])
+    folders = [str(run / "diagnostics") for run in runs]
+    assert results.attrs["left_out"].startswith(
+        f"Left out: 16 results in {', '.join(folders)}, because the trainings "
+    )
+    assert {*load_results(folders[0]).query("metric == 'loss_reduction'")["n"]} != {246}
+    assert load_results(folders[0]).attrs["left_out"] == ""
 
 
 def test_diagnose_runs_each_diagnostic_on_a_task(saved, tmp_path, capsys):
