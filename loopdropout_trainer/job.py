@@ -55,6 +55,8 @@ class Job:
 
     Attributes:
         runs: The runs. The first one is the rule of the recipe.
+        starts_over: Whether the user has set `resume_from_checkpoint` to false.
+        conflict: Message of a dry run about a folder that keeps a run from starting, or None.
         tasks: Tasks to evaluate, from `load_tasks`.
         references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
 
@@ -83,8 +85,13 @@ class Job:
             )
         check_trackers(training.report_to)
         check_devices(training)
-        recipe = {name: value for name, value in settings.items() if name != "hub_token"}
-        self.runs = [Run(script, training, recipe)]
+        # `recipe.yaml` repeats the run. With `resume_from_checkpoint: false` from there, a repetition would begin again.
+        recipe = {
+            name: value for name, value in settings.items() if name not in ("hub_token", "resume_from_checkpoint")
+        }
+        is_decided = settings.get("resume_from_checkpoint") is not None
+        self.starts_over = is_decided and not training.resume_from_checkpoint
+        self.runs = [Run(script, training, recipe, self.starts_over)]
         for rule in script.compare_with or ():
             if rule != training.rule:
                 self.runs.append(self._compared_run(rule, recipe))
@@ -92,6 +99,10 @@ class Job:
             run.check()
             run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
             run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
+        conflicts = [run.find_conflict() for run in self.runs]
+        self.conflict = next(filter(None, conflicts), None)
+        if self.conflict is not None and not script.dry_run:
+            raise UserError(self.conflict)
         self.tasks: list[Task | Group] = []
         self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
@@ -106,12 +117,20 @@ class Job:
             "compare_with": None,
             "evaluate_base": False,  # the first run has the results
         }
-        if self.args.resume_from_checkpoint:
-            changes["resume_from_checkpoint"] = "true"
         shared = {name: value for name, value in recipe.items() if name not in names_of("output")}
         own_recipe = override(shared, changes)
-        script_args, args = build([type(self.script_args), type(self.args)], own_recipe)
-        return Run(script_args, args, own_recipe)
+        resumption = {"resume_from_checkpoint": "true"} if self.args.resume_from_checkpoint else {}
+        script_args, args = build([type(self.script_args), type(self.args)], {**own_recipe, **resumption})
+        return Run(script_args, args, own_recipe, self.starts_over)
+
+    def end_dry_run(self) -> None:
+        """End a dry run, which has printed the plan and has written nothing.
+
+        Raises:
+            UserError: If the same command without `dry_run` would not start, because of the files in a folder.
+        """
+        if self.conflict is not None:
+            raise UserError(self.conflict)
 
     # Data
 

@@ -61,8 +61,8 @@ LIBRARY_FIELDS: dict[str, dict[str, Any]] = {
     "seed": _inherited("", "repetition", **SEED_BOUNDS),
     "use_cpu": _inherited("", "never"),
     "resume_from_checkpoint": _inherited(
-        "`true` continues the run from the newest complete checkpoint in `output_dir`, or starts it. A folder names the "
-        "checkpoint to continue from.",
+        "`true` continues the run from the newest complete checkpoint in `output_dir`, or starts it, and `false` begins it "
+        "again. A folder names the checkpoint to continue from.",
         "never",
         not_empty=True,
     ),

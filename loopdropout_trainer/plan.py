@@ -13,7 +13,6 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
 from loopdropout_trainer.runs import Run
-from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> None:
-    """Print the model, the trainings, the data, the steps afterwards, and the checkpoint that is used or could be used.
+    """Print the model, the trainings, the data, the steps afterwards, and the checkpoint that is used.
 
     Args:
         runs: Runs of the job. The first one is the rule of the recipe.
@@ -40,9 +39,8 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
         "device": describe_device(runs[0]),
         "memory": describe_memory(runs[0], model, config, rank),
         "afterwards": describe_steps_afterwards(runs[0]),
-        "trained": ", ".join(run.args.output_dir for run in runs if run.is_trained),
+        "trained": describe_trained(runs),
         "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
-        "not used": describe_unused_checkpoints(runs),
     }
     for title, text in plan.items():
         if text:
@@ -185,17 +183,9 @@ def describe_steps_afterwards(run: Run) -> str:
     return "\n".join(steps) or "no tasks"
 
 
-def describe_unused_checkpoints(runs: Sequence[Run]) -> str:
-    """Return the checkpoints that trainings would continue from if they were asked to."""
-    unused = []
-    for run in runs:
-        if not run.is_trained and not run.args.resume_from_checkpoint:
-            checkpoint = newest_checkpoint(run.args.output_dir)
-            if checkpoint:
-                unused.append(checkpoint)
-    if not unused:
-        return ""
-    return f"{', '.join(unused)}. Add `--resume_from_checkpoint true` to continue from there."
+def describe_trained(runs: Sequence[Run]) -> str:
+    """Return the folders of the runs that are trained already."""
+    return ", ".join(run.args.output_dir for run in runs if run.is_trained and run.find_other_recipe() is None)
 
 
 def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateConfig) -> str:

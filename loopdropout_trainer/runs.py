@@ -16,6 +16,7 @@ from loopdropout_trainer.results import (
     is_finished,
     read_run,
 )
+from loopdropout_trainer.saving.checkpoints import find_shortening, load_state, newest_checkpoint
 from loopdropout_trainer.saving.integrity import find_damage
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 from loopdropout_trainer.training.distributed import shards_weights
@@ -43,11 +44,19 @@ TRAINING_TYPES = (
 
 
 class Run(NamedTuple):
-    """The training of one rule, with its own arguments and recipe."""
+    """The training of one rule, with its own arguments and recipe.
+
+    Attributes:
+        script_args: Steps around the training.
+        args: Settings of the training. `resume_from_checkpoint` is the checkpoint that it continues from, or None.
+        recipe: Settings that are saved with the run, without `resume_from_checkpoint`, which is about one start of it.
+        starts_over: Whether the user has set `resume_from_checkpoint` to false, so that an unfinished training begins again.
+    """
 
     script_args: ScriptArguments
     args: GateConfig
     recipe: dict
+    starts_over: bool = False
 
     @property
     def is_trained(self) -> bool:
@@ -80,7 +89,7 @@ class Run(NamedTuple):
         return title
 
     def check(self) -> None:
-        """Raise UserError if settings exclude each other, or the folder holds another run."""
+        """Raise UserError if settings exclude each other."""
         uses_all_depths = self.script_args.merge or self.script_args.eval_num_loops
         if uses_all_depths and not self.args.make_rule().mergeable:
             raise UserError(
@@ -91,34 +100,67 @@ class Run(NamedTuple):
                 "`merge` must be false under ZeRO-3 and FSDP, because no process has all weights. Merge the saved adapter by "
                 "`loopdropout merge` afterwards."
             )
-        self._check_recipe()
-        self._check_adapter()
 
-    def _check_recipe(self) -> None:
-        """Raise UserError if the folder holds a run of another recipe."""
+    def find_conflict(self) -> str | None:
+        """Return why the files in the folder keep the run from starting there, as a message with the fix, or None.
+
+        A dry run shows the plan before this message, and a training ends with it before it changes anything.
+        """
+        return (
+            self.find_other_recipe()
+            or self._find_damaged_adapter()
+            or self._find_longer_training()
+            or self._find_stopped_training()
+        )
+
+    def find_other_recipe(self) -> str | None:
+        """Return the message about a folder that holds a run of another recipe, or None."""
         folder = self.args.output_dir
         ignored = UNCOMPARED | MEASURED
         if self.args.resume_from_checkpoint:
             ignored = RESUMABLE
         difference = find_difference(folder, self.recipe, ignored)
         if difference is None:
-            return
-        fix = "Set another `output_dir`, or remove the folder."
-        if difference.field in LENGTH:
-            fix = "Set another `output_dir`, or add `--resume_from_checkpoint true` to continue it, or remove the folder."
-        raise UserError(f"{folder} holds another run: {difference}. {fix}")
+            return None
+        fix = "Set another `output_dir`, or remove the folder (its results are lost)."
+        newest = newest_checkpoint(folder)
+        if difference.field in LENGTH and newest is not None and find_shortening(newest, self.args) is None:
+            fix = f"Add `--resume_from_checkpoint true` to continue it. Or {fix[0].lower()}{fix[1:]}"
+        return f"{folder} holds another run: {difference}. {fix}"
 
-    def _check_adapter(self) -> None:
-        """Raise UserError if the folder has a damaged adapter, unless the training continues from a checkpoint."""
+    def _find_damaged_adapter(self) -> str | None:
+        """Return the message about a folder with a damaged adapter, or None if the training continues from a checkpoint."""
         if not self.has_ended:
-            return
+            return None
         folder = self.args.output_dir
         damage = find_damage(folder)
         if damage is None:
-            return
+            return None
         if not self.args.resume_from_checkpoint:
-            raise UserError(
+            return (
                 f"{folder} {damage}. Add `--resume_from_checkpoint true` to continue from its newest checkpoint, or remove "
-                "the folder."
+                "the folder (its results are lost)."
             )
         logger.warning("The adapter in %s is not used, because the folder %s.", folder, damage)
+        return None
+
+    def _find_longer_training(self) -> str | None:
+        """Return the message about a checkpoint that has more steps than the run asks for, or None."""
+        checkpoint = self.args.resume_from_checkpoint
+        if checkpoint is None or self.is_trained:
+            return None
+        return find_shortening(checkpoint, self.args)
+
+    def _find_stopped_training(self) -> str | None:
+        """Return the message about an unfinished training that the user has not decided about, or None."""
+        folder = self.args.output_dir
+        if self.starts_over or self.args.resume_from_checkpoint or self.has_ended:
+            return None
+        newest = newest_checkpoint(folder)
+        if newest is None:
+            return None
+        state = load_state(newest)
+        return (
+            f"{folder} holds a training that was stopped at step {state.global_step:,} of {state.max_steps:,}. Continue it "
+            "with `--resume_from_checkpoint true`, or begin again with `--resume_from_checkpoint false`."
+        )

@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             "The examples must have the columns `chosen` and `rejected`. `column_mapping` renames columns."
         )
     if script_args.dry_run:
+        job.end_dry_run()
         return
 
     # These imports take seconds, so they come after the checks.

@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
     dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
     if script_args.dry_run:
+        job.end_dry_run()
         return
 
     # These imports take seconds, so they come after the checks.

@@ -469,7 +469,8 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
 def summarize(results: pd.DataFrame, output_dir: Path) -> None:
     """Make the tables of costs, held-out losses and accuracies, and the figure of all runs."""
     costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
-    save_table(costs.round(2).map("{:.12g}".format), "Costs of the training", output_dir / "costs")
+    texts = costs.round(2).map("{:.12g}".format, na_action="ignore").fillna("–")
+    save_table(texts, "Costs of the training", output_dir / "costs")
     losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
     if len(losses):
         title = "Held-out loss in nats per token, mean ± SD over seeds"

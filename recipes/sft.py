@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         losses = training_args.completion_only_loss, training_args.assistant_only_loss
         print(preview(label_example(dataset["train"][script_args.preview], tokenizer, *losses), tokenizer))
     if script_args.dry_run:
+        job.end_dry_run()
         return
 
     # These imports take seconds, so they come after the checks.

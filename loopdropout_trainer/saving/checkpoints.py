@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from loopdropout_trainer.saving.integrity import find_damage
 
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
+    from transformers import TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,34 @@ def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoi
             + (f" The newest complete checkpoint is {newest}." if newest else "")
         )
     return Checkpoint(name)
+
+
+def find_shortening(checkpoint: Checkpoint, args: TrainingArguments) -> str | None:
+    """Return the message about a training that would end before the step of its checkpoint, or None.
+
+    transformers would take no step, and the run would be saved as if it had the shorter length.
+
+    Args:
+        checkpoint: Checkpoint to continue from.
+        args: Settings of the training that continues.
+    """
+    state = load_state(checkpoint)
+    step, num_steps = state.global_step, args.max_steps
+    wanted, got = f"`max_steps` must be at least {step:,}", f"{num_steps:,}"
+    if num_steps <= 0:
+        if not state.epoch:
+            return None
+        # An epoch may end with a step of fewer micro-batches, so the quotient is less than one step too small.
+        steps_per_epoch = math.ceil(step / state.epoch - 1e-6)
+        num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+        wanted = f"`num_train_epochs` must be at least {step / steps_per_epoch:.4g}"
+        got = f"{args.num_train_epochs:g}, which ends at step {num_steps:,}"
+    if num_steps >= step:
+        return None
+    return (
+        f"{wanted}, because the checkpoint {checkpoint} is at step {step:,}, got {got}. Train longer, or set another "
+        "`output_dir` for a shorter training."
+    )
 
 
 def find_fault(checkpoint: Path) -> str | None:

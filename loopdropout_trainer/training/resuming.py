@@ -27,6 +27,7 @@ from loopdropout_trainer.saving.checkpoints import (
     Checkpoint,
     complete_checkpoints,
     find_checkpoint,
+    find_shortening,
     list_checkpoints,
     load_state,
 )
@@ -144,8 +145,8 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
     other trainings, and a warning says so if they are passed over, or if a new training starts.
 
     Raises:
-        UserError: If a training cannot continue from the checkpoint, or belongs to other settings or another adapter. Without
-            a checkpoint, if the trainer has trained its model before.
+        UserError: If a training cannot continue from the checkpoint, is shorter, or belongs to other settings or another
+            adapter. Without a checkpoint, if the trainer has trained its model before.
     """
     folder = trainer.args.output_dir
     if isinstance(name, Checkpoint) or str(name).lower() != "true":
@@ -156,6 +157,8 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
         checkpoint = _find_own_checkpoint(trainer)
     is_first_process = trainer.is_world_process_zero()
     if checkpoint is not None:
+        if shortening := find_shortening(checkpoint, trainer.args):
+            raise UserError(shortening)
         if trainer.is_deepspeed_enabled and is_first_process:
             logger.warning(
                 f"DeepSpeed unpickles the files of {checkpoint}, which can run code in them, so continue only from a "

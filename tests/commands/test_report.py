@@ -372,6 +372,17 @@ def test_report_summarizes_runs(quickstart, tmp_path, capsys):
     }
 
 
+def test_missing_costs_are_dashes(tmp_path, capsys):
+    """A training that took no step has no time."""
+    row = {"task": "training", "metric": "train_seconds", "value": 9.0}
+    write(tmp_path / "a", [row, {**row, "metric": "tokens_per_second"}], method="LoRA")
+    write(tmp_path / "b", [{**row, "metric": "tokens_per_second"}], method="Loop Dropout")
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    costs = pd.read_csv(tmp_path / "report/costs.csv", dtype=str).set_index("label")
+    assert costs["train_seconds"].to_dict() == {"LoRA": "9", "Loop Dropout": "–"}
+    assert "nan" not in capsys.readouterr().out + (tmp_path / "report/costs.md").read_text()
+
+
 def test_report_compares_problems_of_a_single_seed(tmp_path):
     samples = {}
     for method, correct in (("LoRA", [0, 0, 1, 1]), ("Loop Dropout", [1, 1, 1, 0])):

@@ -18,7 +18,7 @@ import torch
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
-from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
 from loopdropout_trainer.saving.checkpoints import load_state
@@ -44,6 +44,14 @@ def run(*words, script="sft"):
     with contextlib.redirect_stdout(out):
         SCRIPTS[script].main(" ".join(map(str, words)).split())
     return out.getvalue()
+
+
+def dry_run(*words):
+    """Return the plan that a dry run prints before it ends with an error, and the text of the error."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(UserError) as error:
+        SCRIPTS["sft"].main(" ".join(map(str, [*words, "--dry_run true"])).split())
+    return out.getvalue(), str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +158,21 @@ def test_finished_run_is_made_longer(copy):
     assert is_finished(copy) and "max_steps: 8" in (copy / "recipe.yaml").read_text()
 
 
+def contents(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("length", ["--max_steps 4", "--max_steps -1 --num_train_epochs 2", "--max_steps 5"])
+def test_run_is_not_continued_to_fewer_steps(copy, no_steps, length):
+    before = contents(copy)
+    is_epochs = "epochs" in length
+    wanted = r"`num_train_epochs` must be at least 3" if is_epochs else r"`max_steps` must be at least 6"
+    with user_error(f"{wanted}, because the checkpoint {re.escape(str(copy))}/checkpoint-6 is at step 6, got"):
+        run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true", length)
+    plan, error = dry_run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true", length)
+    assert "examples    32" in plan and "is at step 6, got" in error and contents(copy) == before
+
+
 def test_results_belong_to_the_best_checkpoint(tmp_path):
     """With a learning rate that spoils the adapter, the first evaluation is the best one."""
     best = "--eval_strategy steps --eval_steps 2 --load_best_model_at_end true --single_loop_batches 2"
@@ -188,13 +211,22 @@ def test_finished_run_is_printed_and_measured_further(quickstart, copy, no_steps
 
 
 def test_folder_of_another_recipe_is_not_used(quickstart):
+    """A dry run shows the plan all the same, and ends with the sentence that the training would end with."""
     folder, _ = quickstart
+    before = contents(folder)
     for words, difference in {
         "--learning_rate 2e-3": "`learning_rate` changed from 0.001 to 0.002",
         "--p 0.3 --resume_from_checkpoint true": "`p` changed from [0.5] to [0.3]",
     }.items():
         with user_error(re.escape(f"{folder} holds another run: {difference}.")):
             run(WORDS, "--output_dir", folder, words)
+        plan, error = dry_run(WORDS, "--output_dir", folder, words)
+        assert (
+            f"{folder} holds another run: {difference}. Set another `output_dir`, or remove the folder (its re"
+            in error
+        )
+        assert "examples    32" in plan and not re.search(rf"trained +{folder}[,\n]", plan)
+    assert contents(folder) == before
 
 
 def interrupt(folder, last_step):
@@ -211,9 +243,6 @@ def interrupt(folder, last_step):
 @pytest.mark.parametrize("last_step", [0, 2, 6])
 def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
     interrupt(copy, last_step)
-    plan = run(WORDS, "--output_dir", copy, "--dry_run", "true")
-    names_it = f"not used    {copy}/checkpoint-{last_step}. Add `--resume_from_checkpoint true`" in plan
-    assert names_it == (last_step > 0)
     text = run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint", "true", FEW_MEASUREMENTS)
     assert adapter(copy) == adapter(quickstart[0])
     assert ("Continuing from checkpoint-2 of 6" in text) == (last_step == 2)
@@ -223,6 +252,21 @@ def test_interrupted_run_resumes_bit_for_bit(quickstart, copy, last_step):
         assert resumed[metric] == pytest.approx(whole[metric], rel=1e-6)
     state = json.loads((quickstart[0] / "checkpoint-6" / "trainer_state.json").read_text())["stateful_callbacks"]
     assert read_run(copy)["training_data"] == state["ResumptionCallback"]["attributes"]["data"]
+
+
+def test_stopped_run_neither_continues_nor_begins_again_by_itself(quickstart, copy, no_steps, monkeypatch):
+    interrupt(copy, 4)
+    before = contents(copy)
+    choice = "Continue it with `--resume_from_checkpoint true`, or begin again with `--resume_from_checkpoint false`."
+    message = f"{copy} holds a training that was stopped at step 4 of 6. {choice}"
+    with user_error(re.escape(message)):
+        run(WORDS, "--output_dir", copy)
+    plan, error = dry_run(WORDS, "--output_dir", copy)
+    assert error == message and "examples    32" in plan and contents(copy) == before
+    monkeypatch.undo()
+    text = run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint false --compare_with null", FEW_MEASUREMENTS)
+    assert "continues" not in text and "Continuing" not in text and adapter(copy) == adapter(quickstart[0])
+    assert "resume_from_checkpoint" not in read_recipe(copy)  # a repetition of it would begin again
 
 
 def test_run_without_bars_resumes_after_its_last_step(quickstart, copy, no_steps):

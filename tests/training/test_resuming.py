@@ -177,6 +177,31 @@ def test_best_checkpoint_of_any_adapter_is_loaded(make_trainer, adapter):
     torch.testing.assert_close(now, best, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 5])
+def test_training_is_not_continued_to_fewer_steps(make_trainer, micro_batches):
+    """An epoch of 12 micro-batches of 4 examples has 12 steps, or 3 steps of which the last one is short."""
+    fields = {"gradient_accumulation_steps": micro_batches, "max_steps": -1, "save_steps": 1}
+    steps = 12 // micro_batches + (12 % micro_batches > 0)
+    trainer = make_trainer(num_train_epochs=1, **fields)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    for changes, message in {
+        (
+            ("num_train_epochs", 0.6),
+        ): rf"`num_train_epochs` must be at least 1, .*-{steps} is at step {steps}, got 0.6, which",
+        (("max_steps", steps - 1),): rf"`max_steps` must be at least {steps}, .* is at step {steps}, got {steps - 1}",
+    }.items():
+        shorter = make_trainer(**{"num_train_epochs": 1, **fields, **dict(changes)})
+        with user_error(message):
+            shorter.train(resume_from_checkpoint=True)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    for checkpoint in folder.glob("checkpoint-*"):  # to the same length from every step
+        resumed = make_trainer(num_train_epochs=(steps - 0.5) / steps, **fields)
+        resumed.train(str(checkpoint))
+        assert resumed.state.global_step == steps
+
+
 def test_non_finite_gradient_stops_before_the_step(make_trainer):
     class Spoiled(Recorder):
         def compute_loss(self, *args, **kwargs):
