@@ -205,7 +205,7 @@ def test_finished_run_is_printed_and_measured_further(quickstart, copy, no_steps
     assert tables(text) == tables(quickstart[1])
     assert f"trained     {copy}, {copy}/lora\n" in text
     assert (copy / "run.json").stat().st_mtime_ns == stamp
-    run(WORDS, "--output_dir", copy, "--eval_num_loops", "1", "3", "--single_loop_batches", "1")
+    run(TRAINING, "--output_dir", copy, "--eval_num_loops", "1", "3", "--single_loop_batches", "1")
     depths = {row["num_loops"] for row in read_results(copy) if row["metric"] == "accuracy"}
     assert depths == {1, 2, 3, 4} and adapter(copy) == adapter(quickstart[0])
 
