@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from types import NoneType, UnionType
+from typing import Any, Literal, TypedDict, Union, get_args, get_origin
 
 from loopdropout_trainer.terminal import protect_terminal
 
@@ -89,6 +90,35 @@ def _typed_field(hint: Any) -> type:
     return TypedDict("Field", {"value": hint})
 
 
+_NOUNS = {
+    bool: ("true or false", "true or false"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a text", "texts"),
+    list: ("a list", "lists"),
+    set: ("a list", "lists"),
+    tuple: ("a list", "lists"),
+    dict: ("a mapping", "mappings"),
+}
+"""Types in words, for one value and for several."""
+
+
+def describe_type(hint: Any, is_plural: bool = False) -> str:
+    """Return a type hint in words, such as "a list of integers" for `list[int] | None`."""
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        kinds = [part for part in args if part is not NoneType and not (part is int and float in args)]
+        return " or ".join(dict.fromkeys(describe_type(part, is_plural) for part in kinds))
+    if kind is Literal:
+        return " or ".join(map(repr, args))
+    if kind not in _NOUNS:
+        return getattr(kind, "__name__", str(kind))
+    noun = _NOUNS[kind][is_plural]
+    if kind in (list, set, tuple) and args and args[0] is not Any:
+        return f"{noun} of {describe_type(args[0], is_plural=True)}"
+    return noun
+
+
 def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> None:
     """Raise UserError if the value of a field does not have the type of a type hint.
 
@@ -96,7 +126,7 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> No
         name: Name of the field in the message, such as "`r`" or "`r` in FILE".
         value: Value of the field.
         hint: Type, such as `int` or `list[str] | None`.
-        kinds: The type in words. Default: as in Python.
+        kinds: The type in words. Default: from `describe_type`.
     """
     from huggingface_hub.dataclasses import validate_typed_dict  # takes a while
     from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -104,10 +134,7 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> No
     try:
         validate_typed_dict(_typed_field(hint), {"value": value})
     except StrictDataclassFieldValidationError:
-        if kinds is None:
-            kinds = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
-            kinds = kinds.replace("typing.", "").replace(" | None", "")
-        raise UserError(f"{name} must be {kinds}, got {short_repr(value)}.") from None
+        raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(value)}.") from None
 
 
 def check_name(name: str, hint: str = "") -> None:

@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from loopdropout_trainer.bounds import Bounds
-from loopdropout_trainer.errors import UserError, find_unusable, short_repr
+from loopdropout_trainer.errors import UserError, describe_type, find_unusable, short_repr
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 
 
@@ -126,6 +126,5 @@ def check_fields(instance: Any) -> None:
         value = getattr(instance, own.name)
         types = single_types(hints[own.name]) - {None}
         if value is not None and types and types <= {int, float} and not isinstance(value, Real):
-            noun = "a number" if float in types else "an integer"
-            raise UserError(f"`{own.name}` must be {noun}, got {short_repr(value)}.")
+            raise UserError(f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.")
         check_value(own, value, hints[own.name])

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from loopdropout_trainer.errors import UserError, check_type, closest_match, hide_secrets, short_repr
+from loopdropout_trainer.errors import UserError, check_type, closest_match, describe_type, hide_secrets, short_repr
 from loopdropout_trainer.fields import check_value, single_types
 from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.help import print_help
@@ -65,6 +65,13 @@ USUAL_NAMES = {
 
 ITEM_FIELDS = {"fraction": "datasets", "fractions": "datasets"}
 """Names of fields of the items of a list, and of the list."""
+
+HOW_TO_COMPARE = {
+    "learning_rate": "use `loopdropout sweep`",
+    "seed": "use `loopdropout sweep`",
+    "rule": "set `compare_with`",
+}
+"""Fields of one value that people give several values, and how to compare the values."""
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
@@ -155,7 +162,7 @@ def override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
             continue
         for dependent in REPLACED_TOGETHER.get(name, ()):
             recipe.pop(dependent, None)
-        if name == "rule" and value in RULES:
+        if name == "rule" and isinstance(value, str) and value in RULES:
             fields = RULES[value].__dataclass_fields__
             if "p" not in fields or recipe.get("p") in (0, [0]):  # p = 0 makes plain LoRA of most rules
                 recipe.pop("p", None)
@@ -281,9 +288,20 @@ def _read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
     """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
     value = _fit(value, hint)
     _check_choice(field, value, hint)
+    if isinstance(value, list):
+        _check_single(field.name, value, hint)
     check_type(f"`{field.name}`", value, hint, field.metadata.get("kinds"))
     check_value(field, value, hint)
     return value
+
+
+def _check_single(name: str, values: Sequence[Any], hint: Any) -> None:
+    """Raise UserError that says how to compare values if one of `HOW_TO_COMPARE` has several ones."""
+    if name in HOW_TO_COMPARE and len(values) > 1 and not _is_list(hint):
+        words = short_repr([*values])
+        raise UserError(
+            f"`{name}` must be {describe_type(hint)}, got {words}. To compare several, {HOW_TO_COMPARE[name]}."
+        )
 
 
 def _fit(value: Any, hint: Any) -> Any:
@@ -407,6 +425,7 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
     item_type = _item_type(types)
     is_list = _is_list(hint)
     if len(words) > 1 and not is_list:
+        _check_single(name, words, hint)
         raise UserError(f"Words without `--field` must come first, {first_words}, got {' '.join(words[1:])}.")
     is_text = str in types or str in single_types(item_type)
     is_missing = not words and not is_list

@@ -197,11 +197,11 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ("seed: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
         ("extends: recipe.yaml\n", "extends itself"),
         ("extends: [a.yaml]\n", "`extends` must be the name of one recipe, got ['a.yaml']"),
-        ("name: x\nitems: [1, b]\n", "`items` must be list[int], got [1, 'b']."),
+        ("name: x\nitems: [1, b]\n", "`items` must be a list of integers, got [1, 'b']."),
         (["--name", "x", "--mapping", "{a"], "`mapping` is not readable"),
         (["--name", "x", "--rate"], "`rate` must have a value."),
         (["--name", "x\udc80"], r"must be texts in UTF-8, got 'x\udc80'."),
-        ("name: x\nflag: maybe\n", "`flag` must be bool, got 'maybe'."),
+        ("name: x\nflag: maybe\n", "`flag` must be true or false, got 'maybe'."),
         ("seed: 1\n", "`name` must be set."),
         ("name: x\ntrust_remote_code: true\n", "sets `trust_remote_code`, which can run code"),
         ("name: x\nmapping: {a: {use_safetensors: false}}\n", "sets `use_safetensors`, which can run code"),
@@ -336,6 +336,17 @@ def test_habitual_field_has_a_hint(name):
     classes += (types.LoopDropoutConfig,)
     with user_error(f"`{name}`.* Did you mean '{HABITS[name]}'"):
         parse(classes, ["quickstart.yaml", f"--{name}", "1"])
+
+
+@pytest.mark.parametrize("words", [["--learning_rate", "1e-3", "2e-3"], ["--learning_rate", "[1e-3, 2e-3]"]])
+def test_several_learning_rates_name_the_sweep(words):
+    with user_error(r"`learning_rate` must be a number, got \[.*\]. To compare several, use `loopdropout sweep`."):
+        parse(SFT_TYPES, ["quickstart.yaml", *words])
+
+
+def test_several_rules_name_the_comparison(write):
+    with user_error("`rule` must be a text, got .*'lora'.*. To compare several, set `compare_with`."):
+        parse(SFT_TYPES, [write("extends: quickstart.yaml\nrule: [loop_dropout, lora]\n")])
 
 
 def test_habitual_field_of_another_script_has_no_hint():

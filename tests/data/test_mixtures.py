@@ -142,10 +142,10 @@ WRONG = [
     ([{**A, "fraction": 0}, {**B, "fraction": 1}], "`fraction` of a.jsonl must be a number above 0, got 0"),
     ([{**A, "fraction": "half"}], "`fraction` of a.jsonl must be a number above 0, got 'half'"),
     ([{**A, "weight": 1}], "`weight` is not a field of an item of `datasets`. Did you mean 'fraction'"),
-    ([{**A, "split": 3}], "`split` in `datasets` must be str, got 3"),
+    ([{**A, "split": 3}], "`split` in `datasets` must be a text, got 3"),
     ([{"split": "train"}], "`path` must be set for each item of `datasets`"),
     ([{"path": "json"}], "`data_files` must be set if `path` is json"),
-    ([{**A, "column_mapping": ["prompt"]}], "`column_mapping` in `datasets` must be dict"),
+    ([{**A, "column_mapping": ["prompt"]}], "`column_mapping` in `datasets` must be a mapping"),
     (
         [A, {**B, "column_mapping": {"prompt": "x"}}],
         "The data of b.jsonl must have `x`, got the columns prompt, completion",

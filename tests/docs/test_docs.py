@@ -275,3 +275,14 @@ def test_site_builds(tmp_path):
     python("-m", "mkdocs", "build", "--strict", "-d", tmp_path, cwd=ROOT, fresh=True)
     text = re.sub("<[^>]+>", "", (tmp_path / "reference.html").read_text(encoding="utf-8"))
     assert "option(" not in text and "learning_rate=0.0001" in text
+
+
+def test_quickstart_has_one_duration():
+    """The README's first screen and the recipe's header say how long the same command takes."""
+    texts = [(ROOT / name).read_text() for name in ("README.md", "recipes/quickstart.yaml")]
+    assert all("in 2 to 3 minutes" in re.sub(r"\s+", " ", text) for text in texts)
+
+
+def test_page_of_sft_names_the_other_trainers_first():
+    start, _, _ = (ROOT / "docs/sft.md").read_text().partition("```")
+    assert "(reinforcement.md)" in start and "DPO and GRPO" in start

@@ -177,13 +177,13 @@ def test_folders_without_one_whole_adapter_raise(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"r": "16"}, "`r` in .*adapter_config.json must be int, got '16'"),
+        ({"r": "16"}, "`r` in .*adapter_config.json must be an integer, got '16'"),
         ({"r": 0}, "does not fit this model: `r` should be a positive"),
-        ({"lora_alpha": None}, r"`lora_alpha` in .* must be int \| float, got None"),
-        ({"alpha_pattern": {"q_proj": "x"}}, "`alpha_pattern` in .* must be dict"),
-        ({"target_modules": 3}, "`target_modules` in .* must be list"),
+        ({"lora_alpha": None}, r"`lora_alpha` in .* must be a number, got None"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "`alpha_pattern` in .* must be a mapping"),
+        ({"target_modules": 3}, "`target_modules` in .* must be a list of texts or a text"),
         ({"target_modules": "("}, "does not fit this model: missing"),
-        ({"base_model_name_or_path": 3}, "`base_model_name_or_path` in .* must be str, got 3"),
+        ({"base_model_name_or_path": 3}, "`base_model_name_or_path` in .* must be a text, got 3"),
         ({"peft_type": "UNKNOWN"}, "`peft_type` in .* must be 'LORA', got 'UNKNOWN'"),
         ({"peft_type": None}, "`peft_type` in .* must be 'LORA', got None"),
         ({"task_type": "X"}, "adapter_config.json does not describe an adapter: Invalid task type"),
