@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, RewardArguments, ScriptArguments
 from loopdropout_trainer.data import GRPODataArguments
+from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import build, read_settings
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     dataset = job.load_data(tokenizer)
     if "completion" not in dataset["train"].column_names:
         raise UserError("The examples must have the columns `prompt` and `completion`, which is the reference.")
-    dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
+    with hide_short_bars(num_rows=sum(dataset.num_rows.values())):
+        dataset = dataset.map(add_answer).select_columns(["prompt", "answer"])
     if script_args.dry_run:
         job.end_dry_run()
         return

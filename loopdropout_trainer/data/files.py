@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.sources import DataSource, file_kind
 from loopdropout_trainer.errors import UserError, hint_at_login
@@ -123,7 +125,11 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
         for file in local_files:
             check_nesting(file)
     try:
-        return load_dataset(*names, cache_dir=str(cache), **options)
+        num_bytes = sum(Path(file).stat().st_size for file in local_files)
+        if len(local_files) < len(files):
+            num_bytes = math.inf  # the size of the others is unknown
+        with hide_short_bars(num_bytes=num_bytes):
+            return load_dataset(*names, cache_dir=str(cache), **options)
     except (ValueError, DatasetsError):
         _check_lines(local_files)
         raise

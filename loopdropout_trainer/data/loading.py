@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
+from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import examples_key, step_key
 from loopdropout_trainer.data.files import describe_row, load_rows
 from loopdropout_trainer.data.formats import (
@@ -281,7 +282,7 @@ class Examples(NamedTuple):
         step = self._name_rows(function, options)
         features = find_features(step(self.rows[0], 0))
         names = self.rows.column_names
-        rows = self.rows.map(step, with_indices=True, features=features, remove_columns=names, new_fingerprint=key)
+        rows = self._map(step, key, features=features, remove_columns=names)
         return self._replace(rows=rows, key=key)
 
     def add(self, function: Callable[..., Row], **options: Any) -> Examples:
@@ -289,7 +290,7 @@ class Examples(NamedTuple):
         # The options are not in the key here and in `keep`, because they depend only on what is in the key of the rows.
         key = step_key(self.key, function.__name__)
         step = self._name_rows(function, options)
-        return self._replace(rows=self.rows.map(step, with_indices=True, new_fingerprint=key), key=key)
+        return self._replace(rows=self._map(step, key), key=key)
 
     def keep(
         self, function: Callable[..., bool], left_out: list[LeftOut], noun: str, reason: str, **options: Any
@@ -300,14 +301,17 @@ class Examples(NamedTuple):
             return self._replace(key=key)
         step = self._name_rows(lambda row: {"is_kept": function(row, **options)}, {})
         names = self.rows.column_names
-        flags = self.rows.map(
-            step, with_indices=True, remove_columns=names, new_fingerprint=step_key(key, "flags"), desc="Filter"
-        )
+        flags = self._map(step, step_key(key, "flags"), remove_columns=names, desc="Filter")
         kept = np.flatnonzero(np.array(flags["is_kept"]))
         if len(kept) < len(self.rows):
             left_out.append(LeftOut(len(self.rows) - len(kept), noun, reason))
         rows = self.rows.select(kept, new_fingerprint=key)
         return self._replace(rows=rows, key=key, origins=self.origins[kept])
+
+    def _map(self, step: Callable[[Row, int], Row], key: str, **options: Any) -> Dataset:
+        """Return the results of a function of each example and its index."""
+        with hide_short_bars(num_rows=len(self.rows)):
+            return self.rows.map(step, with_indices=True, new_fingerprint=key, **options)
 
     def _name_rows(self, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[Row, int], Any]:
         """Return a function of an example and its index, which calls `function` and names the row in a `UserError`."""

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
@@ -47,6 +49,7 @@ from loopdropout_trainer.training.examples import (
     check_conversations,
     choose_template,
     has_conversations,
+    name_datasets,
     read_first,
 )
 from loopdropout_trainer.training.optimizer import OptimizerMixin
@@ -76,11 +79,17 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         bound.apply_defaults()
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         self.before_init(arguments)
-        with explain_imports(_name_of(arguments["model"])):
+        with explain_imports(_name_of(arguments["model"])), hide_short_bars(num_rows=_count_examples(arguments)):
             super(AdapterTrainingMixin, self).__init__(**arguments)
         self.after_init()
 
     return gated_init
+
+
+def _count_examples(arguments: Mapping[str, Any]) -> float:
+    """Return the number of the examples that a trainer prepares, which is infinite for streams."""
+    datasets = [dataset for _, dataset in name_datasets(arguments) if dataset is not None]
+    return sum(len(dataset) if isinstance(dataset, Sized) else math.inf for dataset in datasets)
 
 
 def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:

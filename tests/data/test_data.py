@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from trl import SFTTrainer
 
 from helpers.errors import user_error
@@ -544,3 +544,27 @@ def _post(address, body):
     with suppress(URLError):
         request = Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
         return json.load(urlopen(request, timeout=60))
+
+
+def test_bars_are_for_long_work_only(page, monkeypatch, capfd):
+    """A run of a few examples prints its own bar and those of the model, and none of `datasets`."""
+    run("loopdropout sft mine.yaml")
+    assert "examples/s" not in capfd.readouterr().err
+    monkeypatch.setattr("loopdropout_trainer.data.bars.MOST_ROWS", 1)
+    run("loopdropout sft mine.yaml --seed 1 --output_dir other --split_seed 1")
+    bars = capfd.readouterr().err
+    assert "Map: " in bars and "Building labels for train dataset" in bars and "Generating" not in bars
+    monkeypatch.setattr("loopdropout_trainer.data.bars.MOST_BYTES", 1)
+    run("loopdropout sft mine.yaml --dry_run true --train_files more.jsonl --output_dir third")
+    assert "Generating train split" in capfd.readouterr().err
+
+
+def test_bars_that_a_user_hides_stay_hidden(load, tokenizer):
+    disable_progress_bars()
+    try:
+        load(None, [PAIR], tokenizer)
+        assert are_progress_bars_disabled()
+    finally:
+        enable_progress_bars()
+    load(None, [PAIR] * 2, tokenizer)
+    assert not are_progress_bars_disabled()
