@@ -110,6 +110,7 @@ class Run(NamedTuple):
             self.find_other_recipe()
             or self._find_damaged_adapter()
             or self._find_longer_training()
+            or self._find_other_processes()
             or self._find_stopped_training()
         )
 
@@ -150,6 +151,15 @@ class Run(NamedTuple):
         if checkpoint is None or self.is_trained:
             return None
         return find_shortening(checkpoint, self.args)
+
+    def _find_other_processes(self) -> str | None:
+        """Return the message about a checkpoint of another number of processes, or None. A dry run needs only one process."""
+        checkpoint = self.args.resume_from_checkpoint
+        if checkpoint is None or self.is_trained or self.script_args.dry_run:
+            return None
+        from loopdropout_trainer.training.resuming import find_other_processes
+
+        return find_other_processes(checkpoint, self.args)
 
     def _find_stopped_training(self) -> str | None:
         """Return the message about an unfinished training that the user has not decided about, or None."""

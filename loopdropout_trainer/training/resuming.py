@@ -105,8 +105,7 @@ def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
     base = model.get_base_model()
     settings = {
         **args.to_dict(),
-        "examples_per_step": args.examples_per_step,
-        "num_processes": args.world_size,  # each of which saves its random state
+        **process_settings(args),
         "base_dtype": str(base.dtype).removeprefix("torch."),
         "attn_implementation": base.config._attn_implementation,
         **{name: getattr(lora, name) for name in _ADAPTER_FIELDS},
@@ -114,6 +113,16 @@ def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
     }
     kept = {name: value for name, value in settings.items() if name not in RESUMABLE}
     return json.loads(json.dumps(kept, default=str))
+
+
+def process_settings(args: GateConfig) -> dict[str, int]:
+    """Return the number of processes, each of which saves its random state, and the examples of a step in all of them."""
+    return {"num_processes": args.world_size, "examples_per_step": args.examples_per_step}
+
+
+def find_other_processes(checkpoint: Checkpoint, args: GateConfig) -> str | None:
+    """Return why a training cannot continue from a checkpoint in these processes, as a message with the fix, or None."""
+    return _find_other_settings(checkpoint, saved_facts(load_state(checkpoint)), process_settings(args))
 
 
 def describe_data(dataset: Any) -> dict[str, Any]:
@@ -207,7 +216,9 @@ def _check_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
     This is the only place that decides it. `ResumptionCallback` compares the data, as soon as transformers has prepared them.
     """
     facts = saved_facts(load_state(checkpoint))
-    _check_settings(checkpoint, facts.get("settings") or {}, training_settings(trainer.args, trainer.model))
+    other_settings = _find_other_settings(checkpoint, facts, training_settings(trainer.args, trainer.model))
+    if other_settings is not None:
+        raise UserError(other_settings)
     _check_tensors(checkpoint, trainer.model)
     check_base(find_source(checkpoint), trainer.model)
     if facts.get("passes", 0) > 1 and not has_length(trainer.train_dataset):
@@ -217,15 +228,22 @@ def _check_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_settings(checkpoint: Checkpoint, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError if a training has other settings than its checkpoint."""
+def _find_other_settings(checkpoint: Checkpoint, facts: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the message about the first setting that differs from a checkpoint with these facts, or None."""
+    before = facts.get("settings") or {}
     known = [name for name in now if name in before]  # other versions of the libraries have other fields
     difference = compare_recipes(before, now, RESUMABLE, known)
-    if difference is not None:
-        raise UserError(
-            f"{checkpoint} was trained with other settings: {difference}. Restore the setting, or start a new training in "
-            "another `output_dir`."
+    if difference is None:
+        return None
+    fix = "Restore the setting"
+    if difference.field == "num_processes":
+        fix = (
+            "Continue it with 1 process" if difference.saved == 1 else f"Continue it with {difference.saved} processes"
         )
+    return (
+        f"{checkpoint} was trained with other settings: {difference}. {fix}, or start a new training in another "
+        "`output_dir`."
+    )
 
 
 def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:

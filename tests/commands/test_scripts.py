@@ -269,6 +269,21 @@ def test_stopped_run_neither_continues_nor_begins_again_by_itself(quickstart, co
     assert "resume_from_checkpoint" not in read_recipe(copy)  # a repetition of it would begin again
 
 
+def test_other_number_of_processes_is_not_continued(quickstart, copy, no_steps, monkeypatch):
+    """The error comes before the data is prepared, but not in a dry run, which has one process."""
+    interrupt(copy, 2)
+    state = copy / "checkpoint-2" / "trainer_state.json"
+    text = state.read_text()
+    assert '"num_processes": 1' in text and '"examples_per_step": 16' in text
+    state.write_text(text.replace('"num_processes": 1', '"num_processes": 2').replace('step": 16', 'step": 32'))
+    record(state.parent)
+    words = (WORDS, "--output_dir", copy, "--resume_from_checkpoint true")
+    assert f"continues   {state.parent}\n" in run(*words, "--dry_run true")
+    monkeypatch.setattr("loopdropout_trainer.job.load_examples", lambda *args: pytest.fail("data is loaded"))
+    with user_error("checkpoint-2 was .*: `num_processes` changed from 2 to 1. Continue it with 2 processes, or "):
+        run(*words)
+
+
 def test_run_without_bars_resumes_after_its_last_step(quickstart, copy, no_steps):
     interrupt(copy, 6)
     run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint true --disable_tqdm true", FEW_MEASUREMENTS)
