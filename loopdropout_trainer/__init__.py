@@ -20,6 +20,7 @@ from wrapt import register_post_import_hook
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.handle import loop_dropout
+    from loopdropout_trainer.looped import use_depth
     from loopdropout_trainer.lora import default_peft_config, use_gates
     from loopdropout_trainer.models.external import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.saving.loading import load_adapter, load_model
@@ -48,6 +49,7 @@ _HOMES = {
     "merge_and_save": "saving.merging",
     "push_merged_to_hub": "saving.merging",
     "register_looped": "models.external",
+    "use_depth": "looped",
     "use_gates": "lora",
 }
 """The public names, each with its module. They are imported when they are asked for, since torch takes seconds."""
@@ -62,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted([*__all__, "__version__"])
 
 
 def _warn_about_untested_versions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
@@ -58,6 +59,20 @@ def recipe_names() -> list[str]:
     """Return the names of the package's recipes, such as `gsm8k/lora.yaml`."""
     folder = recipes_folder()
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+
+
+def model_hint(name: str) -> str:
+    """Return the end of a message about a model that does not exist, from the names of the models of the package's recipes."""
+    found = closest_match(name, ["tiny-ouro"])
+    if found:
+        return found
+    lines = "\n".join((recipes_folder() / recipe).read_text(encoding="utf-8") for recipe in recipe_names())
+    models = set(re.findall(r"^model_name_or_path: ([\w.-]+/[\w.-]+)", lines, re.MULTILINE))
+    by_name = {model.split("/")[1].lower(): model for model in models}  # the owner of a repository is often left out
+    matches = difflib.get_close_matches(name.rpartition("/")[2].lower(), by_name, n=1, cutoff=0.8)
+    if not matches or by_name[matches[0]] == name:
+        return ""
+    return f" Did you mean {by_name[matches[0]]!r}?"
 
 
 def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
@@ -122,7 +137,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except ValueError as error:
-        raise UserError(f"{path} must be a text in UTF-8 ({first_line(error)}).") from error
+        raise UserError(f"{path} must be a text in UTF-8 ({first_line(error)}).") from None
 
 
 def parse_json(text: str) -> Any:
@@ -144,7 +159,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         fields = parse_json(text)
     except ValueError as error:
-        raise UserError(f"{path} is not a JSON file ({first_line(error)}). Save it again.") from error
+        raise UserError(f"{path} is not a JSON file ({first_line(error)}). Save it again.") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path} must hold a JSON object, got {short_repr(fields)}. Save it again.")
     return fields

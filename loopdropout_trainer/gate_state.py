@@ -421,12 +421,13 @@ def as_gate_matrix(
     """
     try:
         gates = torch.as_tensor(gates)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{name} must be numbers, got {short_repr(gates)}.") from error
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{name} must be numbers, got {short_repr(gates)}.") from None
     if gates.is_complex() or gates.is_meta:
         raise UserError(f"{name} must be real numbers, got {gates.dtype} on the device {gates.device}.")
     if not gates.is_floating_point():
         gates = gates.to(torch.float32)
+    given = [*gates.shape]
     if gates.dim() == 1:
         gates = gates.unsqueeze(1)
     shape = tuple(gates.shape)
@@ -437,7 +438,7 @@ def as_gate_matrix(
         examples = "N examples" if num_examples is None else f"N = {num_examples} examples"
         raise UserError(
             f"{name} must have shape [K], [K, 1], [K, N] or [K, N, M] with K = {num_loops} loops, {examples} and "
-            f"M = {num_modules} adapted modules, got {list(shape)}."
+            f"M = {num_modules} adapted modules, got the shape {given}."
         )
     if not bool(torch.isfinite(gates.detach()).all()):
         raise UserError(f"{name} must be finite numbers.")

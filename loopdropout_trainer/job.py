@@ -386,7 +386,7 @@ def check_trackers(names: list[str]) -> None:
         for tracker in get_reporting_integration_callbacks(names):
             tracker()
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"`report_to`: {error}") from error
+        raise UserError(f"`report_to`: {error}") from None
 
 
 def train_new(trainer: Trainer, folder: Path) -> None:

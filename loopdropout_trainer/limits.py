@@ -40,7 +40,7 @@ def render_chat(tokenizer: Any, turns: list[Any], **options: Any) -> str:
     try:
         return render_text(tokenizer, turns, **options)
     except TemplateError as error:
-        raise rendering_error(turns, error) from error
+        raise rendering_error(turns, error) from None
 
 
 def render_text(tokenizer: Any, turns: list[Any], **options: Any) -> str:
@@ -99,7 +99,7 @@ def bounded_rendering(turns: Any) -> Iterator[None]:
         limits.remove()  # the message needs memory, too
         if isinstance(error, MemoryError):
             error = MemoryError(f"it takes more than {RENDER_MEMORY >> 20:,} MB of memory")
-        raise rendering_error(turns, error) from error
+        raise rendering_error(turns, error) from None
     finally:
         limits.remove()
         _running.limits = None

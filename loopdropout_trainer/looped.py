@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.renames import renamed_function
 
@@ -165,6 +165,8 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
 
     The model stays unchanged. A description that is not attached knows the layers and the depth, and its gates have no effect.
     """
+    if not isinstance(model, nn.Module):
+        raise NotLoopedError(f"`model` must be a looped model, as `load_model` loads it, got {short_repr(model)}.")
     for module in model.modules():
         if isinstance(module, LoopedModelMixin):
             return module

@@ -93,8 +93,8 @@ class PromptFormat:
             return render_text(self.tokenizer, turns, chat_template=template, add_generation_prompt=True)
         except TemplateError as error:
             if self.text is not None:
-                raise UserError(str(error)) from error
-            raise UserError(f"The chat template cannot render `messages`: {error}") from error
+                raise UserError(str(error)) from None
+            raise UserError(f"The chat template cannot render `messages`: {error}") from None
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of the prompt of a conversation, as in the training."""

@@ -71,7 +71,7 @@ def read_yaml_file(path: Path, title: str) -> Any:
             content = file.read(LARGEST_FILE + 1)
         text = content.decode("utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{title} is not readable: {error}") from error
+        raise UserError(f"{title} is not readable: {error}") from None
     if len(content) > LARGEST_FILE:
         raise UserError(f"{title} must have at most {LARGEST_FILE:,} bytes.")
     return read_yaml(text, title)
@@ -99,7 +99,7 @@ def read_yaml(text: str, title: str) -> Any:
     except RecursionError:
         raise UserError(f"{title} is not readable: it must have at most {MOST_LEVELS} levels.") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{title} is not readable: {error}") from error
+        raise UserError(f"{title} is not readable: {error}") from None
     finally:
         if loader is not None:
             loader.dispose()

@@ -211,7 +211,7 @@ def read_settings(
     settings = {name: value for name, value in override(recipe, changes).items() if name not in unread}
     for name in settings:
         if name not in fields:
-            raise UserError(f"`{name}` is not a field of this script.{_hint(name, fields)}")
+            raise UserError(f"`{name}` is not a field of this script.{field_hint(name, fields)}")
     settings = {
         name: _read_value(fields[name], value, hints[name])
         for name, value in settings.items()
@@ -223,8 +223,8 @@ def read_settings(
     return settings
 
 
-def _hint(name: str, fields: Collection[str]) -> str:
-    """Return the end of the message about an unknown field, which names the field of the script that helps."""
+def field_hint(name: str, fields: Collection[str]) -> str:
+    """Return the end of the message about an unknown field, which names the field that helps."""
     if ITEM_FIELDS.get(name) in fields:
         return f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
     meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
@@ -368,7 +368,7 @@ def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple
         try:
             instance = cls(**{name: value for name, value in settings.items() if name in names})
         except ValueError as error:  # of TRL and transformers
-            raise UserError(str(error)) from error
+            raise UserError(str(error)) from None
         if folder := getattr(instance, "output_dir", None):
             check_links(folder)  # here, because every command writes into such a folder
         instances.append(instance)

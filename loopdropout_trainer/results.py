@@ -316,7 +316,7 @@ ALWAYS_SAVED = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
 )
-"""Arguments of a training that `training_recipe` has also if they are the default."""
+"""Arguments of a training that `training_recipe` has also if the user has not given them."""
 
 _UNSAVED = {
     "output_dir",
@@ -330,7 +330,10 @@ _UNSAVED = {
 
 
 def training_recipe(trainer: Trainer) -> dict[str, Any]:
-    """Return the settings of a training in Python as a recipe. It has no data, which the program made."""
+    """Return the settings of a training in Python as a recipe. It has no data, which the program made.
+
+    It has the fields that the user has given, and not the values that the libraries have chosen for this machine.
+    """
     model, args = trainer.model, trainer.args
     lora, facts = model.peft_config[model.active_adapters[0]], trainer.looped.trained_with
     recipe = {
@@ -344,14 +347,15 @@ def training_recipe(trainer: Trainer) -> dict[str, Any]:
         "lora_dropout": lora.lora_dropout,
         "use_rslora": lora.use_rslora,
     }
+    recipe = {name: value for name, value in recipe.items() if value is not None}
+    given = {*args.given_fields()} - _UNSAVED
     for field in dataclasses.fields(trainer.config_class):
-        value, default = getattr(args, field.name, None), field.default
-        value = value.value if isinstance(value, Enum) else value
-        is_changed = value != default and (value or default)
-        if field.name in ALWAYS_SAVED or is_changed and field.name not in _UNSAVED:
+        value = getattr(args, field.name)
+        if field.name in given or field.name in ALWAYS_SAVED and value is not None:
+            value = value.value if isinstance(value, Enum) else value
             with suppress(TypeError):  # an object, such as `accelerator_config`
                 recipe[field.name] = json.loads(json.dumps(value))
-    return {name: value for name, value in recipe.items() if value is not None}
+    return recipe
 
 
 def _is_of_training(row: Mapping[str, Any]) -> bool:
@@ -392,4 +396,4 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [dict(parse_json(line)) for line in read_text(path).splitlines()]
     except ValueError as error:
-        raise UserError(f"{path} is not a file of JSON lines ({error}). Remove it and measure again.") from error
+        raise UserError(f"{path} is not a file of JSON lines ({error}). Remove it and measure again.") from None

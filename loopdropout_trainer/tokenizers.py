@@ -18,7 +18,7 @@ from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBas
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line, hint_at_login, short_repr
-from loopdropout_trainer.files import model_path, read_text
+from loopdropout_trainer.files import model_hint, model_path, read_text
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
 
@@ -122,8 +122,9 @@ def load_tokenizer(
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name_or_path, revision=revision or "main")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"The tokenizer of {name_or_path} cannot be loaded: {first_line(error)}{hint_at_login(error)}"
-        ) from error
+            f"The tokenizer of {name_or_path} cannot be loaded: {first_line(error)}{model_hint(str(name_or_path))}"
+            f"{hint_at_login(error)}"
+        ) from None
     if tokenizer.eos_token is None and PLAIN_TOKENS["eos_token"] in tokenizer.get_vocab():
         for name, token in PLAIN_TOKENS.items():
             _set_token(tokenizer, name, token)

@@ -78,3 +78,7 @@ __all__ = [
     "to_messages",
     "tokenize",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

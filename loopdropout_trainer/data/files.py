@@ -41,12 +41,12 @@ def load_rows(source: DataSource) -> Dataset:
             raise UserError(
                 f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
                 "another one."
-            ) from error
+            ) from None
         reason = str(error.__cause__ or error)
         if not reason:
             empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
-            raise UserError(f"{', '.join(empty) or source} is empty.") from error
-        raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from error
+            raise UserError(f"{', '.join(empty) or source} is empty.") from None
+        raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from None
     if source.columns is None:
         return rows
     missing = {*source.columns} - {*rows.column_names}

@@ -73,8 +73,8 @@ def _tokenize_turns(
 def _read_tools(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"`tools` must be a list of schemas or its JSON, got {short_repr(text)}.") from error
+    except (ValueError, RecursionError):
+        raise UserError(f"`tools` must be a list of schemas or its JSON, got {short_repr(text)}.") from None
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: list[Row], **options: Any) -> dict[str, list[int]]:

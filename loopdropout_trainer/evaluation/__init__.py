@@ -34,3 +34,7 @@ __all__ = [
     "load_task",
     "own_benchmark",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

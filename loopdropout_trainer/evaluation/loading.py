@@ -163,7 +163,9 @@ def own_benchmark(
     if chat is not None:
         config["metadata"] = {"apply_chat_template": chat}
     with _explained(name):
-        task = task_of_rows(name, like or "own", read_files(files), **config)
+        rows = read_files(files)
+    with _explained(name, rows.column_names):
+        task = task_of_rows(name, like or "own", rows, **config)
     options = {"until": stop, "max_gen_toks": max_new_tokens}
     options = {option: value for option, value in options.items() if value is not None}
     task.set_config("generation_kwargs", options, update=True)
@@ -187,12 +189,17 @@ def task_of_rows(name: str, like: str, rows: Dataset, **config: Any) -> Task:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _explained(name: str, columns: Sequence[str] = ()) -> Iterator[None]:
+    """Turn an error about the data of a task into one sentence, which lists the columns of own problems."""
     try:
         yield
     except (OSError, KeyError, jinja2.TemplateError, DatasetsError) as error:
-        reason = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else error.__cause__ or error
-        raise UserError(f"The task `{name}` cannot be loaded: {reason}{hint_at_login(error)}") from error
+        reason = str(error.__cause__ or error)
+        if isinstance(error, KeyError):
+            reason = f"`{error.args[0]}` is missing"
+        if columns and isinstance(error, KeyError | jinja2.UndefinedError):
+            reason += f", and the columns are {', '.join(columns)}"
+        raise UserError(f"The task `{name}` cannot be loaded: {reason}{hint_at_login(error)}") from None
 
 
 def development_task(preparation: str | None, examples: Dataset | None) -> Task:

@@ -296,7 +296,7 @@ class LoopedLM(HFLM):
         try:
             return super().apply_chat_template(turns) + beginning
         except TemplateError as error:  # also without a system turn, which lm-eval leaves out then
-            raise rendering_error(turns, error) from error
+            raise rendering_error(turns, error) from None
 
     def all_gather(self, tensor):
         return gather(tensor) if self.world_size > 1 else tensor

@@ -132,7 +132,7 @@ def parse_peft_config(fields: Mapping[str, Any], file: Path) -> LoraConfig:
     try:
         return PeftConfig.from_pretrained(str(file.parent))
     except (TypeError, ValueError) as error:
-        raise UserError(f"{file} does not describe an adapter: {first_line(error)}") from error
+        raise UserError(f"{file} does not describe an adapter: {first_line(error)}") from None
 
 
 def check_peft_config(config: PeftConfig) -> None:

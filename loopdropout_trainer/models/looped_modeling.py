@@ -200,11 +200,11 @@ def explain_loading(name: str) -> Iterator[None]:
             yield
     except StrictDataclassError as error:  # of a field of a configuration, with the reason in a second line
         reason = first_line(error.__cause__ or error)
-        raise UserError(f"The model {name} cannot be loaded: {reason}") from error
+        raise UserError(f"The model {name} cannot be loaded: {reason}") from None
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"The model {name} cannot be loaded: {first_line(error)}{hint_at_login(error)}") from error
+        raise UserError(f"The model {name} cannot be loaded: {first_line(error)}{hint_at_login(error)}") from None
 
 
 def check_checkpoint(name: str, revision: str | None = None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line, hint_at_login
-from loopdropout_trainer.files import model_path
+from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login
+from loopdropout_trainer.files import model_hint, model_path
 from loopdropout_trainer.results import RECIPE_FILE, RESULTS_FILE
 
 
@@ -52,21 +52,21 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RevisionNotFoundError
 
-    hint = closest_match(name, ["tiny-ouro"])
+    hint = model_hint(name)
     check_name(name, hint)
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES)
-    except RevisionNotFoundError as error:
-        raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from error
+    except RevisionNotFoundError:
+        raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
         if Path(name).parent.is_dir():  # so that a folder was meant
             raise UserError(
                 f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint}"
-            ) from error
+            ) from None
         raise UserError(
             f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "
             f"Hub ({first_line(error)}).{hint}{hint_at_login(error)}"
-        ) from error
+        ) from None
     return Path(folder), Path(folder).name
 
 

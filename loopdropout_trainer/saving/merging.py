@@ -158,6 +158,11 @@ def merge_and_save(
         UserError: If the adapter cannot be merged, or the folder holds an adapter or the base model.
     """
     output_dir, card = Path(output_dir), card or {}
+    if not isinstance(model, PeftModel):
+        raise UserError(
+            "`model` must be a PEFT model with an adapter, such as `trainer.model` or `load_model(folder)` of the adapter's "
+            f"folder, got a {type(model).__name__}."
+        )
     base = model.get_base_model()
     if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")

@@ -26,7 +26,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
         return listener
     except (OSError, OverflowError) as error:
-        raise UserError(f"`host` and `port` must be a free address, got {host} and {port} ({error}).") from error
+        raise UserError(f"`host` and `port` must be a free address, got {host} and {port} ({error}).") from None
 
 
 def describe_address(host: str, port: int, model: str, has_key: bool) -> str:

@@ -258,4 +258,8 @@ class AdapterFilesMixin:
 
     @property
     def _hub_name(self) -> str:
-        return self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        """The repository in messages."""
+        if self.args.hub_model_id:
+            return self.args.hub_model_id
+        folder = Path(self.args.output_dir).absolute().name
+        return f"the repository {folder}, which has the name of `output_dir` because `hub_model_id` is not set,"

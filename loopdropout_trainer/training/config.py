@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers import TrainingArguments
@@ -15,6 +16,7 @@ from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.fields import check_fields, option
 from loopdropout_trainer.gates import GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
+from loopdropout_trainer.recipe import USUAL_NAMES, field_hint
 
 
 if TYPE_CHECKING:
@@ -77,6 +79,21 @@ class GateConfig:
     help_title = "Method"
     trl_class: ClassVar[type[TrainingArguments]]
 
+    if not TYPE_CHECKING:  # type checkers read the fields from the dataclass
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+            """Keep the names of the given fields. Raise UserError for an unknown one, with a hint at the known one."""
+            known = inspect.signature(cls.__init__).parameters
+            takes_all = any(
+                parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
+            )  # of a user's subclass
+            for name in kwargs:
+                if name not in known and not takes_all:
+                    raise UserError(f"`{name}` is not a field of {cls.__name__}.{_hint(name, kwargs[name], known)}")
+            made = super().__new__(cls)
+            made.given_names = {*kwargs, *list(known)[1 : len(args) + 1]}  # the first parameter is `self`
+            return made
+
     def __post_init__(self):
         check_fields(self)
         p = getattr(self.make_rule(), "p", None)
@@ -86,6 +103,17 @@ class GateConfig:
         if str(self.resume_from_checkpoint).lower() in ("false", "none"):  # words of a command line
             self.resume_from_checkpoint = None
         super().__post_init__()
+        self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
+
+    def given_fields(self) -> list[str]:
+        """Return the names of the fields that the user has given or changed. The libraries and this class set others."""
+        made = vars(self).get("_made", {})  # a copy has none
+        names = []
+        for own in dataclasses.fields(self):
+            value = getattr(self, own.name)
+            if own.name in self.given_names or value != made.get(own.name, value):
+                names.append(own.name)
+        return names
 
     def make_rule(self) -> GateRule:
         """Return the gate rule that these arguments describe."""
@@ -141,13 +169,15 @@ class GateConfig:
         fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
         fields.pop("generation_batch_size", None)  # GRPOConfig derives it from `steps_per_generation`
         made = cls(**{name: value for name, value in fields.items() if name in names})
+        made.given_names = {own.name for own in dataclasses.fields(args) if fields.get(own.name) != own.default}
         vars(made).update({name: value for name, value in fields.items() if name not in names})  # of a user's subclass
         return made
 
     # The Trainer pickles its arguments into every checkpoint and logs them: never with a token of the Hub.
 
     def __getstate__(self) -> dict[str, Any]:
-        return _without_token({**self.__dict__, "hub_token": None})
+        fields = {name: value for name, value in self.__dict__.items() if name != "_made"}
+        return _without_token({**fields, "hub_token": None})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary without tokens of the Hub."""
@@ -161,6 +191,30 @@ def _without_token(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+_OF_MODEL = {"num_loops", "dtype", "attn_implementation", "revision", "quantization_config"}
+"""Fields of recipes, and arguments of a model's loading, that a trainer in Python takes in `model_init_kwargs`."""
+
+
+def _hint(name: str, value: Any, fields: Collection[str]) -> str:
+    """Return the end of the message about an unknown field, which names the field or the argument that helps."""
+    meant = USUAL_NAMES.get(name, name)
+    if meant in _OF_MODEL:
+        return f" Set `model_init_kwargs={{{meant!r}: {short_repr(value)}}}`."
+    if meant.startswith("lora_"):
+        return " Give the trainer a `LoraConfig` as `peft_config`."
+    return field_hint(name, fields)
+
+
+def _with_gate_fields(cls: type[GateConfig]) -> type[GateConfig]:
+    """Add the fields of `GateConfig` to the docstring of a configuration, which `help` prints."""
+    if GateConfig.__doc__:  # `python -OO` removes docstrings
+        own = inspect.cleandoc(cls.__doc__)
+        fields = inspect.cleandoc(GateConfig.__doc__).partition("Args:\n")[2]
+        cls.__doc__ = own + ("\n" if "Args:\n" in own else "\n\nArgs:\n") + fields
+    return cls
+
+
+@_with_gate_fields
 @dataclass
 class LoopDropoutConfig(GateConfig, SFTConfig):
     r"""
@@ -211,6 +265,7 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
         return make_depth_sampler(self.depth_sampling, self.depth_sampling_args)
 
 
+@_with_gate_fields
 @dataclass
 class LoopDropoutDPOConfig(GateConfig, DPOConfig):
     r"""
@@ -220,6 +275,7 @@ class LoopDropoutDPOConfig(GateConfig, DPOConfig):
     trl_class = DPOConfig
 
 
+@_with_gate_fields
 @dataclass
 class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
     r"""

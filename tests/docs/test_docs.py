@@ -14,7 +14,12 @@ from scipy.ndimage import binary_dilation
 import loopdropout_trainer
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program, python
-from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
+from loopdropout_trainer.training.config import (
+    GateConfig,
+    LoopDropoutConfig,
+    LoopDropoutDPOConfig,
+    LoopDropoutGRPOConfig,
+)
 
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -177,10 +182,13 @@ def test_search_splits_words_at_parentheses():
 def test_reference_has_every_public_name_and_field():
     names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
     assert {*loopdropout_trainer.__all__} <= {*names}
-    for config in (GateConfig, LoopDropoutConfig):
+    for config in (GateConfig, LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig):
         fields = {field.name for field in dataclasses.fields(config)}
         documented = re.findall(r"^    +(\w+) \(`.*\*optional\*.*\):$", config.__doc__, re.MULTILINE)
-        assert documented == [name for name in config.__annotations__ if name in fields]
+        names = dict.fromkeys(
+            [*config.__annotations__, *GateConfig.__annotations__]
+        )  # the own fields, and those of the gates
+        assert documented == [name for name in names if name in fields]
 
 
 @pytest.fixture(scope="module")

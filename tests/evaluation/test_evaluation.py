@@ -200,10 +200,16 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
     [
         ({"target": None}, "`capitals` must have `files`, and either `prompt`, `target` and `scorer` or `like`"),
         ({"files": None}, "`capitals` must have `files`"),
-        ({"prompt": "{land}"}, "The task `capitals` cannot be loaded: `land` is missing"),
+        (
+            {"prompt": "{land}"},
+            "The task `capitals` cannot be loaded: `land` is missing, and the columns are country, capital",
+        ),
         ({"scorer": "exact_mach"}, "`scorer` must be one of .* Did you mean 'exact_match'.*`--import FILE`"),
         ({"promt": "x"}, "The benchmark `capitals` has no field `promt`. Did you mean 'prompt'"),
-        ({**dict.fromkeys(OWN), "like": "metamath_gsm8k"}, "`capitals` cannot be loaded: 'question' is undefined"),
+        (
+            {**dict.fromkeys(OWN), "like": "metamath_gsm8k"},
+            "`capitals` cannot be loaded: 'question' is undefined, and the columns are country, capital",
+        ),
         ({"scorer": None, "like": "gsm_plus"}, "`like` must be a task without examples of another split"),
         ({"name": "mmlu"}, "must not have the name of a task .* got 'mmlu'"),
         ({"name": "development"}, "must not have the name of a task .* got 'development'"),

@@ -137,7 +137,7 @@ def test_checkpointed_model_does_not_take_the_gates_of_another_block(use_reentra
 @pytest.mark.parametrize(
     ("gates", "message"),
     [
-        (torch.ones(3), "K = 4 loops"),
+        (torch.ones(3), r"K = 4 loops, .* got the shape \[3\]"),
         (torch.full((4,), float("nan")), "finite"),
         (torch.full((4, 3), 0.5), "one column for each of the 4 examples"),
         ("1-0-0-0", "`gates` must be numbers, got '1-0-0-0'"),

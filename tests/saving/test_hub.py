@@ -458,3 +458,12 @@ def test_failed_push_keeps_the_model_and_hides_the_token(tmp_path, monkeypatch):
     assert TOKEN not in message and "mine" not in message and str(folder) in message
     assert error.value.__cause__ is None and error.value.__suppress_context__
     load(folder)
+
+
+def test_failed_push_of_a_trainer_says_how_to_name_the_repository(make_sft, tmp_path):
+    """Without `hub_model_id`, transformers names the repository after the folder. There is no Hub here."""
+    trainer = make_sft(output_dir=str(tmp_path / "mine"))
+    with user_error(
+        "^The push to the repository mine, which has the name of `output_dir` because `hub_model_id` is not set,"
+    ):
+        trainer.push_to_hub()

@@ -1,5 +1,7 @@
 """Training arguments: the rule, TRL's own arguments, and tokens that are never written."""
 
+import copy
+import inspect
 import pickle
 
 import pytest
@@ -8,6 +10,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 from helpers.errors import user_error
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 from loopdropout_trainer.gates import LoopDropout
+from loopdropout_trainer.results import training_recipe
 
 
 @pytest.mark.parametrize(("p", "same"), [(0.25, 0.25), ([0.25], 0.25), ([0.1, 0.2, 0.3, 0.4], (0.1, 0.2, 0.3, 0.4))])
@@ -24,11 +27,36 @@ def test_p_is_one_number_or_one_for_each_loop(config, p, same):
         ({"rule_args": 3}, "`rule_args` must be a mapping"),
         ({"loss_average": "rows"}, "`loss_average` must be"),
         ({"depth_sampling": "unifrom"}, "Did you mean 'uniform'"),
+        (
+            {"num_loops": 2},
+            r"`num_loops` is not a field of LoopDropoutConfig. Set `model_init_kwargs=\{'num_loops': 2\}`",
+        ),
+        ({"K": 2}, r"Set `model_init_kwargs=\{'num_loops': 2\}`"),
+        ({"lora_r": 8}, "Give the trainer a `LoraConfig` as `peft_config`"),
     ],
 )
 def test_wrong_fields_raise(config, fields, message):
     with user_error(message):
         config(**fields)
+
+
+@pytest.mark.parametrize("cls", [LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig])
+def test_unknown_fields_have_a_hint(config, cls):
+    with user_error(f"`learing_rate` is not a field of {cls.__name__}. Did you mean 'learning_rate'?"):
+        config(cls, learing_rate=1e-3)
+    assert (
+        "p" in inspect.signature(cls).parameters and copy.deepcopy(config(cls, per_device_train_batch_size=8)).p == 0.5
+    )
+
+
+def test_recipe_has_the_given_fields(train):
+    """A value that the libraries choose for this machine, such as `use_cpu`, is not the user's."""
+    trainer = train(max_length=None, max_steps=1)
+    trainer.args.weight_decay = 0.5
+    recipe = training_recipe(trainer)
+    assert recipe["bf16"] is False and recipe["max_length"] is None and recipe["weight_decay"] == 0.5
+    assert not {"use_cpu", "activation_checkpointing", "include_for_metrics", "output_dir"} & {*recipe}
+    assert training_recipe(train(use_cpu=True, max_steps=1))["use_cpu"] is True
 
 
 CLASSES = {LoopDropoutConfig: SFTConfig, LoopDropoutDPOConfig: DPOConfig, LoopDropoutGRPOConfig: GRPOConfig}

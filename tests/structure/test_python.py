@@ -1,0 +1,63 @@
+"""What somebody meets in Python: names that complete, and errors whose traceback ends soon after their own code."""
+
+import traceback
+
+import pytest
+
+import loopdropout_trainer
+from helpers.tiny import tiny_ouro
+from loopdropout_trainer import (
+    data,
+    evaluation,
+    load_model,
+    loop_dropout,
+    looped,
+    merge_and_save,
+    use_depth,
+    use_gates,
+)
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.evaluation import own_benchmark
+from loopdropout_trainer.tokenizers import load_tokenizer
+
+
+OWN = {"prompt": "{land}", "target": "{capital}", "scorer": "exact_match"}
+
+
+def test_completion_offers_public_names_only():
+    assert {*dir(loopdropout_trainer)} == {*loopdropout_trainer.__all__, "__version__"}
+    for package in (data, evaluation):
+        assert dir(package) == sorted(package.__all__)
+    assert use_depth is looped.use_depth
+
+
+def own_task(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"country": "Peru", "capital": "Lima"}\n')
+    return own_benchmark("capitals", str(tmp_path / "rows.jsonl"), **OWN)
+
+
+MISTAKES = {
+    "owner left out": (lambda folder: load_model("Ouro-1.4B"), "Did you mean 'ByteDance/Ouro-1.4B'"),
+    "other owner": (lambda folder: load_model("nobody/huginn-0125"), "Did you mean 'tomg-group-umd/huginn-0125'"),
+    "tokenizer": (lambda folder: load_tokenizer("Ouro-2.6B"), "Did you mean 'ByteDance/Ouro-2.6B'"),
+    "template": (lambda folder: load_tokenizer("tiny-ouro", chat_template="tulu"), "Did you mean 'tulu2'"),
+    "column": (own_task, "`land` is missing, and the columns are country, capital"),
+    "files": (lambda folder: own_benchmark("mine", str(folder / "no.jsonl"), **OWN), "Unable to find"),
+    "merge a base model": (
+        lambda folder: merge_and_save(tiny_ouro(), folder),
+        r"`model` must be a PEFT model with an adapter, such as `trainer.model` .* got a OuroForCausalLM",
+    ),
+    "gates of a name": (
+        lambda folder: use_gates("out", [1]).__enter__(),
+        "`model` must be a looped model, .* got 'out'",
+    ),
+    "gates of a base model": (lambda folder: loop_dropout(tiny_ouro(), p=0.5), "has no adapter to gate"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_have_short_tracebacks(tmp_path, mistake):
+    make, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message) as raised:
+        make(tmp_path)
+    assert len("".join(traceback.format_exception(raised.value)).splitlines()) < 30
