@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.results import (
     COLUMNS,
+    DEVELOPMENT,
     RESULTS_FILE,
     read_recipe,
     read_results,
@@ -170,8 +172,13 @@ def describe_results(rows: pd.DataFrame, column: str) -> str:
 
 def mean_sd(values: pd.Series, decimals: int = 2) -> str:
     """Return `mean ± SD` with the sample standard deviation, or the value of a single seed."""
-    spread = f" ± {values.std():.{decimals}f}" if len(values) > 1 else ""
-    return f"{values.mean():.{decimals}f}{spread}"
+    return format_mean(values.mean(), values.std(), decimals)
+
+
+def format_mean(mean: float, sd: float, decimals: int = 2) -> str:
+    """Return `mean ± SD`, or the mean alone if the SD is NaN."""
+    spread = "" if math.isnan(sd) else f" ± {sd:.{decimals}f}"
+    return f"{mean:.{decimals}f}{spread}"
 
 
 def paired_samples(ours: pd.DataFrame, other: pd.DataFrame, seed: float) -> list[list[dict]]:
@@ -190,23 +197,60 @@ def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = Non
     return gains
 
 
-def difference(ours: pd.DataFrame, other: pd.DataFrame, decimals: int = 1, part: str | None = None) -> str:
+class Gain(NamedTuple):
+    """A difference between two settings.
+
+    Attributes:
+        difference: Mean difference.
+        low, high: Its 95% interval, or NaN for a single seed without answers to problems.
+        p: Two-sided p-value, or NaN without an interval.
+        test: "t test over seeds" or "McNemar over problems", or "" without an interval.
+    """
+
+    difference: float
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
+    test: str = ""
+
+    def text(self, decimals: int = 1) -> str:
+        """Return the difference with its interval, and whether it is not significant."""
+        numbers = [f"{value:+.{decimals}f}" for value in self[:3]]
+        if not self.test:
+            return numbers[0]
+        text = f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
+        is_significant = self.p < 0.05  # it is NaN, so not significant, if all gains are equal
+        return text if is_significant else f"{text}, not significant"
+
+
+def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) -> Gain | None:
     """Return the difference between two settings, paired by seed, with its 95% interval (Student's t).
 
     The interval of a single seed is over problems. `part`: as in `paired_gains`.
+
+    Returns:
+        The difference, or None if the settings have no common seed or are the same.
     """
+    if ours.equals(other):
+        return None
     gains = paired_gains(ours, other, part)
     if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
-        return str(compare_answers(*paired_samples(ours, other, gains.index[0])))
+        found = compare_answers(*paired_samples(ours, other, gains.index[0]))
+        return Gain(found.gain, found.low, found.high, found.p, "McNemar over problems")
     if len(gains) == 0:
-        return "–"
+        return None
     if len(gains) == 1:
-        return f"{gains.iloc[0]:+.{decimals}f}"
+        return Gain(gains.iloc[0])
     test = stats.ttest_1samp(gains, 0)
     interval = test.confidence_interval()
-    text = f"{gains.mean():+.{decimals}f} [{interval.low:+.{decimals}f}, {interval.high:+.{decimals}f}]"
-    is_significant = test.pvalue < 0.05  # it is NaN, so not significant, if all gains are equal
-    return text if is_significant else f"{text}, not significant"
+    return Gain(gains.mean(), interval.low, interval.high, test.pvalue, "t test over seeds")
+
+
+def format_p(p: float) -> str:
+    """Return a p-value as a text, or "" for NaN."""
+    if math.isnan(p):
+        return ""
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
@@ -215,10 +259,15 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
     The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. The
     name in `setting` is the method.
     """
+    names = name_methods(results)
+    return results.assign(label=_with_settings(names, results), setting=_with_settings(results["method"], results))
+
+
+def name_methods(results: pd.DataFrame) -> pd.Series:
+    """Return the user's name of each result's method in a sweep, unless that is the name of a rule, else the method."""
     variants = results["variant"]
     is_own = variants.notna() & ~variants.isin(RULES) & (results["method"] != "base model")
-    names = variants.where(is_own, results["method"])
-    return results.assign(label=_with_settings(names, results), setting=_with_settings(results["method"], results))
+    return variants.where(is_own, results["method"])
 
 
 def _with_settings(names: pd.Series, results: pd.DataFrame) -> pd.Series:
@@ -242,29 +291,67 @@ def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
     return None
 
 
-def accuracy_table(results: pd.DataFrame) -> pd.DataFrame:
-    """Return accuracies (%) by task, recurrence depth and method, mean ± SD over seeds, and differences to LoRA (points).
+def final_results(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the results without the runs of a sweep that only chose a learning rate.
+
+    They were evaluated on the held-out examples alone, and another run of the same method on other tasks.
+    """
+    accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
+    is_final = accuracy["task"] != DEVELOPMENT
+    methods = pd.MultiIndex.from_frame(results[["sweep", "variant"]])
+    is_measured = methods.isin(pd.MultiIndex.from_frame(accuracy.loc[is_final, ["sweep", "variant"]]))
+    is_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_final, "run"])
+    return results[~is_rejected | (results["method"] == "base model")]
+
+
+def tasks_of(accuracy: pd.DataFrame) -> list[str]:
+    """Return the tasks of accuracies, first the tasks with problems of their own, then the held-out examples."""
+    return sorted(accuracy["task"].unique(), key=lambda task: task == DEVELOPMENT)
+
+
+NUMBERS = ["mean", "sd", "num_seeds", *Gain._fields]
+"""Columns of numbers in a CSV file. `sd` is empty for a single seed."""
+
+
+def mean_numbers(values: pd.Series) -> dict[str, float]:
+    """Return `mean`, `sd` and `num_seeds` of the values by seed."""
+    return {"mean": values.mean(), "sd": values.std(), "num_seeds": len(values)}
+
+
+def accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
+    """Return accuracies (%) by task, recurrence depth and method in the columns `NUMBERS`, and differences to LoRA (points).
 
     A method is compared with the LoRA whose settings it has, as far as those of LoRA differ. The 95% intervals are over seeds.
     For a single seed they are over problems.
     """
     all_depths = results["num_loops"]  # without this condition, `select` takes only the trained depth
-    rows = labelled(select(results, {"metric": "accuracy", "num_loops": all_depths}))
+    accuracy = labelled(select(results, {"metric": "accuracy", "num_loops": all_depths}))
+    accuracy["task"] = pd.Categorical(accuracy["task"], tasks_of(accuracy))
     lines = []
-    for (task, depth), part in rows.sort_values("num_loops", kind="stable").groupby(["task", "num_loops"], sort=False):
+    for (task, depth), part in accuracy.groupby(["task", "num_loops"], observed=True):
         groups = [*part.groupby("label", sort=False)]
         by_setting: dict[str, pd.DataFrame] = {}
         for _, rows in groups:
             by_setting.setdefault(rows["setting"].iloc[0], rows)
         for label, ours in groups:
-            gain = ""
+            gain = None
             baseline = find_baseline(ours["setting"].iloc[0], by_setting)
             if baseline is not None and ours["method"].iloc[0] not in ("LoRA", "base model"):
-                gain = difference(ours, by_setting[baseline])
-            lines.append([task, f"{depth:g}", label, mean_sd(average(ours)), gain])
-    return pd.DataFrame(lines, columns=["task", "K", "method", "accuracy", "minus LoRA"]).set_index(
-        ["task", "K", "method"]
-    )
+                gain = compare(ours, by_setting[baseline])
+            line = {"task": task, "K": f"{depth:g}", "method": label, **mean_numbers(average(ours))}
+            lines.append(line | (gain._asdict() if gain else {}))
+    return pd.DataFrame(lines, columns=["task", "K", "method", *NUMBERS]).set_index(["task", "K", "method"])
+
+
+def accuracy_table(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers of `accuracy_numbers` as texts: mean ± SD over seeds, the difference to LoRA, and its p-value."""
+    gains = [Gain(*row) for row in numbers[[*Gain._fields]].itertuples(index=False)]
+    texts = {
+        "accuracy": [format_mean(mean, sd) for mean, sd in zip(numbers["mean"], numbers["sd"], strict=True)],
+        "minus LoRA": [gain.text() if math.isfinite(gain.difference) else "" for gain in gains],
+        "p": numbers["p"].map(format_p),
+    }
+    return pd.DataFrame(texts, numbers.index)
 
 
 # Figures (plots.py is imported in the functions, because sweeps do not need plotnine)
@@ -294,7 +381,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
 
     from loopdropout_trainer.plots import line_plot
 
-    task = results.query("metric == 'accuracy'")["task"].iloc[0]
+    task = tasks_of(results.query("metric == 'accuracy'"))[0]
     own = results.query("task == @task")
     of_base = own["method"] == "base model"
     by_number = own[of_base & (own["metric"] == "last_number")].assign(method="base model, last number")

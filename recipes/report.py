@@ -63,13 +63,19 @@ from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
+    NUMBERS,
     OWN_FAMILY,
+    accuracy_numbers,
     accuracy_table,
     average,
-    difference,
+    compare,
+    final_results,
+    format_mean,
     labelled,
     load_results,
+    mean_numbers,
     mean_sd,
+    name_methods,
     overview_figure,
     paired_gains,
     points,
@@ -77,7 +83,13 @@ from loopdropout_trainer.tables import (
 )
 
 
-COSTS = ["trainable_parameters", "train_seconds", "tokens_per_second", "peak_memory_gb"]
+COSTS = {
+    "trainable_parameters": "trained parameters",
+    "train_seconds": "training in s",
+    "tokens_per_second": "tokens per s",
+    "peak_memory_gb": "peak memory in GB",
+}
+"""Costs of a training, and their printed heads."""
 
 
 @dataclass
@@ -164,8 +176,8 @@ def fill_cell(
     recipe: str | None = None,
     num_fitting_examples: int | None = None,
     **wanted: Any,
-) -> str:
-    """Return the text of a cell.
+) -> tuple[str, dict[str, Any]]:
+    """Return the text of a cell, and its numbers by `NUMBERS`, as far as it has numbers.
 
     Args:
         results: from `load_results`.
@@ -182,23 +194,29 @@ def fill_cell(
     if minus and (of or scale != 1):
         raise UserError("`minus` must not be set together with `of` or `scale`: it compares accuracies in points.")
     if recipe:
-        return str(describe_recipe(recipe, num_fitting_examples)[show])
+        return str(describe_recipe(recipe, num_fitting_examples)[show]), {}
     rows = find(results, wanted)
     if minus:
         other = find(results, {**wanted, **minus})
+        gain = compare(rows, other, part)
+        if gain is None:
+            return "–", {}
+        gains = paired_gains(rows, other, part)
+        numbers = {**gain._asdict(), "num_seeds": len(gains)}
         if show == "seeds":
-            return " / ".join(f"{gain:+.{decimals}f}" for gain in paired_gains(rows, other, part))
-        return difference(rows, other, decimals, part)
+            return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
+        is_over_problems = gain.test.startswith("McNemar")
+        return gain.text(1 if is_over_problems else decimals), numbers
     if of:
         costs = find(results, {"task": "training", "metric": of})
         rows = costs[costs["run"].isin(rows["run"])]
     by_task = [average(own) for _, own in rows.groupby("task")]
     values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale  # by seed
     if show == "mean":
-        return mean_sd(values, decimals)
+        return mean_sd(values, decimals), mean_numbers(values)
     if show == "seeds":
-        return " / ".join(f"{value:.{decimals}f}" for value in values)
-    return f"{rows[show].iloc[0]:g}"
+        return " / ".join(f"{value:.{decimals}f}" for value in values), mean_numbers(values)
+    return f"{rows[show].iloc[0]:g}", {}
 
 
 def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, Any], Any]]:
@@ -226,7 +244,9 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
 
 
 def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Return a table with one line for each number, next to the paper's, and a list of the missing numbers.
+    """Return a table with one line for each number, next to the paper's, and sentences about the missing numbers.
+
+    The columns `NUMBERS` have the numbers of the text in the column `here`.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
@@ -234,13 +254,36 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     """
     lines, missing = [], []
     for heads, title, wanted, paper in read_numbers(spec):
-        number = "–"
+        text, numbers = "–", {}
         try:
-            number = fill_cell(results, **wanted)
+            text, numbers = fill_cell(results, **wanted)
         except Missing as reason:
-            missing.append(f"Missing: {', '.join(heads.values())}, {title}: {reason}")
-        lines.append({**heads, "column": title, "here": number, "paper": paper})
-    return pd.DataFrame(lines).dropna(axis=1, how="all").fillna("–").astype(str), missing
+            missing.append((wanted.get("sweep"), f"{', '.join(heads.values())}, {title}", reason))
+        lines.append({**heads, "column": title, "here": text, "paper": paper, **dict.fromkeys(NUMBERS), **numbers})
+    table = pd.DataFrame(lines)
+    texts = table.drop(columns=NUMBERS).dropna(axis=1, how="all").fillna("–").astype(str)
+    return texts.join(table[NUMBERS]), describe_missing(missing)
+
+
+def describe_missing(missing: list[tuple]) -> list[str]:
+    """Return a sentence for each sweep about its missing numbers.
+
+    Args:
+        missing: The sweep or the sweeps, the place in the table and the reason of each missing number.
+    """
+    by_sweep: dict[str, list[tuple]] = {}
+    for sweep, place, reason in missing:
+        sweeps = sweep if isinstance(sweep, list) else [sweep]
+        by_sweep.setdefault(" or ".join(map(str, sweeps)), []).append((place, reason))
+    sentences = []
+    for sweep, places in by_sweep.items():
+        place, reason = places[0]
+        if len(places) == 1:
+            sentences.append(f"Missing: {place}: {reason}")
+            continue
+        of_sweep = "" if sweep == "None" else f" of the sweep {sweep}"
+        sentences.append(f"Missing: {len(places)} numbers{of_sweep}. The first is {place}: {reason}")
+    return sentences
 
 
 NOT_COMPARED = {"show", "minus", "part", "of", "recipe", "metric"}
@@ -311,19 +354,21 @@ def escape_latex(text: str) -> str:
 
 def latex_cell(text: str, width: int = 40) -> str:
     """Return the text of a cell for LaTeX, in lines of at most `width` characters."""
-    lines = [escape_latex(line) for line in textwrap.wrap(text.replace("not significant", "n.s."), width)]
+    lines = textwrap.wrap(text.replace("not significant", "n.s."), width, break_long_words=False)
+    lines = [escape_latex(line) for line in lines]
     if len(lines) < 2:
         return "".join(lines)
     return r"\shortstack[r]{" + r" \\ ".join(lines) + "}"
 
 
-def save_latex(table: pd.DataFrame, title: str, path: Path) -> None:
+def save_latex(table: pd.DataFrame, title: str, path: Path, label: str | None = None) -> None:
     """Save a table for LaTeX with the packages booktabs and graphicx. A table that is too wide shrinks to the text.
 
     Args:
         table: Texts, whose index names the lines. Columns with two levels have two lines of heads.
         title: Caption.
         path: Path of the table, without ending.
+        label: Label for `\\ref`. Default: `tab:` and the name of the file.
     """
     num_keys, num_columns = table.index.nlevels, table.shape[1]
     if table.astype(str).map(lambda text: "not significant" in text).any(axis=None):
@@ -336,7 +381,7 @@ def save_latex(table: pd.DataFrame, title: str, path: Path) -> None:
         multicol_align="c",
         column_format="l" * num_keys + "r" * num_columns,
         caption=escape_latex(title),
-        label=f"tab:{path.name}",
+        label=label or f"tab:{path.name}",
     )
     if table.columns.nlevels > 1:  # a line under each group of columns
         size = table.columns.get_level_values(1).nunique()
@@ -400,7 +445,20 @@ def panel_points(spec: dict, results: pd.DataFrame, by: Sequence[str], change: d
     wanted = {x: results.reindex(columns=[x])[x].dropna(), **spec["filter"], **(change or {})}
     panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
     rows = pd.concat(panels)
-    return points(rows.assign(label=rows["method"]), ["panel", *by])
+    return points(rows.assign(label=name_lines(rows, ["panel", x])), ["panel", *by])
+
+
+def name_lines(rows: pd.DataFrame, place: list[str]) -> pd.Series:
+    """Return the name of the line of each result: the method, or the sweep's names if it has several methods of one rule.
+
+    Args:
+        rows: Results of a figure.
+        place: Columns of a place in the figure, where a line has one point.
+    """
+    names = name_methods(rows)
+    num_names = rows.assign(name=names).groupby([*place, "method"])["name"].transform("nunique")
+    has_several = rows["method"].isin(rows.loc[num_names > 1, "method"])
+    return names.where(has_several, rows["method"])
 
 
 # The command
@@ -417,19 +475,27 @@ def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str
     bold.columns = pd.MultiIndex.from_tuples([name.rsplit(", ", 1) for name in bold], names=[None, "numbers"])
     if len(bold.columns) > WIDEST:
         bold = bold.stack("numbers", future_stack=True)
-    save_latex(bold, title, path)
+    save_latex(bold, title, path, spec.get("label"))
     table.to_csv(path.with_suffix(".csv"), index=False)
 
 
-def save_table(table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = ()) -> None:
-    """Print a table, whose index names the lines, and save it as Markdown, LaTeX and CSV. `path` has no ending."""
+def save_table(numbers: pd.DataFrame, table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = ()) -> None:
+    """Print a table, save it as Markdown and LaTeX, and its numbers as CSV.
+
+    Args:
+        numbers: Numbers, with one line for each line of the table.
+        table: Texts, whose index names the lines.
+        title: Text above the table.
+        path: Path of the files, without ending.
+        notes: Sentences below the table.
+    """
     print_table(title, table)
     print(*notes, sep="\n")
     save_latex(table, title, path)
+    numbers.to_csv(path.with_suffix(".csv"))
     table = table.reset_index()
     markdown = "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""])
     path.with_suffix(".md").write_text(markdown, encoding="utf-8")
-    table.to_csv(path.with_suffix(".csv"), index=False)
     print(f"Wrote {path}.md, .tex and .csv")
 
 
@@ -442,9 +508,19 @@ def draw_figure(plot: Any, path: Path) -> None:
 
 
 def held_out_losses(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return the held-out losses by method, from the results with the metric `eval_loss`."""
-    rows = [[label, mean_sd(average(own), 4)] for label, own in labelled(losses).groupby("label", sort=False)]
-    return pd.DataFrame(rows, columns=["method", "loss"]).set_index("method")
+    """Return the mean held-out losses by method, from the results with the metric `eval_loss`."""
+    groups = labelled(losses).groupby("label", sort=False)
+    rows = [{"method": label, **mean_numbers(average(own))} for label, own in groups]
+    return pd.DataFrame(rows).set_index("method")
+
+
+def mean_costs(costs: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean costs of a training by method, from the results with the metrics `COSTS`."""
+    return (
+        labelled(costs)
+        .pivot_table("value", "label", "metric")
+        .rename_axis("method")[[name for name in COSTS if name in {*costs["metric"]}]]
+    )
 
 
 def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
@@ -468,20 +544,32 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
 
 def summarize(results: pd.DataFrame, output_dir: Path) -> None:
     """Make the tables of costs, held-out losses and accuracies, and the figure of all runs."""
-    costs = labelled(results[results["metric"].isin(COSTS)]).pivot_table("value", "label", "metric")
-    texts = costs.round(2).map("{:.12g}".format, na_action="ignore").fillna("–")
-    save_table(texts, "Costs of the training", output_dir / "costs")
-    losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
+    final = final_results(results)
+    if len(final) < len(results):
+        print("Left out: the runs that only chose a learning rate. The sweep prints their scores.")
+    costs = final[final["metric"].isin(COSTS)]
+    if len(costs):
+        numbers = mean_costs(costs)
+        texts = numbers.round(2).map("{:.12g}".format, na_action="ignore").fillna("–").rename(columns=COSTS)
+        save_table(numbers, texts, "Costs of the training", output_dir / "costs")
+    losses = final[(final["metric"] == "eval_loss") & (final["task"] == "training")]
     if len(losses):
         title = "Held-out loss in nats per token, mean ± SD over seeds"
         note = (
             "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better."
         )
-        save_table(held_out_losses(losses), title, output_dir / "held_out_loss", [note])
-    if "accuracy" in {*results["metric"]}:
-        note = f"The 95% intervals are over seeds, or over problems if there is one seed. {OWN_FAMILY}"
-        save_table(accuracy_table(results), ACCURACY_TITLE, output_dir / "accuracy", [note])
-        draw_figure(overview_figure(results), output_dir / "overview")
+        numbers = held_out_losses(losses)
+        texts = [format_mean(row.mean, row.sd, 4) for row in numbers.itertuples()]
+        table = pd.DataFrame({"loss": texts}, numbers.index)
+        save_table(numbers, table, title, output_dir / "held_out_loss", [note])
+    if "accuracy" in {*final["metric"]}:
+        note = (
+            "The 95% intervals and p-values are over seeds (t test), or over problems if there is one seed (McNemar's exact "
+            f"test). {OWN_FAMILY}"
+        )
+        numbers = accuracy_numbers(final)
+        save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", [note])
+        draw_figure(overview_figure(final), output_dir / "overview")
 
 
 def main(argv: list[str] | None = None) -> None:

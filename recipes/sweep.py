@@ -355,13 +355,19 @@ class Sweep:
         They are also written to `summary.json`, with the choices of other sweeps in the same folder.
         """
         from loopdropout_trainer.printing import print_table
-        from loopdropout_trainer.tables import ACCURACY_TITLE, accuracy_table, load_results
+        from loopdropout_trainer.tables import (
+            ACCURACY_TITLE,
+            accuracy_numbers,
+            accuracy_table,
+            final_results,
+            load_results,
+        )
 
         path = Path(self.output_dir, "summary.json")
         own_choices = {}
         if not self.full_grid:
             own_choices = self._print_choices()
-        table = accuracy_table(load_results(self.output_dir))
+        table = accuracy_table(accuracy_numbers(final_results(load_results(self.output_dir))))
         if len(table):
             print_table(ACCURACY_TITLE, table)
         with lock_file(path):

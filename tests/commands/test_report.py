@@ -116,7 +116,10 @@ def all_results(results):
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_table_of_the_paper_is_filled(path, built, all_results):
     spec, table, missing = built(path)
-    assert missing == [] and "–" not in {*table["here"]}
+    empty = table[table["here"] == "–"]
+    minus_itself = [("LoRA", "Platinum vs LoRA"), ("LoRA", "GSM-Plus vs LoRA")] * 2 if path.stem == "transfer" else []
+    assert missing == [] and [*zip(empty.get("Method", []), empty["column"], strict=False)] == minus_itself
+    assert len(empty) == len(minus_itself)
     assert report.build_table(spec, all_results)[0].equals(table)
     papers = [str(number) for row in spec["rows"] for number in row[len(spec["heads"]) :] if number is not None]
     assert [number for number in table.get("paper", []) if number != "–"] == papers
@@ -153,14 +156,15 @@ def test_figure_of_the_paper_is_drawn(path, results):
     if path.stem == "figure_depth_gains":
         wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
         gain = plot.data.set_index(["num_loops", "trained_loops"])["mean"][6, 4]
-        assert report.fill_cell(results["gsm8k_depths"], minus=spec["minus"], **wanted).startswith(f"{gain:+.2f} [")
+        text, _ = report.fill_cell(results["gsm8k_depths"], minus=spec["minus"], **wanted)
+        assert text.startswith(f"{gain:+.2f} [")
         assert f"{gain:+.2f}" in texts
         edges = [own.get_edgecolor() for own in figure.findobj(PolyCollection)]
         outlines = [len(own) for own in edges if own.size and to_hex(own[0]) == GRAY]
         assert outlines == [3]  # trained and evaluated at the same depth
     if path.stem == "figure_depth_accuracy":
         wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
-        gain = report.fill_cell(results["gsm8k_depths"], minus={"method": "LoRA"}, **wanted)
+        gain, _ = report.fill_cell(results["gsm8k_depths"], minus={"method": "LoRA"}, **wanted)
         assert gain.split()[0] in texts
 
 
@@ -222,7 +226,8 @@ def test_tables_compile_with_latex(built, tmp_path, capsys):
         report.save_layout(spec, table, tmp_path / path.stem)
         names.append(path.stem)
     lora = {"task": "a", "num_loops": 4, "gates": "unit", "seed": 1, "method": "LoRA", "metric": "accuracy"}
-    report.save_table(pd.DataFrame([lora]).set_index("task"), report.ACCURACY_TITLE, tmp_path / "accuracy")
+    lora = pd.DataFrame([lora]).set_index("task")
+    report.save_table(lora, lora, report.ACCURACY_TITLE, tmp_path / "accuracy")
     inputs = "".join(rf"\input{{{name}}}\clearpage" for name in [*names, "accuracy"])
     head = r"\documentclass{article}\usepackage{booktabs,graphicx}"
     (tmp_path / "all.tex").write_text(rf"{head}\begin{{document}}{inputs}\end{{document}}")
@@ -241,7 +246,15 @@ def test_tables_and_figures_name_existing_files():
 # Averages and differences
 
 
+def accuracy_table(folder):
+    return report.accuracy_table(report.accuracy_numbers(report.load_results(folder)))
+
+
 def cell(folder, **options):
+    return numbered_cell(folder, **options)[0]
+
+
+def numbered_cell(folder, **options):
     return report.fill_cell(report.load_results(folder), **{"task": "b", "method": "LoRA", **options})
 
 
@@ -279,7 +292,7 @@ def test_a_mean_takes_the_last_weights_and_names_checkpoints(tmp_path):
         write(tmp_path / str(seed), rows, {"learning_rate": 0.001}, seed=seed, step=10 * seed, training=f"id {seed}")
     at = {"adapter": str(tmp_path / "1/checkpoint-5"), "training": "id 1"}
     write(tmp_path / "later", [{"value": 20.0, **at, "step": 5}, {"value": 51.0, **at, "step": 10}])
-    table = report.accuracy_table(report.load_results(tmp_path)).reset_index()
+    table = accuracy_table(tmp_path).reset_index()
     assert table.set_index("method")["accuracy"].to_dict() == {"LoRA": "51.50 ± 0.71", "LoRA, checkpoint = 5": "20.00"}
 
 
@@ -293,6 +306,11 @@ def test_difference_is_paired_by_seed(gains, tmp_path):
     remark = "" if test.pvalue < 0.05 else ", not significant"
     options = {"method": "Loop Dropout", "minus": {"method": "LoRA"}, "decimals": 3}
     assert cell(tmp_path, **options) == f"{np.mean(gains):+.3f} [{low:+.3f}, {high:+.3f}]{remark}"
+    _, numbers = numbered_cell(tmp_path, **options)
+    expected = [np.mean(gains), low, high, test.pvalue]
+    assert [numbers[name] for name in ("difference", "low", "high", "p")] == pytest.approx(expected, nan_ok=True)
+    assert (numbers["num_seeds"], numbers["test"]) == (len(gains), "t test over seeds")
+    assert cell(tmp_path, **{**options, "minus": {"method": "Loop Dropout"}}) == "–"  # itself
     assert cell(tmp_path, **options, seed=0) == f"{gains[0]:+.3f}"
     assert cell(tmp_path, **options, show="seeds") == " / ".join(f"{gain:+.3f}" for gain in gains)
 
@@ -361,11 +379,14 @@ def test_report_summarizes_runs(quickstart, tmp_path, capsys):
     report.main([str(quickstart), "--output_dir", str(tmp_path / "report")])
     family = "Each difference is a test of its own, without correction for their number."
     assert family in capsys.readouterr().out and family in (tmp_path / "report/accuracy.md").read_text()
-    table = pd.read_csv(tmp_path / "report/accuracy.csv", dtype=str, keep_default_na=False)
-    rows = table.groupby("method")["accuracy"].agg(list)
-    assert rows["LoRA, learning_rate = 0.001"] == ["20.00", "40.00", "100.00"] and rows["base model"] == ["1.00"]
-    assert {*table["minus LoRA"]} == {""}  # there are two of LoRA
-    assert {*pd.read_csv(tmp_path / "report/costs.csv", dtype=str)["train_seconds"]} == {"9"}
+    table = pd.read_csv(tmp_path / "report/accuracy.csv")
+    rows = table.groupby("method")["mean"].agg(list)
+    assert rows["LoRA, learning_rate = 0.001"] == [20, 40, 100] and rows["base model"] == [1]
+    assert table["difference"].isna().all()  # there are two of LoRA
+    costs = pd.read_csv(tmp_path / "report/costs.csv")
+    assert {*costs["train_seconds"]} == {9} and [*costs][0] == "method"
+    text = (tmp_path / "report/costs.md").read_text()
+    assert "training in s" in text and "train_seconds" not in text and "label" not in text
     files = {path.name for path in (tmp_path / "report").iterdir()}
     assert files == {f"{name}.{ending}" for name in ("accuracy", "costs") for ending in ("csv", "md", "tex")} | {
         f"overview.{ending}" for ending in ("png", "pdf", "svg")
@@ -378,9 +399,10 @@ def test_missing_costs_are_dashes(tmp_path, capsys):
     write(tmp_path / "a", [row, {**row, "metric": "tokens_per_second"}], method="LoRA")
     write(tmp_path / "b", [{**row, "metric": "tokens_per_second"}], method="Loop Dropout")
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
-    costs = pd.read_csv(tmp_path / "report/costs.csv", dtype=str).set_index("label")
-    assert costs["train_seconds"].to_dict() == {"LoRA": "9", "Loop Dropout": "–"}
-    assert "nan" not in capsys.readouterr().out + (tmp_path / "report/costs.md").read_text()
+    costs = pd.read_csv(tmp_path / "report/costs.csv", dtype=str, keep_default_na=False).set_index("method")
+    assert costs["train_seconds"].to_dict() == {"LoRA": "9.0", "Loop Dropout": ""}
+    text = (tmp_path / "report/costs.md").read_text()
+    assert re.search(r"\| Loop Dropout +\| +– +\| +9 +\|", text) and "nan" not in capsys.readouterr().out + text
 
 
 def test_report_compares_problems_of_a_single_seed(tmp_path):
@@ -389,8 +411,77 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
         write(tmp_path / method, [{"value": 25.0 * sum(correct), "samples": "s.jsonl"}], method=method)
         samples[method] = [{"correct": value} for value in correct]
         write_lines(tmp_path / method / "s.jsonl", samples[method])
-    table = report.accuracy_table(report.load_results(tmp_path))
-    assert [*table["minus LoRA"]] == ["", str(compare_answers(samples["Loop Dropout"], samples["LoRA"]))]
+    found = compare_answers(samples["Loop Dropout"], samples["LoRA"])
+    table = accuracy_table(tmp_path)
+    assert [*table["minus LoRA"]] == ["", str(found)] and [*table["p"]] == ["", f"{found.p:.3f}"]
+    numbers = report.accuracy_numbers(report.load_results(tmp_path)).iloc[1]
+    assert tuple(numbers[["difference", "low", "high", "p", "test"]]) == (*found[:4], "McNemar over problems")
+
+
+def test_saved_tables_have_numbers(tmp_path, capsys):
+    """A program reads numbers in the CSV files, and the LaTeX files have the label of the table's own file."""
+    for method, shift in (("LoRA", 0), ("Loop Dropout", 5)):
+        rows = [{"seed": seed, "value": 50.0 + seed * (1 + shift)} for seed in (1, 2, 3)]
+        rows += [{**row, "task": "training", "metric": "eval_loss"} for row in rows]
+        write(tmp_path / "runs" / method, rows, method=method)
+    spec = {
+        "label": "tab:mine", "title": "Mine", "made_by": ["x"], "filter": {"task": "b"}, "heads": {"Method": "method"},
+        "columns": {"trainable_parameters of it": {}, "Gain": {"minus": {"method": "LoRA"}}},
+        "rows": [["LoRA"], ["Loop Dropout"]],
+    }  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    words = [str(tmp_path / "runs"), "--output_dir", str(tmp_path)]
+    report.main(words)
+    report.main([*words, "--tables", str(tmp_path / "mine.yaml")])
+    test = stats.ttest_1samp([5, 10, 15], 0)
+    accuracy = pd.read_csv(tmp_path / "accuracy.csv").set_index("method").loc["Loop Dropout"]
+    assert [*accuracy[["mean", "sd", "num_seeds", "difference"]]] == pytest.approx([62, 6, 3, 10])
+    assert [*accuracy[["low", "high", "p"]]] == pytest.approx([*test.confidence_interval(), test.pvalue])
+    losses = pd.read_csv(tmp_path / "held_out_loss.csv").set_index("method").loc["LoRA"]
+    assert [*losses] == [52, 1, 3]
+    mine = pd.read_csv(tmp_path / "mine.csv").set_index(["Method", "column"])
+    assert mine.loc[("Loop Dropout", "Gain"), "p"] == pytest.approx(test.pvalue)
+    assert mine.loc[("LoRA", "trainable_parameters of it"), ["mean", "sd"]].tolist() == [52, 1]
+    assert mine.loc[("LoRA", "Gain"), "here"] == "–" and pd.isna(mine.loc[("LoRA", "Gain"), "difference"])
+    latex = (tmp_path / "mine.tex").read_text()
+    assert r"\label{tab:mine}" in latex and r"trainable\_parameters \\ of it" in latex
+    assert "Missing" not in capsys.readouterr().out
+
+
+def test_summary_has_tasks_together_and_no_rejected_rates(tmp_path, capsys):
+    """The runs that only chose a learning rate are in the sweep's own list."""
+    for rate, tasks in ((0.001, ["development"]), (0.002, ["development", "b", "a"])):
+        run_name = f"mine/lora/lr_{rate}/seed_1"
+        rows = [{"task": task, "num_loops": depth, "value": 50.0} for task in tasks for depth in (4, 8)]
+        rows.append({"task": "training", "metric": "train_seconds", "value": 1.0})
+        write(tmp_path / run_name, rows, {"run_name": run_name, "learning_rate": rate})
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    printed = capsys.readouterr().out
+    assert "Left out: the runs that only chose a learning rate" in printed and "0.001" not in printed
+    table = pd.read_csv(tmp_path / "report/accuracy.csv")
+    places = [(task, depth, "LoRA") for task in ("b", "a", "development") for depth in (4, 8)]
+    assert [*table[["task", "K", "method"]].itertuples(index=False, name=None)] == places
+
+
+def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
+    write(tmp_path / "evaluation", [{"value": 50.0}])
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert "Costs" not in capsys.readouterr().out and not (tmp_path / "report/costs.csv").exists()
+
+
+def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
+    """And a rule with one method has its title, as in the paper's figures."""
+    for name, p in (("lora", None), ("weak", 0.25), ("strong", 0.75)):
+        run_name = f"mine/{name}/lr_0.001/seed_1"
+        rows = [{"num_loops": depth, "value": 50.0 + depth} for depth in (2, 4)]
+        rows.append({"task": "training", "metric": "train_seconds", "value": 1.0})
+        method = "LoRA" if p is None else "Loop Dropout"
+        write(tmp_path / run_name, rows, {"run_name": run_name, "p": p}, method=method)
+    results = report.load_results(tmp_path)
+    data = report.panel_points(DEPTHS, results, ["label", "num_loops"])
+    assert {*data["label"]} == {"LoRA", "weak", "strong"}
+    data = report.panel_points({**DEPTHS, "x": "recipe_p", "filter": {"task": "b"}}, results, ["label", "recipe_p"])
+    assert {*data["label"]} == {"Loop Dropout"}  # one line over p
 
 
 def test_printed_table_has_80_columns(capsys):
@@ -409,7 +500,7 @@ def test_report_compares_methods_at_equal_settings(tmp_path):
         for method in ["LoRA"] * (p is None) + ["Loop Dropout"]:
             rows = [{"value": 1000 * rate * seed + 10 * (method != "LoRA"), "seed": seed} for seed in (1, 2)]
             write(tmp_path / f"{method} {rate} {p}", rows, {"learning_rate": rate, "p": p}, method=method)
-    table = report.accuracy_table(report.load_results(tmp_path)).reset_index("method")
+    table = accuracy_table(tmp_path).reset_index("method")
     assert {method: gain for method, gain in table[["method", "minus LoRA"]].to_numpy() if gain} == dict.fromkeys(
         [f"Loop Dropout, learning_rate = {text}" for text in ("0.001", "0.001, p = 0.25", "0.002")],
         "+10.0 [+10.0, +10.0]",
@@ -439,7 +530,9 @@ def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
         lines = (tmp_path / "report" / f"{file}.md").read_text().splitlines()
         assert {line.split("|")[1].strip() for line in lines if line.startswith("|")} >= names
     results = report.load_results(tmp_path)
-    gains = report.accuracy_table(results).reset_index("method").set_index("method")["minus LoRA"]
+    gains = (
+        report.accuracy_table(report.accuracy_numbers(results)).reset_index("method").set_index("method")["minus LoRA"]
+    )
     assert gains.to_dict() == {
         "plain": "",
         "plain_16": "",
@@ -521,7 +614,11 @@ def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
     names = ["math_main", "figure_teaser", "recipes"]
     report.main([str(quickstart), "--tables", *names, "--output_dir", str(tmp_path / "report")])
     text = (tmp_path / "report/math_main.md").read_text()
-    assert "Missing: GSM8K, Ouro-1.4B LoRA" in text and "recipes/sweeps/metamath_gsm.yaml" in text
+    lines = [line for line in text.splitlines() if line.startswith("Missing: ")]
+    assert [line.split(". The first is ")[0] for line in lines] == [
+        f"Missing: 6 numbers of the sweep {name}" for name in ("metamath_gsm", "metamath_gsm_ouro_2.6b")
+    ]
+    assert "The first is GSM8K, Ouro-1.4B LoRA: no result with" in text and "recipes/sweeps/metamath_gsm.yaml" in text
     assert text.count("–") == 12 and "86.53 ± 0.44" in text
     printed = capsys.readouterr().out
     assert "Missing: Loss reduction with the adapter in one loop only" in printed
