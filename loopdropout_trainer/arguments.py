@@ -188,7 +188,9 @@ class ScriptArguments(BenchmarkArguments):
     benchmarks: list[str] | None = option(
         None, "Tasks of the package or lm-eval, `own_benchmarks`, or task files (.yaml).", "measurement"
     )
-    evaluate_base: bool = option(True, "Whether to evaluate the base model, too.", "measurement")
+    evaluate_base: bool = option(
+        True, "Whether to evaluate the base model, too, and to measure its held-out loss.", "measurement"
+    )
     eval_num_loops: list[int] | None = option(
         None, "Recurrence depths at which to evaluate the first task.", "measurement", **DEPTH_BOUNDS
     )

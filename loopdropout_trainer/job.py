@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments, names_of
 from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
@@ -20,6 +20,7 @@ from loopdropout_trainer.plan import describe_examples, describe_left_out, print
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import (
     RECIPE_FILE,
+    UNITS,
     result_columns,
     write_results,
     write_run,
@@ -28,7 +29,7 @@ from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, load_state
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
-from loopdropout_trainer.training.distributed import check_devices
+from loopdropout_trainer.training.distributed import check_devices, shards_weights
 
 
 if TYPE_CHECKING:
@@ -297,6 +298,31 @@ class Job:
         if run.script_args.single_loop_accuracy:
             for gates in torch.eye(trainer.num_loops).tolist():
                 self._evaluate(trainer, run, self.tasks[:1], gates=gates)
+        if run.script_args.evaluate_base and isinstance(run.script_args, SFTArguments):
+            self._measure_base_loss(trainer, run)
+
+    def _measure_base_loss(self, trainer: Trainer, run: Run) -> None:
+        """Write the held-out loss of the base model, if the training has measured the loss of its adapter there.
+
+        The same loop of the trainer measures both. It runs here without the callbacks of an evaluation, which would log the
+        loss as one of the training.
+        """
+        has_losses = any("eval_loss" in log for log in trainer.state.log_history)
+        if not has_losses or shards_weights(trainer.args):
+            return
+        batches = trainer.get_eval_dataloader()
+        with trainer.model.disable_adapter():
+            output = trainer.evaluation_loop(batches, "Base model", prediction_loss_only=True)
+        trainer.callback_handler.on_predict(
+            trainer.args, trainer.state, trainer.control, output.metrics
+        )  # ends the bar
+        row = {
+            "metric": "eval_loss",
+            "value": output.metrics["eval_loss"],
+            "unit": UNITS["eval_loss"],
+            "gates": "none",
+        }
+        record(trainer, run, [row], task="training")
 
     def _diagnose(self, trainer: Trainer, run: Run) -> None:
         """Write the loss of reference solutions and held-out examples with the adapter in one loop, and of each readout."""

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.results import DEVELOPMENT, read_samples
-from loopdropout_trainer.saving.cards import read_card_fields
+from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
 from loopdropout_trainer.tables import OWN_FAMILY, load_results, overview_figure
 
 
@@ -104,6 +104,10 @@ def show_results(runs: Sequence[Run]) -> None:
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
     print_by_method(f"Training at K = {depth}", training, "metric", "{:.5g}")
+    for run in runs:
+        kept = describe_kept_checkpoint(run.args.output_dir)
+        if kept is not None:
+            print(f"{run.title}: Kept {kept}")
     scores = rows.query("metric in ['accuracy', 'last_number'] and gates in ['unit', 'none'] and num_loops == @depth")
     columns = scores["task"].where(scores["metric"] == "accuracy", scores["metric"])
     print_by_method(f"Accuracy at the training depth K = {depth}, in %", scores, columns)

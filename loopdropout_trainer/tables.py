@@ -13,6 +13,7 @@ import pandas as pd
 from scipy import stats
 
 from loopdropout_trainer.arguments import names_of
+from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import checkpoint_step
@@ -46,6 +47,18 @@ IGNORED = {
 OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
 """Settings that a result of the base model depends on."""
 
+OF_BASE_LOSS = OF_BASE | {
+    f"recipe_{name}"
+    for name in (
+        *DataArguments.__dataclass_fields__,
+        "dtype",
+        "max_length",
+        "completion_only_loss",
+        "assistant_only_loss",
+    )
+}
+"""Settings that the held-out loss of the base model depends on."""
+
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
 
@@ -72,7 +85,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
             row.update(dict.fromkeys(settings))
             row.update({f"recipe_{name}": value for name, value in recipe.items()})
         if row["method"] == "base model":
-            row.update(dict.fromkeys(settings - OF_BASE))
+            kept = OF_BASE_LOSS if row["metric"] == "eval_loss" else OF_BASE
+            row.update(dict.fromkeys(settings - kept))
     rows, repeated = split_repeated(rows)
     for row in rows:
         row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
@@ -388,10 +402,13 @@ def overview_figure(results: pd.DataFrame) -> Any:
     accuracy = own.query("metric == 'accuracy'")
     if len(by_number):
         accuracy = pd.concat([accuracy.query("method != 'base model'"), by_number])
+    reductions = results.query("metric == 'loss_reduction'")
+    if task in {*reductions["task"]}:  # a run can have those of its reference solutions and of held-out examples
+        reductions = reductions.query("task == @task")
     panels = {
         "K loops at inference": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
         "accuracy with the adapter in one loop": accuracy,
-        "loss reduction, adapter in one loop": results.query("metric == 'loss_reduction'"),
+        "loss reduction, adapter in one loop": reductions,
     }
     single = "only loop t with the adapter"
     trained = results.query("task == 'training'")["num_loops"].unique()

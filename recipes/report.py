@@ -509,7 +509,12 @@ def draw_figure(plot: Any, path: Path) -> None:
 
 def held_out_losses(losses: pd.DataFrame) -> pd.DataFrame:
     """Return the mean held-out losses by method, from the results with the metric `eval_loss`."""
-    groups = labelled(losses).groupby("label", sort=False)
+    losses = labelled(losses)
+    # The base model has one loss on the same examples, which batches of another size round in another way.
+    of_base = losses["method"] == "base model"
+    losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
+    losses = losses.sort_values("method", key=lambda method: method != "base model", kind="stable")
+    groups = losses.groupby("label", sort=False)
     rows = [{"method": label, **mean_numbers(average(own))} for label, own in groups]
     return pd.DataFrame(rows).set_index("method")
 

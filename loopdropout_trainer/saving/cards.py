@@ -18,6 +18,7 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.results import read_own_results, read_recipe, recipe_path
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, load_state
 from loopdropout_trainer.saving.hub import is_hub_name
 
 
@@ -34,6 +35,7 @@ def write_model_card(
     data_description: str | None = None,
     recipe: str | None = None,
     results: Iterable[Mapping[str, Any]] = (),
+    kept_checkpoint: str | None = None,
     tags: str | Iterable[str] = (),
     merged: bool = False,
     scale: float = 1.0,
@@ -50,6 +52,7 @@ def write_model_card(
         recipe: YAML text of the training settings.
         results: Rows of `results.jsonl`. The card shows the held-out loss, and the scores at unit gates next to the base
             model's scores.
+        kept_checkpoint: Text about the best checkpoint, if its weights were kept.
         tags: Further tags of the card.
         merged: Whether the folder holds a merged model.
         scale: Factor of the update in a merged model.
@@ -75,7 +78,9 @@ def write_model_card(
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
         "Training data": data_description or ", ".join(map(str, map(_public, names))) or None,
-        "Held-out loss (nats per token)": _held_out_loss(results) if scale == 1 else None,
+        "Kept weights": kept_checkpoint,
+        "Held-out loss (nats per token)": _held_out_loss(results, "unit") if scale == 1 else None,
+        "Held-out loss (nats per token), base model": _held_out_loss(results, "none"),
     }
     own_tags = ["looped-language-model", "lora", "loop-dropout"]
     further_tags = [tags] if isinstance(tags, str) else tags
@@ -104,7 +109,7 @@ def write_model_card(
 
 
 def read_card_fields(folder: str | Path) -> dict[str, Any]:
-    """Return arguments of `write_model_card` from the folder of a run: the training data, the recipe and the results."""
+    """Return arguments of `write_model_card` from the folder of a run: its data, recipe, results and best checkpoint."""
     folder = Path(folder)
     recipe = read_recipe(folder)
     return {
@@ -112,7 +117,23 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
         "data_description": describe_data(recipe, without_folders=True) or None,
         "recipe": read_text(recipe_path(folder)) if recipe else None,
         "results": read_own_results(folder),
+        "kept_checkpoint": describe_kept_checkpoint(folder),
     }
+
+
+def describe_kept_checkpoint(folder: str | Path) -> str | None:
+    """Return the best checkpoint of a run, its score and the trained steps, or None without `load_best_model_at_end`."""
+    recipe = read_recipe(folder)
+    if not recipe.get("load_best_model_at_end") or not Path(folder, STATE_FILE).is_file():
+        return None
+    state = load_state(folder)
+    if state.best_global_step is None or state.best_metric is None:
+        return None
+    metric = recipe.get("metric_for_best_model") or "loss"
+    if metric.removeprefix("eval_") == "loss":
+        metric = "held-out loss"
+    steps = "1 step" if state.global_step == 1 else f"{state.global_step:,} steps"
+    return f"checkpoint-{state.best_global_step} ({metric} {state.best_metric:.4g}), trained {steps}"
 
 
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
@@ -123,9 +144,9 @@ def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     return [(*key(row), row["value"], row["n"], base.get(key(row))) for row in tasks if row["gates"] == "unit"]
 
 
-def _held_out_loss(results: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the last loss of the held-out examples."""
-    losses = [row["value"] for row in results if row["metric"] == "eval_loss"]
+def _held_out_loss(results: Iterable[Mapping[str, Any]], gates: str) -> str | None:
+    """Return the loss of the held-out examples at the end. `gates`: "unit", or "none" for the base model."""
+    losses = [row["value"] for row in results if row["metric"] == "eval_loss" and row["gates"] == gates]
     return f"{losses[-1]:.4f}" if losses else None
 
 

@@ -405,6 +405,25 @@ def test_missing_costs_are_dashes(tmp_path, capsys):
     assert re.search(r"\| Loop Dropout +\| +– +\| +9 +\|", text) and "nan" not in capsys.readouterr().out + text
 
 
+def test_report_shows_the_held_out_loss_of_the_base_model(tmp_path):
+    """It is one number on the same examples, also after evaluations in batches of other sizes, which round differently."""
+    loss = {"task": "training", "metric": "eval_loss"}
+    base = {**loss, "method": "base model", "gates": "none", "seed": None, "step": None}
+    for name, value, rate in (("a", 3.1, 0.1), ("b", 3.1000001, 0.2)):
+        rows = [{**loss, "value": value - 1}, {**base, "value": value}]
+        write(tmp_path / name, rows, {"learning_rate": rate, "train_files": ["x.jsonl"]})
+    table = report.held_out_losses(report.load_results(tmp_path))
+    assert table["mean"].to_dict() == {
+        "base model": 3.1,
+        "LoRA, learning_rate = 0.1": pytest.approx(2.1),
+        "LoRA, learning_rate = 0.2": pytest.approx(2.1),
+    }
+    write(tmp_path / "c", [{**base, "value": 4.0}], {"train_files": ["y.jsonl"]})
+    table = report.held_out_losses(report.load_results(tmp_path))
+    assert table["mean"]['base model, train_files = "x.jsonl"'] == 3.1
+    assert table["mean"]['base model, train_files = "y.jsonl"'] == 4.0
+
+
 def test_report_compares_problems_of_a_single_seed(tmp_path):
     samples = {}
     for method, correct in (("LoRA", [0, 0, 1, 1]), ("Loop Dropout", [1, 1, 1, 0])):

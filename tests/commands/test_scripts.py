@@ -174,16 +174,31 @@ def test_run_is_not_continued_to_fewer_steps(copy, no_steps, length):
 
 
 def test_results_belong_to_the_best_checkpoint(tmp_path):
-    """With a learning rate that spoils the adapter, the first evaluation is the best one."""
+    """With a learning rate that spoils the adapter, the first evaluation is the best one.
+
+    The evaluation before the first step, when the adapter adds nothing, has the loss of the base model.
+    """
     best = "--eval_strategy steps --eval_steps 2 --load_best_model_at_end true --single_loop_batches 2"
-    run(TRAINING, FEW_MEASUREMENTS, "--compare_with null --learning_rate 0.3", best, "--output_dir", tmp_path)
-    evaluated = [log for log in load_state(tmp_path).log_history if "eval_loss" in log]
+    words = [FEW_MEASUREMENTS, "--compare_with null --learning_rate 0.3", best, "--eval_on_start true --merge true"]
+    text = run(TRAINING, *words, "--evaluate_base true --benchmark_limit 1", "--output_dir", tmp_path)
+    at_start, *evaluated = [log for log in load_state(tmp_path).log_history if "eval_loss" in log]
     rows = [row for row in read_results(tmp_path) if row["gates"] == "unit"]
     losses = {row["metric"]: row["value"] for row in rows if row["task"] == "training"}
     assert {row["step"] for row in rows} == {2} and evaluated[-1]["step"] == 6
     assert losses["eval_loss"] == evaluated[0]["eval_loss"] < evaluated[-1]["eval_loss"]
     assert adapter(tmp_path) == adapter(tmp_path / "checkpoint-2")
     assert find_source(tmp_path).columns["step"] == 2
+    (base,) = [row for row in read_results(tmp_path) if row["metric"] == "eval_loss" and row["gates"] == "none"]
+    assert base["value"] == pytest.approx(at_start["eval_loss"], rel=1e-6) and base["method"] == "base model"
+    assert base["seed"] is base["step"] is base["training"] is None
+    kept = f"checkpoint-2 (held-out loss {evaluated[0]['eval_loss']:.4g}), trained 6 steps"
+    assert f"Loop Dropout: Kept {kept}\n" in text
+    assert re.search(rf"(?m)^base model +{base['value']:.5g}\b", tables(text).split("\n\n")[0])
+    for folder in (tmp_path, tmp_path / "merged"):
+        card = (folder / "README.md").read_text()
+        assert f"| Kept weights | {kept} |" in card
+        assert f"| Held-out loss (nats per token) | {losses['eval_loss']:.4f} |" in card
+        assert f"| Held-out loss (nats per token), base model | {base['value']:.4f} |" in card
 
 
 def test_training_starts_from_an_adapter(quickstart, tmp_path):
