@@ -323,24 +323,26 @@ for name in ("loopdropout_trainer", "peft", "trl"):
 ids = torch.arange(2, 42).view(4, 10)
 for folder in sys.argv[1:]:
     os.chdir(folder)
-    model = runpy.run_path("card.py")["model"].eval()
+    card = runpy.run_path("card.py")
+    model, text = card["model"].eval(), card["tokenizer"]("1 + 1")
     tokens = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     torch.save((model(ids).logits, tokens), "result.pt")
     model.save_pretrained("again")
 """
 
 
-def test_merged_models_load_without_this_package(tmp_path):
+def test_merged_models_load_without_this_package(tmp_path, tokenizer):
     (tmp_path / "base").mkdir()
     with_code = adapted(base=str(tmp_path / "base"))  # a base model with its own code
     with_code.get_base_model().config.auto_map = write_code(with_code.get_base_model(), tmp_path / "base")
     families = [adapted(TINY[name]()) for name in ("ouro", "huginn", "loopus", "nanbeige", "parcae")]
     models = {tmp_path / str(i): model for i, model in enumerate([with_code, *families])}
     for folder, model in models.items():
-        merge_and_save(model, folder, standalone=model is not with_code)
+        merge_and_save(model, folder, tokenizer, standalone=model is not with_code)
         (folder / "card.py").write_text(code_of(folder)[1])
     env = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
-    python("-c", RUN_CARDS, *models, env=env, fresh=True)
+    printed = python("-c", RUN_CARDS, *models, env=env, fresh=True)
+    assert "Do you wish to run the custom code" not in printed
     greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for folder, model in models.items():
         logits, tokens = torch.load(folder / "result.pt")
