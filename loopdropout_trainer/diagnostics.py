@@ -214,23 +214,35 @@ def _target_logits(
     return looped.get_output_embeddings()(readout[:, :-1][is_target]).float()
 
 
-def describe_profile(rho: Sequence[float]) -> str:
+def describe_profile(rho: Sequence[float], num_tokens: int | None = None) -> str:
     """Describe in one sentence in which loops an adapter reduces the loss.
 
-    The sentence is not advice, because the profile did not predict the gain of Loop Dropout (docs/diagnostics.md).
+    It rises (falls) if it is larger (smaller) in each loop than in the loop before. The sentence is not advice, because the
+    profile did not predict the gain of Loop Dropout (docs/diagnostics.md).
 
     Args:
         rho: Loss reductions of loops 1 to K in percent, from `single_loop`.
+        num_tokens: Number of target tokens of the measurement, which the sentence names.
     """
-    rho = list(rho)
-    first, last = rho[0], rho[-1]
+    measured = "" if num_tokens is None else f" on {num_tokens:,} tokens"
+    return f"The loss reduction{measured} {_describe_changes(np.array(rho))}."
+
+
+def _describe_changes(rho: np.ndarray) -> str:
+    """Return the predicate of the sentence about loss reductions [K]."""
+    first, last, changes = rho[0], rho[-1], np.diff(rho)
+    if len(rho) == 1:
+        return "was measured in the only loop"
     if max(rho[:-1]) < 0.1 * last:
-        return "The loss reduction is near zero in all loops but the last."
-    if first > 1.1 * last:
-        return "The loss reduction falls from the first to the last loop."
-    if last > 1.1 * first:
-        return "The loss reduction rises towards the last loop, as for LoRA in the paper."
-    return "The loss reduction is similar in the first and the last loop."
+        return "is near zero in all loops but the last"
+    if max(first, last) <= 1.1 * min(first, last):
+        return "is similar in the first and the last loop"
+    if (changes > 0).all():
+        return "rises with each loop, as for LoRA in the paper"
+    if (changes < 0).all():
+        return "falls with each loop"
+    order = "larger" if last > first else "smaller"
+    return f"is {order} in the last loop than in the first, but does not change in one direction from loop to loop"
 
 
 recommend_method = renamed_function("recommend_method", describe_profile)

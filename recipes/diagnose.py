@@ -240,7 +240,7 @@ def print_results(rows: list[dict]) -> None:
         is_lora = "LoRA" in method.split(", ")
         has_recipe = own["seed"].notna().all()
         if is_lora or not has_recipe:
-            print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean())}")
+            print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean(), own['n'].iloc[0])}")
 
 
 if __name__ == "__main__":

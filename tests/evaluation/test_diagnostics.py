@@ -137,15 +137,21 @@ def test_compare_answers_equals_mcnemar(numbers, interval, p):
 
 
 def test_describe_profile_names_it_without_advice():
-    profiles = {"rises": (11.9, 19.1, 26.5, 32.4), "near zero": (0.0, 0.2, -1.2, 76.0), "falls": (40, 30, 20, 10)}
-    for said, profile in {**profiles, "similar": (30.8, 35.2, 35.9, 32.0)}.items():
-        sentence = diagnostics.describe_profile(profile)
-        assert said in sentence and "Use" not in sentence and "Compare" not in sentence
+    profiles = {
+        "rises with each loop, as for LoRA in the paper": (11.9, 19.1, 26.5, 32.4),
+        "is near zero in all loops but the last": (0.0, 0.2, -1.2, 76.0),
+        "falls with each loop": (40, 30, 20, 10),
+        "is similar in the first and the last loop": (30.8, 35.2, 35.9, 32.0),
+        "is larger in the last loop than in the first, but does not change in one direction": (8.6, 7.1, 9.5, 13.0),
+        "is smaller in the last loop than in the first, but does not change in one direction": (13.0, 7.1, 9.5, 8.6),
+        "was measured in the only loop": (7.0,),
+    }
+    for said, profile in profiles.items():
+        sentence = diagnostics.describe_profile(profile, 1096)
+        assert sentence.startswith(f"The loss reduction on 1,096 tokens {said}")
+        assert "Use" not in sentence and "Compare" not in sentence
     with pytest.warns(DeprecationWarning, match="`recommend_method` is now `describe_profile`"):
-        assert (
-            diagnostics.recommend_method((40, 30, 20, 10))
-            == "The loss reduction falls from the first to the last loop."
-        )
+        assert diagnostics.recommend_method((40, 30, 20, 10)) == "The loss reduction falls with each loop."
 
 
 def test_reference_examples_of_a_task():
