@@ -124,6 +124,7 @@ class HuginnConfig(PreludeCodaConfig):
             self.rope_parameters = None  # Huginn has `rope_base`
             self.block_layout = self.block_layout or "huginn"
         self.check_choices(_SUPPORTED, vars(self))
+        self.check_head_dim("n_heads")
         self.set_layout(self.block_layout)
 
     def set_layout(self, layout: str | None) -> None:

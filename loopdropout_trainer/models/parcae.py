@@ -106,6 +106,7 @@ class ParcaeConfig(PreludeCodaConfig):
             "recurrent_intermediation_embedding_dimension": (self.intermediate_size,),
         }
         self.check_choices({**_SUPPORTED, **sizes}, {**vars(self), **self.rope_settings})
+        self.check_head_dim("num_attention_heads")
         if self.num_recurrent_layers % 2 or self.num_blocks % 2:
             # In other models, the depth of the pretraining decides which blocks have a `ve_gate`.
             raise UserError(

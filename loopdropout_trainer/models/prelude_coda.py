@@ -75,6 +75,18 @@ class PreludeCodaConfig(LoopedConfigMixin, PreTrainedConfig):
                 valid = " or ".join(map(repr, supported))
                 raise UserError(f"`{name}` must be {valid} for {family}, got {value!r}.")
 
+    def check_head_dim(self, heads: str) -> None:
+        """Raise UserError unless the width of a head is even, since pairs of channels are rotated.
+
+        Args:
+            heads: Field with the number of heads.
+        """
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(
+                f"`head_dim` must be even and at least 2, got {self.head_dim} from `n_embd` {self.n_embd} and `{heads}` "
+                f"{getattr(self, heads)}."
+            )
+
 
 def rotary_angles(config: PreludeCodaConfig, position_ids: Tensor) -> Tensor:
     """Return the rotation angles [..., d / 2] of positions [...], float32: p * base^(-2i / d)."""

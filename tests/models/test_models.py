@@ -1,10 +1,12 @@
 """Every family: reference outputs, gradients under gates, cache, keywords, published layouts, strict loading."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from helpers.errors import user_error
-from helpers.files import load_script
+from helpers.files import ROOT, load_script
 from helpers.golden import (
     FAMILIES,
     LAYOUTS,
@@ -26,8 +28,15 @@ from helpers.golden import (
     submodule_name,
 )
 from helpers.tiny import DORY, TINY, randomise, tiny_hrm, trained_parameters, with_adapter
-from helpers.trainers import example_nll
-from loopdropout_trainer import check_loops, default_peft_config, load_model, merge_and_save, use_gates
+from helpers.trainers import example_nll, logged
+from loopdropout_trainer import (
+    LoopDropoutSFTTrainer,
+    check_loops,
+    default_peft_config,
+    load_model,
+    merge_and_save,
+    use_gates,
+)
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.models.looped_modeling import CACHE
@@ -308,6 +317,8 @@ UNSUPPORTED = [
     ("huginn", {"injection_type": "add"}, "`injection_type` must be 'linear'"),
     ("raven_olmo", {"initial_state_mode": "embed-init"}, "`initial_state_mode` must be 'random'"),
     ("raven_olmo", {"block_layout": "qwen"}, "`block_layout` must be 'huginn' or 'llama' or 'olmo'"),
+    ("huginn", {"n_heads": 55}, "`head_dim` must be even and at least 2, got 0 from `n_embd` 32 and `n_heads` 55"),
+    ("parcae", {"num_attention_heads": 6}, "got 5 from `n_embd` 32 and `num_attention_heads` 6"),
     ("parcae", {"injection_type": "linear"}, "`injection_type` must be 'diagonal' for Parcae, got 'linear'"),
     ("parcae", {"num_key_value_heads": 2}, "`num_key_value_heads` must be 4 for Parcae, got 2"),
     ("parcae", {"rope_settings": {"use_rope": False}}, "`use_rope` must be True for Parcae, got False"),
@@ -323,6 +334,25 @@ UNSUPPORTED = [
 def test_unsupported_architectures_raise(name, fields, message):
     with user_error(message):
         TINY[name](**fields)
+
+
+def test_tiny_models_of_the_page_train(tmp_path, monkeypatch, config, dataset):
+    """The page names the fields of Dory, which not all supported releases of transformers have."""
+    monkeypatch.chdir(tmp_path)
+    example = re.search(
+        r"## Tiny random models\n.*?```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL
+    )[1]
+    if hasattr(transformers, "DoryConfig"):
+        dory = "**layers, num_key_value_heads=2, head_dim=8, n_recurrent_loops=2, n_input_layers=1, n_output_layers=1"
+        example = example.replace("configs = {", f'configs = {{"dory": transformers.DoryConfig({dory}),')
+    names = {"__name__": "example", "transformers": transformers}
+    exec(example, names)
+    assert {*names["configs"]} >= {"ouro", "huginn", "loopus", "nanbeige", "parcae", "hrm_text"}
+    for family in names["configs"]:
+        args = config(output_dir=family, max_steps=1, model_init_kwargs={"dtype": "float32"})
+        trainer = LoopDropoutSFTTrainer(f"tiny/{family}", args, train_dataset=dataset)
+        trainer.train()
+        assert logged(trainer, "grad_norm")[0] > 0, family
 
 
 UNSUPPORTED_MODELS = [
