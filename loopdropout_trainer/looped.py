@@ -165,6 +165,8 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
 
     The model stays unchanged. A description that is not attached knows the layers and the depth, and its gates have no effect.
     """
+    if isinstance(model, LoopedModelMixin):  # also a description, which is not a module
+        return model
     if not isinstance(model, nn.Module):
         raise NotLoopedError(f"`model` must be a looped model, as `load_model` loads it, got {short_repr(model)}.")
     for module in model.modules():
