@@ -265,6 +265,10 @@ def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequenc
     return [{"metric": name, "value": part.mean(), "unit": "points", "n": len(part)} for name, part in parts.items()]
 
 
+FEWEST_PROBLEMS = 10
+"""Number of problems from which on a difference has an interval and a test. Fewer say nothing."""
+
+
 class Comparison(NamedTuple):
     """A difference in accuracy between two models on the same problems, in percentage points.
 
@@ -282,6 +286,8 @@ class Comparison(NamedTuple):
     n: int
 
     def __str__(self) -> str:
+        if self.n < FEWEST_PROBLEMS:
+            return f"{self.gain:+.1f}, too few problems"
         text = f"{self.gain:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
         if self.p >= 0.05:
             text += ", not significant"

@@ -130,16 +130,22 @@ def show_results(runs: Sequence[Run]) -> None:
 
 
 def print_differences(accuracy: pd.DataFrame) -> None:
-    """Print the differences in accuracy to LoRA, or to the last method, on the same problems."""
+    """Print the differences in accuracy to LoRA, or to the last method, on the same problems: one table for each method."""
     lines = []
-    for (num_loops, task), rows in accuracy.groupby(["num_loops", "task"]):
+    for (task, num_loops), rows in accuracy.groupby(["task", "num_loops"], sort=False):
         samples = {row["method"]: read_samples(row) for row in rows.to_dict("records")}
         baseline = "LoRA" if "LoRA" in samples else [*samples][-1]
         for method in samples:
             if method != baseline:
                 difference = compare_answers(samples[method], samples[baseline])
-                lines.append([f"{method} - {baseline}", task, num_loops, difference.n, str(difference)])
-    if lines:
-        table = pd.DataFrame(lines, columns=["", "task", "K", "n", "points [95% interval]"]).set_index(["", "task"])
-        print_table("Difference in accuracy on the same n problems", table)
-        print(f"The intervals are over problems. They do not include other training seeds. {OWN_FAMILY}")
+                lines.append([f"{method} minus {baseline}", task, num_loops, difference.n, str(difference)])
+    if not lines:
+        return
+    table = pd.DataFrame(lines, columns=["title", "task", "K", "n", "points [95% interval]"])
+    for names, own in table.groupby("title", sort=False):
+        tasks = own["task"].unique()
+        title, keys = f"{names}, accuracy on the same n problems", ["task", "K"]
+        if len(tasks) == 1:
+            title, keys = f"{title} of {tasks[0]}", ["K"]
+        print_table(title, own.set_index(keys)[["n", "points [95% interval]"]])
+    print(f"The intervals are over problems. They do not include other training seeds. {OWN_FAMILY}")

@@ -1,0 +1,47 @@
+"""Printed comparisons of the runs of a training."""
+
+import pandas as pd
+import pytest
+
+from helpers.files import write_lines
+from loopdropout_trainer.printing import print_differences
+
+
+@pytest.fixture
+def accuracy(tmp_path):
+    """`accuracy(num_problems, *tasks)`: accuracies of two methods at two depths, of which Loop Dropout solves all problems."""
+
+    def make(num_problems, *tasks):
+        rows = []
+        for method, is_right in (("Loop Dropout", 1), ("LoRA", 0)):
+            name = f"{method} {num_problems}.jsonl"
+            write_lines(tmp_path / name, [{"correct": is_right, "answered": 1}] * num_problems)
+            place = {"method": method, "folder": str(tmp_path), "samples": name}
+            rows += [{**place, "task": task, "num_loops": depth} for task in tasks for depth in (2, 4)]
+        return pd.DataFrame(rows)
+
+    return make
+
+
+def test_differences_have_one_line_for_each_depth(accuracy, capsys):
+    print_differences(accuracy(20, "quiz"))
+    _, title, head, *lines, note = capsys.readouterr().out.splitlines()
+    assert title == "Loop Dropout minus LoRA, accuracy on the same n problems of quiz"
+    assert head.split() == ["K", "n", "points", "[95%", "interval]"]
+    assert [line.split()[:3] for line in lines] == [["2", "20", "+100.0"], ["4", "20", "+100.0"]]
+    assert "do not include other training seeds" in note
+
+
+def test_differences_of_several_tasks_name_the_tasks(accuracy, capsys):
+    print_differences(accuracy(20, "quiz", "exam"))
+    _, title, head, *lines, _ = capsys.readouterr().out.splitlines()
+    assert title == "Loop Dropout minus LoRA, accuracy on the same n problems"
+    assert head.split()[:3] == ["task", "K", "n"]
+    assert [line.split()[:2] for line in lines] == [["quiz", "2"], ["quiz", "4"], ["exam", "2"], ["exam", "4"]]
+
+
+def test_differences_of_few_problems_have_no_interval(accuracy, capsys):
+    print_differences(accuracy(9, "quiz"))
+    assert capsys.readouterr().out.count("+100.0, too few problems\n") == 2
+    print_differences(accuracy(10, "quiz"))
+    assert "too few" not in capsys.readouterr().out
