@@ -60,11 +60,11 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
 
     Args:
         arguments: Arguments of a trainer.
-        formats: Columns of each format that the trainer reads.
+        formats: Columns of each format that the trainer reads. Without any, all columns are accepted.
     """
     from trl.data_utils import is_conversational_from_value
 
-    for title, dataset in name_datasets(arguments):
+    for title, dataset in name_datasets(arguments) if formats else ():
         example = read_first(dataset)
         if example is None or "input_ids" in example or is_conversational_from_value(example):
             continue

@@ -209,8 +209,8 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
             check_conversations(arguments, tokenizer)
 
     def formats(self, args: GateConfig) -> Collection[Sequence[str]]:
-        """Return the columns of each format of examples that TRL's trainer reads."""
-        raise NotImplementedError
+        """Return the columns of each format of examples that TRL's trainer reads. Without any, columns are not checked."""
+        return ()
 
     def reads_columns(self, arguments: dict[str, Any]) -> bool:
         """Return whether TRL makes tokens of the columns of the examples, and neither the user's function nor subclass."""

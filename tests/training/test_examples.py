@@ -2,10 +2,13 @@
 
 import pytest
 from datasets import Dataset, IterableDataset
+from trl import SFTTrainer
 
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro
 from loopdropout_trainer import (
+    GateSamplingMixin,
+    LoopDropoutConfig,
     LoopDropoutDPOConfig,
     LoopDropoutDPOTrainer,
     LoopDropoutGRPOConfig,
@@ -13,6 +16,7 @@ from loopdropout_trainer import (
     LoopDropoutSFTTrainer,
 )
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
+from loopdropout_trainer.training.setup import with_gates
 
 
 TURNS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
@@ -76,6 +80,19 @@ def test_wrong_columns_of_streams_and_held_out_examples(make):
 def test_own_preparations_read_any_columns(make):
     make(SFT, QUESTIONS, formatting_func=lambda row: row["question"] + row["answer"])
     make(OwnPreparation, QUESTIONS)
+
+
+class OtherTrainer(GateSamplingMixin, SFTTrainer):
+    """Another trainer of TRL, whose formats of examples this package does not know."""
+
+    config_class = LoopDropoutConfig
+    __init__ = with_gates(SFTTrainer.__init__)
+
+
+def test_columns_of_other_trainers_are_left_to_trl(make):
+    assert len(make(OtherTrainer, Dataset.from_list([{"text": "a"}] * 4)).train_dataset) == 4
+    with pytest.raises(KeyError, match="text"):
+        make(OtherTrainer, QUESTIONS)
 
 
 @pytest.mark.parametrize("cls", [SFT, DPO, GRPO])
