@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import timedelta
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +38,12 @@ class Runs(Protocol):
     def command(self, run: Any) -> list[str]:
         """Return the command that trains a run."""
 
+    def count(self) -> tuple[int, int]:
+        """Return the number of runs that are done, and of all runs, as far as they are known."""
+
+    def describe_score(self, run: Any) -> str:
+        """Return the result of a run that is done, such as "accuracy 40.00% on development", or ""."""
+
 
 class Workers:
     """Threads that train the runs of a sweep.
@@ -49,6 +57,7 @@ class Workers:
         self.runs, self.number = runs, number
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
+        self.start, self.done_before = 0.0, 0  # of `train_all`: its time, and the number of runs that were done
 
     def train_all(self) -> None:
         """Train all runs that are not done.
@@ -56,6 +65,7 @@ class Workers:
         Raises:
             UserError: If a run fails.
         """
+        self.start, (self.done_before, _) = time.monotonic(), self.runs.count()
         environments = _gpus() if self.number > 1 else [{}]
         gpus = islice(cycle(environments), self.number)
         with ThreadPoolExecutor(self.number) as pool:
@@ -93,6 +103,7 @@ class Workers:
 
     def _train(self, run: Any, gpu: dict[str, str], lock: int) -> None:
         path = self.runs.folder(run) / "log.txt"
+        was_trained = read_run(path.parent).get("status") in ("trained", "finished")
         with open(path, "a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 self.runs.command(run),
@@ -108,7 +119,19 @@ class Workers:
         if not self.runs.is_done(run) and not self.stopped.is_set():
             last_line = path.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             raise UserError(f"{run.name} ended with exit code {status}: {last_line} (log: {path})")
-        print(f"{run.name}: {read_run(path.parent).get('status', 'stopped')}", flush=True)
+        print(self._describe_end(run, was_trained), flush=True)
+
+    def _describe_end(self, run: Any, was_trained: bool) -> str:
+        """Return the line about a run that has ended: its number, its step, its score and the time that is left."""
+        status = read_run(self.runs.folder(run)).get("status", "stopped")
+        if status == "finished":
+            status = "measured" if was_trained else "trained"
+        num_done, total = self.runs.count()
+        parts = [status, self.runs.describe_score(run)]
+        if self.done_before < num_done < total:
+            seconds = (time.monotonic() - self.start) / (num_done - self.done_before) * (total - num_done)
+            parts.append(f"about {timedelta(seconds=round(seconds))} left")
+        return f"{num_done} of {total}: {run.name} {', '.join(filter(None, parts))}"
 
 
 def _gpus() -> list[dict[str, str]]:

@@ -22,6 +22,7 @@ import math
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,14 +113,15 @@ class Sweep:
     launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
     workers: int = option(1, "Number of runs at a time, each on its own GPU.", at_least=1, at_most=1024)
     print_commands: bool = option(False, "Print the commands of the runs that can start, and stop.")
-    dry_run: bool = option(False, "Print the number of trainings, and stop.")
+    dry_run: bool = option(False, "Print the trainings, their folder and evaluation, and stop.")
 
     def __post_init__(self):
         methods = self._name_methods()
         for field, choices in (("rate_factors", methods), ("measure", MEASURED | {"benchmark_batch_size"})):
             for name in getattr(self, field):
                 if name not in choices:
-                    raise UserError(f"`{field}` has no {name!r}.{closest_match(name, choices)}")
+                    hint = closest_match(name, choices) or f" It takes {', '.join(sorted(choices))}."
+                    raise UserError(f"`{field}` has no {name!r}.{hint}")
         if not self.learning_rates or not self.seeds:
             raise UserError("`learning_rates` and `seeds` must be set.")
         self.full_grid = self.full_grid or len(self.learning_rates) == 1
@@ -247,7 +249,11 @@ class Sweep:
         """Return a remark if the best learning rate is at the edge of its grid, or others have the same score."""
         remarks = []
         if best in (min(scores), max(scores)):
-            remarks.append("It is at the edge of the grid.")
+            side = "smaller" if best == min(scores) else "larger"
+            remedy = f"a {side} one to `--learning_rates`"
+            if not self.extend_grid:
+                remedy = f"`--extend_grid true`, or {remedy}"
+            remarks.append(f"It is at the edge of the grid. Add {remedy}.")
         ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
         if len(ties) > 1:
             remarks.append(
@@ -269,6 +275,40 @@ class Sweep:
                 runs += [SweepRun(method, rate, seed, False) for seed in self.seeds]
         runs.sort(key=lambda run: self.seeds.index(run.seed))
         return [run for run in runs if not self.is_done(run)]
+
+    def count(self) -> tuple[int, int]:
+        """Return the number of runs that are done, and of all runs. The learning rates of an extended grid are known later."""
+        num_done = total = 0
+        for method in self.recipes:
+            choice = self.choice(method)
+            selecting = [] if self.full_grid else choice.rates
+            final_rates = choice.rates if self.full_grid else [choice.best]
+            runs = [SweepRun(method, rate, self.seeds[0], True) for rate in selecting]
+            total += len(selecting) + len(final_rates) * len(self.seeds)
+            if None not in final_rates:
+                runs += [SweepRun(method, rate, seed, False) for rate in final_rates for seed in self.seeds]
+            num_done += sum(map(self.is_done, runs))
+        return num_done, total
+
+    def describe_score(self, run: SweepRun) -> str:
+        """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""
+        score = self.score(run)
+        if run.selects:
+            return self._describe_score(score)
+        for row in read_own_results(self.folder(run)):
+            is_default = row["gates"] == "unit" and row["metric"] == "accuracy"
+            if is_default and row["task"] != DEVELOPMENT:
+                return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
+        return self._describe_score(score)
+
+    def _describe_score(self, score: tuple[float, float] | None) -> str:
+        if score is None:
+            return ""
+        if score == NON_FINITE:
+            return "held-out loss not finite" if self.select_on == "eval_loss" else "loss not finite"
+        if self.select_on == "eval_loss":
+            return f"held-out loss {-score[1]:.4f} nats per token"
+        return f"accuracy {score[0]:.2f}% on {self.select_on}"
 
     def num_trainings(self) -> int:
         """Return the number of trainings, without extended grids."""
@@ -384,18 +424,38 @@ class Sweep:
         for method in self.recipes:
             choice = self.choice(method)
             print(f"{method}: learning rate {choice.best}. {choice.remark}".rstrip())
-            self._print_losses(method, choice.rates)
+            self._print_scores(method, choice.rates)
             choices[method] = choice._asdict()
         return choices
 
-    def _print_losses(self, method: str, rates: list[float]) -> None:
-        """Print the held-out losses of a method's candidates, if they choose."""
-        if self.select_on != "eval_loss":
-            return
+    def _print_scores(self, method: str, rates: list[float]) -> None:
+        """Print the scores of a method's candidates."""
         for rate in rates:
-            loss = -self.score(SweepRun(method, rate, self.seeds[0], True))[1]
-            text = f"{loss:.4f} nats per token" if math.isfinite(loss) else "not finite"
-            print(f"  {rate:<10g} held-out loss {text}")
+            print(f"  {rate:<10g} {self._describe_score(self.score(SweepRun(method, rate, self.seeds[0], True)))}")
+
+    def print_plan(self, command: str) -> None:
+        """Print the trainings, their folder and evaluation, and the command that starts the sweep."""
+        rates = ", ".join(f"{rate:g}" for rate in sorted(self.learning_rates))
+        seeds = ", ".join(map(str, self.seeds))
+        way = f"{seeds}, each with every learning rate"
+        if not self.full_grid:
+            way = (
+                f"{self.seeds[0]} with every learning rate, and {seeds} with the one that is best on {self.select_on}"
+            )
+        print(f"{self.num_trainings()} trainings")
+        print(f"methods         {', '.join(self.recipes)}")
+        print(f"learning rates  {rates}{' (and more at the edge of the grid)' if self.extend_grid else ''}")
+        print(f"seeds           {way}")
+        print(f"folder          {self.output_dir}/METHOD/lr_X/seed_S")
+        measured = {}
+        for recipes in self.recipes.values():
+            for name in sorted(MEASURED & recipes[False].keys()):
+                measured.setdefault(f"{name}: {recipes[False][name]}", None)
+        print(f"evaluation      {', '.join(measured) or 'none'}")
+        num_done, total = self.count()
+        if num_done:
+            print(f"done            {num_done} of {total} runs")
+        print(f"\nNext:\n  {command}\n  loopdropout report {self.output_dir}   # after the sweep")
 
 
 ARGUMENTS = (Sweep,)
@@ -405,10 +465,22 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")  # as in the name of the folder
 
 
+def without_option(words: Sequence[str], name: str) -> list[str]:
+    """Return a command line without an option and its value."""
+    kept, is_value = [], False
+    for word in words:
+        is_option = word.startswith("--")
+        is_value = word == f"--{name}" or is_value and not is_option
+        if not is_value and not word.startswith(f"--{name}="):
+            kept.append(word)
+    return kept
+
+
 def main(argv: list[str] | None = None) -> None:
-    (sweep,) = parse(ARGUMENTS, argv, __doc__)
+    words = sys.argv[1:] if argv is None else argv
+    (sweep,) = parse(ARGUMENTS, words, __doc__)
     if sweep.dry_run:
-        print(f"{sweep.num_trainings()} trainings")
+        sweep.print_plan(f"loopdropout sweep {shlex.join(without_option(words, 'dry_run'))}")
     elif sweep.print_commands:
         print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
     else:

@@ -148,7 +148,9 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
             (lab.folder / "kept").hardlink_to(lab.out / "summary.json")
     assert [*json.loads((lab.folder / "kept").read_text())["choices"]] == ["lora"]  # a file is replaced, not rewritten
     text = capsys.readouterr().out
-    assert "lora: learning rate 0.02.\n" in text and "15.00 ± 7.07" in text
+    assert (
+        "lora: learning rate 0.02.\n  0.01       accuracy 50.00% on development\n" in text and "15.00 ± 7.07" in text
+    )
     summary = json.loads((lab.out / "summary.json").read_text())
     choice = {"rates": [0.01, 0.02, 0.04], "best": 0.02, "remark": ""}
     assert summary["choices"] == {"lora": choice, "loop_dropout": choice}
@@ -191,10 +193,11 @@ def test_sweep_breaks_ties_by_held_out_loss(lab, scores, losses, best, names):
     assert choice.best == best and f"The selection was uninformative. {names} have equal scores" in choice.remark
 
 
+EDGE = "It is at the edge of the grid. Add a smaller one to `--learning_rates`."
 GRIDS = {  # scores: the learning rates in the order of their runs, the choice, the remark
     "inside": ({"0.0025": 6, "0.005": 8, "0.01": 7}, [0.01, 0.02, 0.04, 0.005, 0.0025], 0.005, ""),
     "limit": ({"0.000625": 9, "0.00125": 8, "0.0025": 7, "0.005": 6, "0.01": 5},
-              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, "It is at the edge of the grid."),
+              [0.01, 0.02, 0.04, 0.005, 0.0025, 0.00125, 0.000625], 0.000625, EDGE),
     "above": ({"0.02": 2, "0.04": 3, "0.08": 4}, [0.01, 0.02, 0.04, 0.08, 0.16], 0.08, ""),
 }  # fmt: skip
 
@@ -214,6 +217,48 @@ def test_sweep_chooses_by_the_results_of_its_trainings(lab):
     later = {**row, "task": "development", "metric": "accuracy", "value": 99.0, "adapter": "a"}
     write_results(lab.out / "lora/lr_0.01/seed_101/shifted", [later])
     assert lab.sweep().choice("lora").best == 0.02
+
+
+def test_sweep_says_how_far_it_is(lab, capsys):
+    """Each line has its number, the step, the score and the time that is left."""
+    lab.set_world(diverging=[0.04])
+    lab.run()
+    left = r", about 0:\d\d:\d\d left"
+    lines = [
+        rf"1 of 5: lora/lr_0.01/seed_101 trained, accuracy 50.00% on development{left}",
+        rf"2 of 5: lora/lr_0.02/seed_101 trained, accuracy 70.00% on development{left}",
+        rf"3 of 5: lora/lr_0.04/seed_101 non-finite, loss not finite{left}",
+        rf"4 of 5: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4{left}",
+        r"5 of 5: lora/lr_0.02/seed_102 trained, accuracy 20.00% on arithmetic_test at K = 4",
+    ]
+    assert re.fullmatch("\n".join(lines) + "\n", capsys.readouterr().out)
+
+
+def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
+    lab.sweep(measure={"benchmarks": ["arithmetic_hard"]}, methods=["lora", "loop_dropout"], extend_grid=True)
+    sweep.main([lab.file, "--dry_run", "true", "--workers", "2"])
+    assert not lab.out.exists()
+    assert capsys.readouterr().out == (
+        "8 trainings\n"
+        "methods         lora, loop_dropout\n"
+        "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
+        "seeds           101 with every learning rate, and 101, 102 with the one that is best on development\n"
+        f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
+        "evaluation      benchmarks: ['arithmetic_hard'], evaluate_base: False, single_loop_batches: 1\n"
+        f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "remedy"),
+    [
+        ({"0.01": 9}, "`--extend_grid true`, or a smaller one to `--learning_rates`."),
+        ({"0.04": 9}, "`--extend_grid true`, or a larger one to `--learning_rates`."),
+    ],
+)
+def test_choice_at_the_edge_names_the_remedy(lab, scores, remedy):
+    lab.set_world(scores)
+    assert lab.run().choice("lora").remark == f"It is at the edge of the grid. Add {remedy}"
 
 
 def test_sweep_names_a_changed_setting(lab):
@@ -276,6 +321,10 @@ ERRORS = [
     ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
     ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
     ({"measure": {"lora_r": 4}}, "`measure` has no 'lora_r'"),
+    (
+        {"measure": {"max_new_tokens": 16}},
+        "`measure` has no 'max_new_tokens'. It takes allow_unsafe_code, benchmark_batch",
+    ),
     ({"methods": ["lorra"]}, "got 'lorra'. Did you mean 'lora'?"),
     ({"methods": []}, "`methods` must name at least one method"),
     ({"methods": ["lora", {"x": {"p": 0.25}}]}, "`methods` must be texts or one mapping, got {'x': {'p': 0.25}}"),
