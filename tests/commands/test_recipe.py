@@ -18,6 +18,7 @@ from loopdropout_trainer.arguments import (
     ScriptArguments,
     SFTArguments,
 )
+from loopdropout_trainer.cli import command_of
 from loopdropout_trainer.data import PREPARATIONS, DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names, recipes_folder
@@ -268,6 +269,19 @@ RATES = {
 }
 """Learning rates other than 1e-4, and other than 2e-4 of adapters for each loop."""
 TRAINING = [name for name in recipe_names() if name.removesuffix(".yaml").split("/")[0] in (*PAPER, *OTHERS)]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in recipe_names() if not name.startswith(("accelerate/", "tables/", "sweeps/", "studies/"))]
+)
+def test_recipe_begins_with_its_command(name):
+    """First for one process, as docs/runs.md advises, then for several GPUs."""
+    text = (recipes_folder() / name).read_text()
+    command = command_of(name, text)
+    commands = re.findall(r"^# +((?:loopdropout|accelerate launch) .*)", text.split("\n\n")[0], re.MULTILINE)
+    assert commands[0].startswith(f"loopdropout {command} {name}")
+    for other in commands[1:]:
+        assert other.startswith(f"accelerate launch recipes/{command}.py recipes/{name}")
 
 
 @pytest.mark.parametrize("name", TRAINING)
