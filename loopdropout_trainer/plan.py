@@ -33,7 +33,7 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
     plan = {
         "model": describe_model(model, config),
         "trainings": "\n".join(describe_training(run) for run in runs),
-        "adapter": describe_adapter(runs[0], adapter, config, rank),
+        "adapter": describe_adapter(runs[0], model, adapter, config, rank),
         "data": describe_data(recipe),
         "training": describe_settings(args),
         "device": describe_device(runs[0]),
@@ -88,7 +88,9 @@ def describe_training(run: Run) -> str:
     return f"{run.title}{probability} in {run.args.output_dir}"
 
 
-def describe_adapter(run: Run, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None) -> str:
+def describe_adapter(
+    run: Run, model: ModelArguments, adapter: AdapterArguments, config: Mapping[str, Any], rank: int | None
+) -> str:
     """Return the rank, the scale and the number of trained parameters of an adapter, as far as they are known."""
     if adapter.adapter_name_or_path is not None:
         start = f"starts from {adapter.adapter_name_or_path}"
@@ -97,11 +99,31 @@ def describe_adapter(run: Run, adapter: AdapterArguments, config: Mapping[str, A
         return f"{start}, rank {rank}"
     text = f"new, rank {rank}, alpha {adapter.lora_alpha}"
     if adapter.lora_target_modules:
-        return f"{text}, on {', '.join(adapter.lora_target_modules)}"
-    number = count_parameters(config, rank)
+        text += f", on {', '.join(adapter.lora_target_modules)}"
+        number = count_on_modules(model, adapter)
+    else:
+        number = count_parameters(config, rank)
     if number is None or run.args.make_rule().lora_kind != "gated":
         return text
     return f"{text}, {number:,} parameters"
+
+
+def count_on_modules(model: ModelArguments, adapter: AdapterArguments) -> int:
+    """Return the number of parameters of a new adapter on `lora_target_modules`.
+
+    Raises:
+        UserError: If the model has no such modules, or they are not in the recurrent block.
+    """
+    from peft import get_peft_model
+
+    from loopdropout_trainer.lora import default_peft_config
+    from loopdropout_trainer.lora.compatibility import check_layers
+    from loopdropout_trainer.saving.loading import load_skeleton
+
+    skeleton = load_skeleton(model.model_name_or_path, model.model_revision)
+    adapted = get_peft_model(skeleton, default_peft_config(skeleton, adapter.peft_config), low_cpu_mem_usage=True)
+    check_layers(adapted)
+    return adapted.get_nb_trainable_parameters()[0]
 
 
 def describe_settings(args: GateConfig) -> str:

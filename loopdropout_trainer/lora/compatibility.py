@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from loopdropout_trainer.errors import UserError, check_type, first_line, short_repr
+from loopdropout_trainer.errors import UserError, check_type, closest_match, first_line, short_repr
 from loopdropout_trainer.looped import find_looped_model
 
 
@@ -92,10 +92,12 @@ def _targets_inside(model: PreTrainedModel, peft_config: LoraConfig) -> Collecti
     matches = {}
     for target in targets:
         matches[target] = {name for name in modules if f".{name}".endswith(f".{target}")}
-    if not any(matches.values()):
+    unknown = [target for target, found in matches.items() if not found]  # PEFT ignores them if it knows others
+    if unknown:
         known = sorted({_last_part(name) for name in inside})
         raise UserError(
-            f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(targets)}."
+            f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(unknown)}."
+            f"{closest_match(unknown[0], known)}"
         )
     if peft_config.layers_to_transform is not None:  # which PEFT ignores for full names
         return targets

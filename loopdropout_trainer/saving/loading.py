@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, first_line
@@ -25,7 +25,7 @@ from loopdropout_trainer.models.external import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE
 from loopdropout_trainer.saving.base_model import check_base, describe_difference
-from loopdropout_trainer.saving.facts import Source
+from loopdropout_trainer.saving.facts import MODELS, Source
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
 from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens
@@ -123,6 +123,18 @@ def load_base(source: Source, *, num_loops: int | None = None, **kwargs: Any) ->
     check_weights(model, source.base, info)
     with suppress(NotLoopedError):
         attach_looped_model(model).base_revision = base.commit
+    return model
+
+
+def load_skeleton(name_or_path: str, revision: str = "main") -> PreTrainedModel:
+    """Return a base model without weights, on the meta device, which has the names and the sizes of its modules."""
+    source = find_source(name_or_path, revision=revision, accept=MODELS)
+    with explain_loading(name_or_path):
+        check_checkpoint(source.base, revision)
+        config = AutoConfig.from_pretrained(source.base, revision=revision, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    attach_looped_model(model)
     return model
 
 

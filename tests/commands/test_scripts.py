@@ -14,12 +14,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from peft import get_peft_model
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
+from helpers.tiny import TINY, tiny_hrm
+from loopdropout_trainer import default_peft_config, load_model
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.looped import attach_looped_model
+from loopdropout_trainer.plan import count_on_modules
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
@@ -131,10 +137,42 @@ def test_plan_counts_parameters_and_estimates_memory_for_gpus_only(quickstart, t
     folder, text = quickstart
     (number,) = {row["value"] for row in read_results(folder) if row["metric"] == "trainable_parameters"}
     assert f"adapter     new, rank 16, alpha 32, {number:,.0f} parameters\n" in text and "memory " not in text
+    plan = run(WORDS, "--lora_target_modules q_proj v_proj --lora_r 8 --dry_run true --output_dir", tmp_path)
+    assert "adapter     new, rank 8, alpha 32, on q_proj, v_proj, 4,096 parameters\n" in plan
     for words, is_estimated in {"--bf16 true": True, "--bf16 false": False}.items():
         plan = run(WORDS, "--use_cpu false", words, "--dry_run true --output_dir", tmp_path)
         assert ("memory      about" in plan) is is_estimated
         assert torch.cuda.is_available() or "device      the CPU, no GPU found\n" in plan
+
+
+@pytest.mark.parametrize("model", ["tiny-ouro", "huginn", "loopus", "hrm_text"])
+def test_plan_counts_parameters_of_chosen_modules(model, tmp_path):
+    """The number is the trainer's, and the model's weights are not read."""
+    folder, targets = model, ["q_proj", "down_proj"]
+    make = {**TINY, "hrm_text": tiny_hrm}.get(model)
+    if model != "tiny-ouro":
+        folder, made = tmp_path / "base", make()
+        made.save_pretrained(folder)
+        (folder / "model.safetensors").unlink()
+        made = attach_looped_model(made)
+        targets = sorted({name.rpartition(".")[2] for name in made.recurrent_linears()})[:2]
+    base = ModelArguments(model_name_or_path=str(folder))
+    lora = AdapterArguments(lora_r=4, lora_target_modules=targets)
+    whole = load_model("tiny-ouro") if model == "tiny-ouro" else make()
+    attach_looped_model(whole)
+    adapted = get_peft_model(whole, default_peft_config(whole, lora.peft_config))
+    assert count_on_modules(base, lora) == adapted.get_nb_trainable_parameters()[0]
+
+
+def test_wrong_modules_end_a_dry_run_before_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr("loopdropout_trainer.job.load_examples", lambda *args: pytest.fail("the data are prepared"))
+    for modules, message in {
+        "q_prj": "must be modules of the model, such as down_proj, .*, got q_prj. Did you mean 'q_proj'?",
+        "q_proj v_prj": "must be modules of the model, such as down_proj, .*, got v_prj. Did you mean 'v_proj'?",
+        "lm_head": "`lm_head` is not a linear projection of the recurrent block",
+    }.items():
+        with user_error(message):
+            run(TRAINING, "--dry_run true --lora_target_modules", modules, "--output_dir", tmp_path)
 
 
 def test_shrunken_number_of_held_out_examples_is_explained(tmp_path):
