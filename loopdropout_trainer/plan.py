@@ -35,7 +35,7 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
         "trainings": "\n".join(describe_training(run) for run in runs),
         "adapter": describe_adapter(runs[0], model, adapter, config, rank),
         "data": describe_data(recipe),
-        "training": describe_settings(args),
+        "training": describe_settings(args, recipe.get("num_train_examples")),
         "device": describe_device(runs[0]),
         "memory": describe_memory(runs[0], model, config, rank),
         "afterwards": describe_steps_afterwards(runs[0]),
@@ -126,19 +126,21 @@ def count_on_modules(model: ModelArguments, adapter: AdapterArguments) -> int:
     return adapted.get_nb_trainable_parameters()[0]
 
 
-def describe_settings(args: GateConfig) -> str:
-    """Return the length of a training, its batch, learning rate and seed."""
+def describe_settings(args: GateConfig, num_examples: int | None = None) -> str:
+    """Return the length of a training on at most `num_examples`, its batch, learning rate and seed."""
     batch = f"{args.examples_per_step} examples per step"
-    return f"{describe_length(args)}, {batch}, learning rate {args.learning_rate:g}, seed {args.seed}"
+    return f"{describe_length(args, num_examples)}, {batch}, learning rate {args.learning_rate:g}, seed {args.seed}"
 
 
-def describe_length(args: GateConfig) -> str:
-    """Return the length of a training."""
+def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
+    """Return the length of a training, with its steps if its largest number of examples is known before they are loaded."""
     if args.max_steps > 0:
         return f"{args.max_steps:,} steps"
-    if args.num_train_epochs == 1:
-        return "1 epoch"
-    return f"{args.num_train_epochs:g} epochs"
+    epochs = "1 epoch" if args.num_train_epochs == 1 else f"{args.num_train_epochs:g} epochs"
+    if not num_examples:
+        return epochs
+    num_steps = math.ceil(args.num_train_epochs * math.ceil(num_examples / args.examples_per_step))
+    return f"{epochs} (at most {num_steps:,} steps)"
 
 
 def describe_device(run: Run) -> str:

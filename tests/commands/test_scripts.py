@@ -180,6 +180,13 @@ def test_shrunken_number_of_held_out_examples_is_explained(tmp_path):
     assert re.search(r" held out of the 40 asked for, because the others have more than 40 tokens, 6 optimizer", plan)
 
 
+def test_plan_without_network_has_all_that_needs_none(tmp_path):
+    plan, error = dry_run("gsm8k.yaml --use_cpu true --output_dir", tmp_path)
+    assert "The model ByteDance/Ouro-1.4B cannot be loaded" in error
+    assert "training    2 epochs (at most 1,744 steps), 8 examples per step, learning rate 0.0001, seed 101\n" in plan
+    assert "data        gsm8k openai/gsm8k\n" in plan and "device " in plan and "afterwards " in plan
+
+
 def test_sft_never_saves_tokens(quickstart):
     folder, text = quickstart
     contents = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
