@@ -353,6 +353,10 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
     for name in names:
         if argv and not argv[0].startswith("-"):
             named += [f"--{name}", argv.pop(0)]
+    options = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    for name in names:
+        if f"--{name}" in named and name in options:
+            raise UserError(f"`{name}` must be given once, by the first words or by `--{name}`.")
     return named + argv
 
 
@@ -403,9 +407,10 @@ def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) ->
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            if options.get(name, ["null"]) != ["null"] and _is_list(hints.get(name, list[str])):
-                raise UserError(f"`--{name}` must be given once, with all of its values after it.")
-            options[name] = [value] if equals else []
+            words = [value] if equals else []
+            if name == "import":  # further files. Of other fields, the last value counts.
+                words = [*options.get(name, []), *words]
+            options[name] = words
         elif name is not None:
             options[name].append(word)
         else:

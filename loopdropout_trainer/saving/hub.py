@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login
@@ -49,13 +51,12 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
     Raises:
         UserError: If the repository cannot be read.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RevisionNotFoundError
 
     hint = model_hint(name)
     check_name(name, hint)
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES)
+        folder = _download(name, revision)
     except RevisionNotFoundError:
         raise UserError(f"The repository {name} on the Hub has no branch, tag or commit {revision!r}.") from None
     except (OSError, ValueError) as error:
@@ -68,6 +69,30 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
             f"Hub ({first_line(error)}).{hint}{hint_at_login(error)}"
         ) from None
     return Path(folder), Path(folder).name
+
+
+def _download(name: str, revision: str | None) -> str:
+    """Return the folder with the small files of a repository, from the cache if the Hub cannot be reached.
+
+    Releases of the Hub's client before 2.0 read the cache only for a branch or a tag. For a commit they ask the Hub, and raise
+    the errors of the library that connects.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    download = partial(
+        snapshot_download, name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_LARGE_FILES
+    )
+    try:
+        return download()
+    except RevisionNotFoundError:
+        raise
+    except Exception as error:
+        with suppress(OSError, ValueError):
+            return download(local_files_only=True)
+        if isinstance(error, OSError | ValueError):
+            raise
+        raise ConnectionError(str(error)) from error
 
 
 def resolve_commit(name: str | None, revision: str | None) -> str | None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo
+from huggingface_hub import CommitInfo, HfApi
 from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
@@ -178,7 +178,10 @@ class AdapterFilesMixin:
         """Create the repository, and the branch that `hub_revision` names. transformers creates no branch."""
         token = token or self.args.hub_token
         with explain_push(self._hub_name, "No file was uploaded.", token):
-            super().init_hf_repo(token, private)
+            if private is not None and self.is_world_process_zero():
+                # Releases of transformers before 5.24 have no `private` here. They accept a repository that exists.
+                HfApi(token=token).create_repo(self._hub_name, private=private, exist_ok=True)
+            super().init_hf_repo(token)
             if self.is_world_process_zero():
                 create_branch(self.hub_model_id, self.args.hub_revision, token)
 

@@ -22,7 +22,7 @@ from loopdropout_trainer.cli import command_of
 from loopdropout_trainer.data import PREPARATIONS, DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names, recipes_folder
-from loopdropout_trainer.recipe import dump_recipe, load_recipe, override, parse, read_settings
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, name_words, override, parse, read_settings
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
 
@@ -212,7 +212,6 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ("script: /proc/self/cwd/sft\n", "sets `script`, which can run code"),
         ("name: x\nmapping: {1: {attn_implementation: a/b}}\n", "Set `mapping` on the command line instead."),
         ("name: x\non: 1\n", "must be texts, got True. Quote the name"),
-        (["--name", "x", "--items", "1", "--items", "2"], "`--items` must be given once, with all of its values"),
     ],
 )
 def test_parse_explains_mistakes(write, given, message):
@@ -227,6 +226,17 @@ def test_command_line_sets_what_a_recipe_must_not(write):
         read(path)
     assert read(path, "--mapping", "{attn_implementation: a/b}").mapping == {"attn_implementation": "a/b"}
     assert read(path, "--mapping", "null").mapping is None
+
+
+def test_repeated_options(tmp_path):
+    files = [tmp_path / "first.py", tmp_path / "second.py"]
+    for file in files:
+        file.write_text("")
+    assert read("--name", "x", "--items", "1", "2", "--items", "3").items == [3]
+    read("--name", "x", "--import", str(files[0]), "--import", str(files[1]))
+    assert [path in IMPORTED for path in map(str, files)] == [True, True]
+    with user_error("`adapter` must be given once, by the first words or by `--adapter`"):
+        name_words(["a", "--x", "1", "--adapter", "b"], "adapter")
 
 
 def test_folder_of_a_run_is_no_recipe(write, tmp_path):

@@ -263,7 +263,7 @@ def test_sharegpt_conversations(load, bytes_tokenizer, preparation):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     for column in ("conversations", "messages"):
         data = load(preparation, [{column: turns}], bytes_tokenizer)["train"]
-        assert data.to_list() == [{"messages": conversation(("user", "Hi"), ("assistant", "Hello"))}]
+        assert [*data] == [{"messages": conversation(("user", "Hi"), ("assistant", "Hello"))}]
 
 
 def test_rows_without_target_are_left_out(load, bytes_tokenizer, log):

@@ -21,7 +21,7 @@ class Recording:
         kept.batch = {name: x.clone() for name, x in inputs.items() if torch.is_tensor(x)}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         kept.gated, kept.gates, kept.depth = self.gate_state.batch, self.gate_state.gates, self.num_loops
-        kept.loss = loss.detach()
+        kept.loss = (loss[0] if isinstance(loss, tuple) else loss).detach()  # a tuple with `return_outputs`
         self.seen = [*self.seen, kept]
         return loss
 
