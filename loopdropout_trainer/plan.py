@@ -128,19 +128,24 @@ def count_on_modules(model: ModelArguments, adapter: AdapterArguments) -> int:
 
 def describe_settings(args: GateConfig, num_examples: int | None = None) -> str:
     """Return the length of a training on at most `num_examples`, its batch, learning rate and seed."""
-    batch = f"{args.examples_per_step} examples per step"
+    batch = f"{count(args.examples_per_step, 'example')} per step"
     return f"{describe_length(args, num_examples)}, {batch}, learning rate {args.learning_rate:g}, seed {args.seed}"
 
 
 def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
     """Return the length of a training, with its steps if its largest number of examples is known before they are loaded."""
     if args.max_steps > 0:
-        return f"{args.max_steps:,} steps"
+        return count(args.max_steps, "step")
     epochs = "1 epoch" if args.num_train_epochs == 1 else f"{args.num_train_epochs:g} epochs"
     if not num_examples:
         return epochs
     num_steps = math.ceil(args.num_train_epochs * math.ceil(num_examples / args.examples_per_step))
-    return f"{epochs} (at most {num_steps:,} steps)"
+    return f"{epochs} (at most {count(num_steps, 'step')})"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, which has an s unless the number is one."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def describe_device(run: Run) -> str:
@@ -229,10 +234,10 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
         num_rows, about = math.ceil(loaded.num_tokens / args.max_length), "about "  # as if packing filled all rows
     steps_per_epoch = math.ceil(num_rows / args.examples_per_step)
     if args.max_steps > 0:
-        length = f"{args.max_steps:,} optimizer steps, {about}{args.max_steps / steps_per_epoch:.3g} epochs"
+        length = f"{count(args.max_steps, 'optimizer step')}, {about}{args.max_steps / steps_per_epoch:.3g} epochs"
     else:
         num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-        length = f"{about}{num_steps:,} optimizer steps, {args.num_train_epochs:.3g} epochs"
+        length = f"{about}{count(num_steps, 'optimizer step')}, {args.num_train_epochs:.3g} epochs"
     lines = [f"{num_examples:,}, {held_out}, {length}"]
     lines += [f"{number:,} of the {size:,} examples of {title}" for title, number, size in loaded.sources]
     return _titled("examples", lines)
@@ -252,12 +257,15 @@ def _titled(title: str, lines: Iterable[str]) -> str:
 def print_next_commands(runs: Sequence[Run]) -> None:
     """Print commands that use the adapter of the first run."""
     folder, rule = runs[0].args.output_dir, runs[0].args.make_rule()
-    commands = {"chat": "ask it", "evaluate": "measure a task", "serve": "answer over HTTP"}
+    commands = {"chat": "ask it"}
+    if runs[0].script_args.benchmarks:  # without one, no task of the package is known to fit the data
+        commands["evaluate"] = "measure its tasks again, or others"
+    else:
+        commands["report"] = "tables of losses and costs (accuracies: add `own_benchmarks`, docs/evaluation.md)"
+    commands["serve"] = "answer over HTTP"
     if rule.mergeable and not runs[0].script_args.merge:
         commands["merge"] = "make a model of it"
     print("\nNext:")
     for command, purpose in commands.items():
         line = f"loopdropout {command} {folder}"
-        if command == "evaluate" and not runs[0].script_args.benchmarks:
-            line += " --benchmarks gsm8k"
         print(f"  {line}   # {purpose}")

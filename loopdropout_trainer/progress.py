@@ -52,7 +52,7 @@ class JobProgressCallback(ProgressCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.current_step = self.first_step = state.global_step
         self.start = time.monotonic()
-        self.time_left = ""  # after the first step, such as "job: 0:01:00 left"
+        self.time_left = ""  # after the first step, such as "0:01:00 left"
         if self.trained_at is not None:
             self.evaluation_seconds = self.start - self.trained_at
         hidden = args.disable_tqdm or not state.is_world_process_zero
@@ -65,8 +65,8 @@ class JobProgressCallback(ProgressCallback):
         step_seconds = (time.monotonic() - self.start) / (state.global_step - self.first_step)
         left = (self.trainings * state.max_steps - state.global_step) * step_seconds
         left += self.trainings * (self.evaluation_seconds or 0)
-        without = "" if self.evaluation_seconds else " without evaluations"
-        self.time_left = f"job: {timedelta(seconds=round(left))} left{without}"
+        without = "" if self.evaluation_seconds else ", evaluations not counted"
+        self.time_left = f"{timedelta(seconds=round(left))} left{without}"
         self.training_bar.set_postfix_str(self.time_left, refresh=False)
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -381,8 +381,14 @@ def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple
 
 def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
     """Write settings as a recipe that repeats the run, without secrets."""
-    public = {name: _without_secrets(value) for name, value in settings.items() if name != "hub_token"}
+    public = {name: _as_written(_without_secrets(value)) for name, value in settings.items() if name != "hub_token"}
     write_file(Path(path), yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+
+
+def _as_written(value: Any) -> Any:
+    """Return the value of a field as people write it: 5 instead of 5.0, which a field of floats makes of it."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e6
+    return int(value) if is_whole else value
 
 
 def _without_secrets(value: Any) -> Any:
@@ -431,7 +437,9 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
     is_list = _is_list(hint)
     if len(words) > 1 and not is_list:
         _check_single(name, words, hint)
-        raise UserError(f"Words without `--field` must come first, {first_words}, got {' '.join(words[1:])}.")
+        raise UserError(
+            f"`{name}` must have one value, got {' '.join(words)}. Words without `--field` must come first, {first_words}."
+        )
     is_text = str in types or str in single_types(item_type)
     is_missing = not words and not is_list
     is_null = "" in words and not is_text  # as YAML reads an empty text

@@ -191,7 +191,10 @@ def test_import_adds_a_preparation(write, monkeypatch):
         (["quickstrt.yaml"], "does not exist. Did you mean 'quickstart.yaml'?"),
         (["nofile.yaml"], "nofile.yaml does not exist. `loopdropout recipes` lists the recipes of the package."),
         (["--name", "x", "--sede", "1"], "`sede` is not a field of this script. Did you mean 'seed'?"),
-        (["--name", "x", "y"], "Words without `--field` must come first, [RECIPE.yaml], got y."),
+        (
+            ["--name", "x", "y"],
+            "`name` must have one value, got x y. Words without `--field` must come first, [RECIPE.yaml].",
+        ),
         ("", "must be a mapping"),
         ("seed: [1\n", "is not readable: while parsing"),
         ("seed: 1\nseed: 2\n", "`seed` is set twice"),

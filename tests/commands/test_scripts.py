@@ -21,15 +21,18 @@ from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
 from helpers.tiny import TINY, tiny_hrm
 from loopdropout_trainer import default_peft_config, load_model
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import attach_looped_model
-from loopdropout_trainer.plan import count_on_modules
+from loopdropout_trainer.plan import count_on_modules, describe_length, print_next_commands
+from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
+from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 from loopdropout_trainer.training.stopping import TrainingInterrupted
 
@@ -129,7 +132,7 @@ def test_sft_prints_plan_and_tables(quickstart):
     lines += ["Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod", f"Everything is in {folder}"]
     assert [line for line in (*lines, "loop 1  loop 2  loop 3  loop 4  all loops") if line not in text] == []
     for method in ("Loop Dropout", "Input dropout"):
-        assert re.search(rf"{method}, job: 0:\d\d:\d\d left.*: .*'loss'", text)
+        assert re.search(rf"{method}, 0:\d\d:\d\d left(, evaluations not counted)?: .*'loss'", text)
 
 
 def test_plan_counts_parameters_and_estimates_memory_for_gpus_only(quickstart, tmp_path):
@@ -201,6 +204,26 @@ def test_finished_run_is_made_longer(copy):
     assert f"continues   {copy / 'checkpoint-6'}" in text
     assert {row["step"] for row in read_results(copy) if row["folder"] == str(copy)} == {None, 8}
     assert is_finished(copy) and "max_steps: 8" in (copy / "recipe.yaml").read_text()
+
+
+def test_recipes_keep_whole_numbers(quickstart, tmp_path):
+    """Also of fields that take a share, such as `logging_steps`, and of trainings in Python."""
+    text = (quickstart[0] / "recipe.yaml").read_text()
+    assert "logging_steps: 1\n" in text and "weight_decay: 0\n" in text and "warmup_steps: 0.05\n" in text
+    assert "logging_steps: 1\n" in (quickstart[0] / "merged/README.md").read_text()
+    dump_recipe({"num_train_epochs": 3.0, "p": 0.5, "rule_args": {"scale": 2.0}}, tmp_path / "recipe.yaml")
+    assert (tmp_path / "recipe.yaml").read_text() == "num_train_epochs: 3\np: 0.5\nrule_args:\n  scale: 2.0\n"
+
+
+def test_next_commands_fit_the_data(quickstart, capsys):
+    """Without a benchmark in the recipe, no task of the package is known to fit the data."""
+    folder, text = quickstart
+    assert f"  loopdropout evaluate {folder}   # " in text
+    print_next_commands([Run(ScriptArguments(), LoopDropoutConfig(str(folder), bf16=False), {})])
+    printed = capsys.readouterr().out
+    assert f"  loopdropout report {folder}   # " in printed and "own_benchmarks" in printed
+    assert "evaluate " not in printed and "gsm8k" not in printed
+    assert describe_length(LoopDropoutConfig(str(folder), max_steps=1, bf16=False)) == "1 step"
 
 
 def contents(folder):
@@ -483,6 +506,7 @@ MISTAKES = [
     ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
     ("sft", "--report_to wandbb", "`report_to`: wandbb is not supported, only "),
     ("sft", "--resume_from_checkpoint checkpoint-1", "`resume_from_checkpoint` must be true or the folder of a"),
+    ("sft", "--preview 0 1 2", "`preview` must have one value, got 0 1 2."),
     ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),
     ("sft", f"--hub_tokn {TOKEN}", "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),
     ("sft", "--optim adam", "`optim` must be one of adamw_torch, "),
