@@ -14,7 +14,7 @@ from scipy import stats
 
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.diagnostics import answer_decomposition, compare_answers
+from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, answer_decomposition, compare_answers
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
@@ -59,6 +59,7 @@ OF_BASE_LOSS = OF_BASE | {
 }
 """Settings that the held-out loss of the base model depends on."""
 
+LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
 
@@ -211,6 +212,9 @@ def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = Non
     return gains
 
 
+TOO_FEW = "too few problems"
+
+
 class Gain(NamedTuple):
     """A difference between two settings.
 
@@ -218,7 +222,7 @@ class Gain(NamedTuple):
         difference: Mean difference.
         low, high: Its 95% interval, or NaN for a single seed without answers to problems.
         p: Two-sided p-value, or NaN without an interval.
-        test: "t test over seeds" or "McNemar over problems", or "" without an interval.
+        test: "t test over seeds" or "McNemar over problems", or without an interval `TOO_FEW` or "".
     """
 
     difference: float
@@ -232,6 +236,8 @@ class Gain(NamedTuple):
         numbers = [f"{value:+.{decimals}f}" for value in self[:3]]
         if not self.test:
             return numbers[0]
+        if self.test == TOO_FEW:
+            return f"{numbers[0]}, {TOO_FEW}"
         text = f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
         is_significant = self.p < 0.05  # it is NaN, so not significant, if all gains are equal
         return text if is_significant else f"{text}, not significant"
@@ -250,6 +256,8 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
     gains = paired_gains(ours, other, part)
     if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
         found = compare_answers(*paired_samples(ours, other, gains.index[0]))
+        if found.n < FEWEST_PROBLEMS:
+            return Gain(found.gain, test=TOO_FEW)
         return Gain(found.gain, found.low, found.high, found.p, "McNemar over problems")
     if len(gains) == 0:
         return None
@@ -308,14 +316,25 @@ def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
 def final_results(results: pd.DataFrame) -> pd.DataFrame:
     """Return the results without the runs of a sweep that only chose a learning rate.
 
-    They were evaluated on the held-out examples alone, and another run of the same method on other tasks.
+    They were evaluated on the held-out examples alone, and another run of the same method on other tasks. Without tasks, they
+    have a learning rate with fewer seeds than another one of the same method.
     """
     accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
     is_final = accuracy["task"] != DEVELOPMENT
     methods = pd.MultiIndex.from_frame(results[["sweep", "variant"]])
     is_measured = methods.isin(pd.MultiIndex.from_frame(accuracy.loc[is_final, ["sweep", "variant"]]))
     is_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_final, "run"])
+    is_rejected |= ~is_measured & _has_fewer_seeds(results)
     return results[~is_rejected | (results["method"] == "base model")]
+
+
+def _has_fewer_seeds(results: pd.DataFrame) -> np.ndarray:
+    """Return whether each result is of a sweep and has a learning rate with fewer seeds than another one of its method."""
+    keys = ["sweep", "variant", "recipe_learning_rate"]
+    trained = results.reindex(columns=[*keys, "seed"]).dropna()
+    num_seeds = trained.groupby(keys)["seed"].nunique()
+    fewer = num_seeds[num_seeds < num_seeds.groupby(["sweep", "variant"]).transform("max")]
+    return pd.MultiIndex.from_frame(results.reindex(columns=keys)).isin(fewer.index)
 
 
 def tasks_of(accuracy: pd.DataFrame) -> list[str]:
@@ -343,26 +362,54 @@ def accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
     accuracy["task"] = pd.Categorical(accuracy["task"], tasks_of(accuracy))
     lines = []
     for (task, depth), part in accuracy.groupby(["task", "num_loops"], observed=True):
-        groups = [*part.groupby("label", sort=False)]
-        by_setting: dict[str, pd.DataFrame] = {}
-        for _, rows in groups:
-            by_setting.setdefault(rows["setting"].iloc[0], rows)
-        for label, ours in groups:
-            gain = None
-            baseline = find_baseline(ours["setting"].iloc[0], by_setting)
-            if baseline is not None and ours["method"].iloc[0] not in ("LoRA", "base model"):
-                gain = compare(ours, by_setting[baseline])
-            line = {"task": task, "K": f"{depth:g}", "method": label, **mean_numbers(average(ours))}
-            lines.append(line | (gain._asdict() if gain else {}))
+        lines += [{"task": task, "K": f"{depth:g}", **line} for line in _compare_methods(part)]
     return pd.DataFrame(lines, columns=["task", "K", "method", *NUMBERS]).set_index(["task", "K", "method"])
 
 
+def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return `method` and the columns `NUMBERS` of each method, from results of `labelled` that measure the same."""
+    groups = [*results.groupby("label", sort=False)]
+    by_setting: dict[str, pd.DataFrame] = {}
+    for _, rows in groups:
+        by_setting.setdefault(rows["setting"].iloc[0], rows)
+    lines = []
+    for label, ours in groups:
+        gain = None
+        baseline = find_baseline(ours["setting"].iloc[0], by_setting)
+        if baseline is not None and ours["method"].iloc[0] not in ("LoRA", "base model"):
+            gain = compare(ours, by_setting[baseline])
+        line = {"method": label, **mean_numbers(average(ours))}
+        lines.append(line | (gain._asdict() if gain else {}))
+    return lines
+
+
+def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the held-out losses of trainings by method in the columns `NUMBERS`, and differences to LoRA, paired by seed."""
+    losses = labelled(results[(results["metric"] == "eval_loss") & (results["task"] == "training")])
+    # The base model has one loss on the same examples, which batches of another size round in another way.
+    of_base = losses["method"] == "base model"
+    losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
+    losses = losses.sort_values("method", key=lambda method: method != "base model", kind="stable")
+    return pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS]).set_index("method")
+
+
+def loss_table(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers of `loss_numbers` as texts."""
+    return _format_numbers(numbers, "loss", decimals=4, gain_decimals=4)
+
+
 def accuracy_table(numbers: pd.DataFrame) -> pd.DataFrame:
-    """Return the numbers of `accuracy_numbers` as texts: mean ± SD over seeds, the difference to LoRA, and its p-value."""
+    """Return the numbers of `accuracy_numbers` as texts."""
+    return _format_numbers(numbers, "accuracy", decimals=2, gain_decimals=1)
+
+
+def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:
+    """Return numbers as texts: mean ± SD over seeds, the difference to LoRA, and its p-value."""
     gains = [Gain(*row) for row in numbers[[*Gain._fields]].itertuples(index=False)]
+    means = zip(numbers["mean"], numbers["sd"], strict=True)
     texts = {
-        "accuracy": [format_mean(mean, sd) for mean, sd in zip(numbers["mean"], numbers["sd"], strict=True)],
-        "minus LoRA": [gain.text() if math.isfinite(gain.difference) else "" for gain in gains],
+        title: [format_mean(mean, sd, decimals) for mean, sd in means],
+        "minus LoRA": [gain.text(gain_decimals) if math.isfinite(gain.difference) else "" for gain in gains],
         "p": numbers["p"].map(format_p),
     }
     return pd.DataFrame(texts, numbers.index)

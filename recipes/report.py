@@ -63,16 +63,19 @@ from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
+    LOSS_TITLE,
     NUMBERS,
     OWN_FAMILY,
+    TOO_FEW,
     accuracy_numbers,
     accuracy_table,
     average,
     compare,
     final_results,
-    format_mean,
     labelled,
     load_results,
+    loss_numbers,
+    loss_table,
     mean_numbers,
     mean_sd,
     name_methods,
@@ -205,7 +208,7 @@ def fill_cell(
         numbers = {**gain._asdict(), "num_seeds": len(gains)}
         if show == "seeds":
             return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
-        is_over_problems = gain.test.startswith("McNemar")
+        is_over_problems = gain.test == TOO_FEW or gain.test.startswith("McNemar")
         return gain.text(1 if is_over_problems else decimals), numbers
     if of:
         costs = find(results, {"task": "training", "metric": of})
@@ -507,18 +510,6 @@ def draw_figure(plot: Any, path: Path) -> None:
     print(f"Wrote {path}.png, .pdf and .svg")
 
 
-def held_out_losses(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean held-out losses by method, from the results with the metric `eval_loss`."""
-    losses = labelled(losses)
-    # The base model has one loss on the same examples, which batches of another size round in another way.
-    of_base = losses["method"] == "base model"
-    losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
-    losses = losses.sort_values("method", key=lambda method: method != "base model", kind="stable")
-    groups = losses.groupby("label", sort=False)
-    rows = [{"method": label, **mean_numbers(average(own))} for label, own in groups]
-    return pd.DataFrame(rows).set_index("method")
-
-
 def mean_costs(costs: pd.DataFrame) -> pd.DataFrame:
     """Return the mean costs of a training by method, from the results with the metrics `COSTS`."""
     return (
@@ -557,16 +548,13 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         numbers = mean_costs(costs)
         texts = numbers.round(2).map("{:.12g}".format, na_action="ignore").fillna("–").rename(columns=COSTS)
         save_table(numbers, texts, "Costs of the training", output_dir / "costs")
-    losses = final[(final["metric"] == "eval_loss") & (final["task"] == "training")]
-    if len(losses):
-        title = "Held-out loss in nats per token, mean ± SD over seeds"
-        note = (
-            "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better."
-        )
-        numbers = held_out_losses(losses)
-        texts = [format_mean(row.mean, row.sd, 4) for row in numbers.itertuples()]
-        table = pd.DataFrame({"loss": texts}, numbers.index)
-        save_table(numbers, table, title, output_dir / "held_out_loss", [note])
+    numbers = loss_numbers(final)
+    if len(numbers):
+        notes = [
+            "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
+            f"The 95% intervals and p-values are over seeds (t test). {OWN_FAMILY}",
+        ]
+        save_table(numbers, loss_table(numbers), LOSS_TITLE, output_dir / "held_out_loss", notes)
     if "accuracy" in {*final["metric"]}:
         note = (
             "The 95% intervals and p-values are over seeds (t test), or over problems if there is one seed (McNemar's exact "

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
@@ -45,6 +45,9 @@ from loopdropout_trainer.results import (
 )
 from loopdropout_trainer.workers import Workers
 
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
 """Settings of a run that the sweep makes. The list is made by hand, because the fields do not say so: a sweep averages over
@@ -176,8 +179,8 @@ class Sweep:
                 "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
                 "learning rate."
             )
-        if has_held_out and self.script == "dpo":
-            recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties
+        if has_held_out and (self.script == "dpo" or self.select_on == "eval_loss"):
+            recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
         final = override({**recipe, **self.measure}, own)
         for name in SET_BY_SWEEP & final.keys():
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
@@ -401,15 +404,19 @@ class Sweep:
             accuracy_table,
             final_results,
             load_results,
+            loss_numbers,
         )
 
         path = Path(self.output_dir, "summary.json")
         own_choices = {}
         if not self.full_grid:
             own_choices = self._print_choices()
-        table = accuracy_table(accuracy_numbers(final_results(load_results(self.output_dir))))
+        final = final_results(load_results(self.output_dir))
+        table = accuracy_table(accuracy_numbers(final))
         if len(table):
             print_table(ACCURACY_TITLE, table)
+        else:
+            _print_lowest(loss_numbers(final[final["method"] != "base model"]))
         with lock_file(path):
             choices = json.loads(path.read_bytes())["choices"] if path.exists() else {}
             summary = {"choices": choices | own_choices, "accuracy": table.reset_index().to_dict("records")}
@@ -456,6 +463,19 @@ class Sweep:
         if num_done:
             print(f"done            {num_done} of {total} runs")
         print(f"\nNext:\n  {command}\n  loopdropout report {self.output_dir}   # after the sweep")
+
+
+def _print_lowest(losses: pd.DataFrame) -> None:
+    """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
+
+    Args:
+        losses: From `loss_numbers`.
+    """
+    means = losses["mean"].sort_values(kind="stable")
+    if len(means):
+        others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
+        higher = f" ({', '.join(others)})" if others else ""
+        print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
 
 
 ARGUMENTS = (Sweep,)

@@ -412,14 +412,14 @@ def test_report_shows_the_held_out_loss_of_the_base_model(tmp_path):
     for name, value, rate in (("a", 3.1, 0.1), ("b", 3.1000001, 0.2)):
         rows = [{**loss, "value": value - 1}, {**base, "value": value}]
         write(tmp_path / name, rows, {"learning_rate": rate, "train_files": ["x.jsonl"]})
-    table = report.held_out_losses(report.load_results(tmp_path))
+    table = report.loss_numbers(report.load_results(tmp_path))
     assert table["mean"].to_dict() == {
         "base model": 3.1,
         "LoRA, learning_rate = 0.1": pytest.approx(2.1),
         "LoRA, learning_rate = 0.2": pytest.approx(2.1),
     }
     write(tmp_path / "c", [{**base, "value": 4.0}], {"train_files": ["y.jsonl"]})
-    table = report.held_out_losses(report.load_results(tmp_path))
+    table = report.loss_numbers(report.load_results(tmp_path))
     assert table["mean"]['base model, train_files = "x.jsonl"'] == 3.1
     assert table["mean"]['base model, train_files = "y.jsonl"'] == 4.0
 
@@ -428,13 +428,21 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
     samples = {}
     for method, correct in (("LoRA", [0, 0, 1, 1]), ("Loop Dropout", [1, 1, 1, 0])):
         write(tmp_path / method, [{"value": 25.0 * sum(correct), "samples": "s.jsonl"}], method=method)
-        samples[method] = [{"correct": value} for value in correct]
+        samples[method] = [{"correct": value} for value in correct * 3]
         write_lines(tmp_path / method / "s.jsonl", samples[method])
     found = compare_answers(samples["Loop Dropout"], samples["LoRA"])
     table = accuracy_table(tmp_path)
     assert [*table["minus LoRA"]] == ["", str(found)] and [*table["p"]] == ["", f"{found.p:.3f}"]
     numbers = report.accuracy_numbers(report.load_results(tmp_path)).iloc[1]
     assert tuple(numbers[["difference", "low", "high", "p", "test"]]) == (*found[:4], "McNemar over problems")
+
+
+def test_report_of_few_problems_has_no_interval(tmp_path):
+    for method, correct in (("LoRA", 0), ("Loop Dropout", 1)):
+        write(tmp_path / method, [{"value": 100.0 * correct, "samples": "s.jsonl"}], method=method)
+        write_lines(tmp_path / method / "s.jsonl", [{"correct": correct}] * 9)
+    table = accuracy_table(tmp_path)
+    assert [*table["minus LoRA"]] == ["", "+100.0, too few problems"] and [*table["p"]] == ["", ""]
 
 
 def test_saved_tables_have_numbers(tmp_path, capsys):
@@ -457,7 +465,7 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     assert [*accuracy[["mean", "sd", "num_seeds", "difference"]]] == pytest.approx([62, 6, 3, 10])
     assert [*accuracy[["low", "high", "p"]]] == pytest.approx([*test.confidence_interval(), test.pvalue])
     losses = pd.read_csv(tmp_path / "held_out_loss.csv").set_index("method").loc["LoRA"]
-    assert [*losses] == [52, 1, 3]
+    assert [*losses[["mean", "sd", "num_seeds"]]] == [52, 1, 3] and pd.isna(losses["difference"])
     mine = pd.read_csv(tmp_path / "mine.csv").set_index(["Method", "column"])
     assert mine.loc[("Loop Dropout", "Gain"), "p"] == pytest.approx(test.pvalue)
     assert mine.loc[("LoRA", "trainable_parameters of it"), ["mean", "sd"]].tolist() == [52, 1]
@@ -696,9 +704,34 @@ def test_report_shows_held_out_losses_and_its_files(tmp_path, capsys):
         write_results(folder / f"{method}{seed}", [{**each, "num_loops": 4, "gates": "unit"} for each in (row, cost)])
     report.main([str(folder), "--output_dir", str(tmp_path / "report")])
     printed = capsys.readouterr().out
-    assert "LoRA          0.6000 ± 0.1414\nLoop Dropout           0.2500\n" in printed
+    assert re.search(r"LoRA +0\.6000 ± 0\.1414", printed) and re.search(
+        r"Loop Dropout +0\.2500 +-0\.2500 *\n", printed
+    )
     assert f"Wrote {tmp_path}/report/held_out_loss.md, .tex and .csv\n" in printed
     assert (tmp_path / "report/held_out_loss.md").is_file()
+
+
+def test_held_out_losses_of_a_sweep_are_compared_by_seed(tmp_path, capsys):
+    """Runs that only chose a learning rate do not count, also in a sweep without a benchmark."""
+    losses = {"lora": {1: 2.1, 2: 2.3, 3: 2.2}, "p_0.5": {1: 2.3, 2: 2.4, 3: 2.5}}
+    for name, method in (("lora", "LoRA"), ("p_0.5", "Loop Dropout")):
+        for rate, seeds in ((1e-3, [1]), (2e-3, [1, 2, 3])):
+            for seed in seeds:
+                run_name = f"mine/{name}/lr_{rate}/seed_{seed}"
+                value = losses[name][seed] + (rate == 1e-3)
+                row = {"metric": "eval_loss", "unit": "nats", "task": "training", "value": value, "seed": seed}
+                recipe = {"run_name": run_name, "learning_rate": rate, "rule": name}
+                write(tmp_path / run_name, [row], recipe, method=method)
+    report.main([str(tmp_path / "mine"), "--output_dir", str(tmp_path / "report")])
+    test = stats.ttest_1samp([0.2, 0.1, 0.3], 0)
+    low, high = test.confidence_interval()
+    numbers = pd.read_csv(tmp_path / "report/held_out_loss.csv").set_index("method")
+    assert [*numbers["num_seeds"]] == [3, 3] and numbers["mean"].to_list() == pytest.approx([2.2, 2.4])
+    gain = numbers.loc["p_0.5", ["difference", "low", "high", "p"]].astype(float).to_list()
+    assert gain == pytest.approx([0.2, low, high, test.pvalue])
+    assert f"+0.2000 [{low:+.4f}, {high:+.4f}]" in (tmp_path / "report/held_out_loss.md").read_text()
+    sweep._print_lowest(report.loss_numbers(report.final_results(report.load_results(tmp_path))))
+    assert capsys.readouterr().out.endswith("Lowest held-out loss: LoRA 2.2000 nats per token (p_0.5: +0.2000)\n")
 
 
 def test_tables_do_not_need_plotnine(quickstart, tmp_path, monkeypatch):

@@ -169,6 +169,8 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
         "  0.02       held-out loss 0.2000 nats per token\n  0.04       held-out loss 0.4000 nats per token\n"
         f"\nNext:\n  loopdropout report {lab.out}   # tables of losses, accuracies and costs\n"
     )
+    settings = load_recipe(lab.out / "lora/lr_0.02/seed_102/recipe.yaml")
+    assert settings["eval_strategy"] == "epoch"  # so that each run has a held-out loss to report
     assert ("because no `benchmarks` are set" in out) is not bool(fields)
     assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []
 
