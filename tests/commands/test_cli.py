@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import trl
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -117,7 +118,10 @@ def imports():
 def test_commands_import_only_what_they_use(imports, words):
     exit_code, modules = imports[words]
     assert exit_code == (2 if "learning_rat " in words else 0)
-    assert not {*modules} & {*LIGHT[words].split()}
+    unneeded = {*LIGHT[words].split()}
+    if Version(trl.__version__) < Version("1.10"):
+        unneeded -= {"pandas"}  # TRL's configuration of a training imports it
+    assert not {*modules} & unneeded
 
 
 def test_families_are_there_when_they_are_used(run):
