@@ -110,7 +110,7 @@ def describe_repeated(repeated: list[dict[str, Any]]) -> str:
     results = "1 result" if len(repeated) == 1 else f"{len(repeated):,} results"
     return (
         f"Left out: {results} in {', '.join(folders)}, because the trainings measured the same themselves, perhaps on other "
-        "examples. To see the later measurement, report its folder alone."
+        "examples. The later numbers are in results.jsonl there."
     )
 
 

@@ -548,14 +548,18 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         numbers = mean_costs(costs)
         texts = numbers.round(2).map("{:.12g}".format, na_action="ignore").fillna("–").rename(columns=COSTS)
         save_table(numbers, texts, "Costs of the training", output_dir / "costs")
-    numbers = loss_numbers(final)
-    if len(numbers):
+    losses = loss_numbers(final)
+    if len(losses):
         notes = [
             "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
             f"The 95% intervals and p-values are over seeds (t test). {OWN_FAMILY}",
         ]
-        save_table(numbers, loss_table(numbers), LOSS_TITLE, output_dir / "held_out_loss", notes)
-    if "accuracy" in {*final["metric"]}:
+        save_table(losses, loss_table(losses), LOSS_TITLE, output_dir / "held_out_loss", notes)
+    has_accuracy = "accuracy" in {*final["metric"]}
+    if not (len(costs) or len(losses) or has_accuracy):
+        metrics = ", ".join(sorted(final["metric"].unique()))
+        print(f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}.")
+    if has_accuracy:
         note = (
             "The 95% intervals and p-values are over seeds (t test), or over problems if there is one seed (McNemar's exact "
             f"test). {OWN_FAMILY}"

@@ -457,7 +457,8 @@ class Sweep:
         measured = {}
         for recipes in self.recipes.values():
             for name in sorted(MEASURED & recipes[False].keys()):
-                measured.setdefault(f"{name}: {recipes[False][name]}", None)
+                if recipes[False][name]:
+                    measured.setdefault(f"{name}: {recipes[False][name]}", None)
         print(f"evaluation      {', '.join(measured) or 'none'}")
         num_done, total = self.count()
         if num_done:

@@ -494,6 +494,10 @@ def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
     write(tmp_path / "evaluation", [{"value": 50.0}])
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     assert "Costs" not in capsys.readouterr().out and not (tmp_path / "report/costs.csv").exists()
+    write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "loss_reduction"}])
+    report.main([str(tmp_path / "diagnostics"), "--output_dir", str(tmp_path / "report")])
+    out = capsys.readouterr().out
+    assert out == "There is no accuracy, held-out loss or cost of a training to report, only loss_reduction.\n"
 
 
 def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):

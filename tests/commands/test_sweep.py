@@ -246,7 +246,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
         "seeds           101 with every learning rate, and 101, 102 with the one that is best on development\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
-        "evaluation      benchmarks: ['arithmetic_hard'], evaluate_base: False, single_loop_batches: 1\n"
+        "evaluation      benchmarks: ['arithmetic_hard'], single_loop_batches: 1\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
     )
 
