@@ -45,6 +45,9 @@ RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
 DEVELOPMENT = "development"
 """Name of the task of held-out training examples."""
 
+EVALUATION_FOLDER = "evaluation"
+"""Subfolder of a run for the results of `evaluate`."""
+
 COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loops", "gates", "n")
 """The columns of every result.
 
@@ -115,6 +118,23 @@ def read_results(*folders: str | Path) -> list[dict[str, Any]]:
 def read_own_results(folder: str | Path) -> list[dict[str, Any]]:
     """Return the results in exactly this folder, with its column `folder`."""
     return [{**row, "folder": str(folder)} for row in _read_rows(Path(folder, RESULTS_FILE))]
+
+
+def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the results of the adapter in a run's folder: its training's own, and what a later `evaluate` has added."""
+    own = read_own_results(folder)
+    training = next(filter(_is_of_training, own), None)
+    if training is None:
+        return own
+    run = {"run": str(folder)}
+    measured = {_measurement(row | run) for row in own}
+    added = []
+    for row in read_own_results(Path(folder, EVALUATION_FOLDER)):
+        is_of_adapter = all(row.get(name) == training.get(name) for name in ("training", "method", "seed", "step"))
+        is_of_base = row.get("method") == "base model"
+        if (is_of_adapter or is_of_base) and _measurement(row | run) not in measured:
+            added.append(row)
+    return own + added
 
 
 def measurement_folder(output_dir: str | Path, name: str) -> str:
@@ -374,7 +394,7 @@ def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
 def _measurement(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return what a result of `read_results` measures, wherever it is stored. It needs the column `run`."""
     ignored = {"folder", "adapter", "training"}
-    if row["method"] == "base model":  # it has results next to those of each training
+    if row.get("method") == "base model":  # it has results next to those of each training
         ignored |= {"run", "seed", "step"}
     settings = {name for name in row if name.startswith("recipe_")} - {"recipe_model_name_or_path"}
     return _key({name: value for name, value in row.items() if name not in ignored | settings})

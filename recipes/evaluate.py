@@ -38,7 +38,14 @@ from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchm
 from loopdropout_trainer.gate_state import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings
-from loopdropout_trainer.results import RECIPE_FILE, UNCOMPARED, find_difference, measurement_folder, write_results
+from loopdropout_trainer.results import (
+    EVALUATION_FOLDER,
+    RECIPE_FILE,
+    UNCOMPARED,
+    find_difference,
+    measurement_folder,
+    write_results,
+)
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source
@@ -107,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     unread = (*TRAINING_TYPES, DataArguments)
     settings = read_settings(ARGUMENTS, name_sources(argv, "adapter"), __doc__, unread)
     args, model_args = build(ARGUMENTS, settings)
-    args.output_dir = settings["output_dir"] = measurement_folder(args.output_dir, "evaluation")
+    args.output_dir = settings["output_dir"] = measurement_folder(args.output_dir, EVALUATION_FOLDER)
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and tasks

@@ -17,7 +17,7 @@ from loopdropout_trainer.files import public_name, read_text
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results import read_own_results, read_recipe, recipe_path
+from loopdropout_trainer.results import read_recipe, read_run_results, recipe_path
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, load_state
 from loopdropout_trainer.saving.hub import is_hub_name
 
@@ -116,7 +116,7 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
         "dataset": [source.path for source in read_sources(recipe) if not source.files],
         "data_description": describe_data(recipe, without_folders=True) or None,
         "recipe": read_text(recipe_path(folder)) if recipe else None,
-        "results": read_own_results(folder),
+        "results": read_run_results(folder),
         "kept_checkpoint": describe_kept_checkpoint(folder),
     }
 

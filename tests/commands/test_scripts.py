@@ -467,6 +467,8 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
     load_script("recipes/evaluate.py").main(words)  # with the recipe of the run, whose fields it knows
     assert (tmp_path / "results.jsonl").read_text() == before
     assert any(row["metric"] == "accuracy" for row in read_results(tmp_path / "evaluation"))
+    load_script("recipes/merge.py").main([str(tmp_path), "--output_dir", str(tmp_path / "merged")])
+    assert "| arithmetic_easy_test | 4 |" in (tmp_path / "merged/README.md").read_text()
 
 
 ONLY_TRAIN = f"{SHORT} --max_steps 2 --benchmarks null --eval_num_loops null --single_loop_accuracy false "
