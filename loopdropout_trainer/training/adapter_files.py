@@ -180,7 +180,7 @@ class AdapterFilesMixin:
         with explain_push(self._hub_name, "No file was uploaded.", token):
             if private is not None and self.is_world_process_zero():
                 # Releases of transformers before 5.24 have no `private` here. They accept a repository that exists.
-                HfApi(token=token).create_repo(self._hub_name, private=private, exist_ok=True)
+                HfApi(token=token).create_repo(self._hub_id, private=private, exist_ok=True)
             super().init_hf_repo(token)
             if self.is_world_process_zero():
                 create_branch(self.hub_model_id, self.args.hub_revision, token)
@@ -260,9 +260,13 @@ class AdapterFilesMixin:
         )
 
     @property
+    def _hub_id(self) -> str:
+        """The repository to push to. As in transformers, it has the name of `output_dir` by default."""
+        return self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+
+    @property
     def _hub_name(self) -> str:
         """The repository in messages."""
         if self.args.hub_model_id:
-            return self.args.hub_model_id
-        folder = Path(self.args.output_dir).absolute().name
-        return f"the repository {folder}, which has the name of `output_dir` because `hub_model_id` is not set,"
+            return self._hub_id
+        return f"the repository {self._hub_id}, which has the name of `output_dir` because `hub_model_id` is not set,"

@@ -469,3 +469,12 @@ def test_failed_push_of_a_trainer_says_how_to_name_the_repository(make_sft, tmp_
         "^The push to the repository mine, which has the name of `output_dir` because `hub_model_id` is not set,"
     ):
         trainer.push_to_hub()
+
+
+def test_private_repository_has_the_name_of_the_folder(make_sft, tmp_path, monkeypatch):
+    create = Mock(return_value=SimpleNamespace(repo_id="someone/mine"))
+    monkeypatch.setattr(HfApi, "create_repo", create)
+    trainer = make_sft(output_dir=str(tmp_path / "mine"))
+    trainer.init_hf_repo(private=True)
+    assert {call.args for call in create.call_args_list} == {("mine",)} and trainer.hub_model_id == "someone/mine"
+    assert create.call_args_list[0].kwargs["private"] is True
