@@ -120,10 +120,15 @@ def read_own_results(folder: str | Path) -> list[dict[str, Any]]:
     return [{**row, "folder": str(folder)} for row in _read_rows(Path(folder, RESULTS_FILE))]
 
 
+def is_of_training(row: Mapping[str, Any]) -> bool:
+    """Return whether a result is one of the training itself, such as its loss. The base model has a held-out loss, too."""
+    return row.get("task") == "training" and row.get("method") != "base model"
+
+
 def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
     """Return the results of the adapter in a run's folder: its training's own, and what a later `evaluate` has added."""
     own = read_own_results(folder)
-    training = next(filter(_is_of_training, own), None)
+    training = next(filter(is_of_training, own), None)
     if training is None:
         return own
     run = {"run": str(folder)}
@@ -132,7 +137,9 @@ def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
     for row in read_own_results(Path(folder, EVALUATION_FOLDER)):
         is_of_adapter = all(row.get(name) == training.get(name) for name in ("training", "method", "seed", "step"))
         is_of_base = row.get("method") == "base model"
-        if (is_of_adapter or is_of_base) and _measurement(row | run) not in measured:
+        if row.get("readout") is not None or not (is_of_adapter or is_of_base):
+            continue  # the readout of an earlier loop is not the answer of the model
+        if _measurement(row | run) not in measured:
             added.append(row)
     return own + added
 
@@ -143,7 +150,7 @@ def measurement_folder(output_dir: str | Path, name: str) -> str:
     The folder of a run holds the results of its training alone, because a later measurement can use other examples, and also
     measures other models. The two would replace each other, and mix in the mean over the seeds.
     """
-    is_run = Path(output_dir, RUN_FILE).is_file() or any(map(_is_of_training, read_own_results(output_dir)))
+    is_run = Path(output_dir, RUN_FILE).is_file() or any(map(is_of_training, read_own_results(output_dir)))
     return str(Path(output_dir, name)) if is_run else str(output_dir)
 
 
@@ -156,13 +163,15 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
     """
-    trained = {row["folder"] for row in rows if _is_of_training(row)}
+    trained = {row["folder"] for row in rows if is_of_training(row)}
     is_own = [row["folder"] in trained and not row.get("adapter") for row in rows]
     own_keys = {_measurement(row) for row, own in zip(rows, is_own, strict=True) if own}
     shown, repeated = [], []
     for row, own in zip(rows, is_own, strict=True):
-        is_shown = own or _measurement(row) not in own_keys
-        (shown if is_shown else repeated).append(row)
+        if own or _measurement(row) not in own_keys:
+            shown.append(row)
+        else:
+            repeated.append(row)
     return shown, repeated
 
 
@@ -376,11 +385,6 @@ def training_recipe(trainer: Trainer) -> dict[str, Any]:
             with suppress(TypeError):  # an object, such as `accelerator_config`
                 recipe[field.name] = json.loads(json.dumps(value))
     return recipe
-
-
-def _is_of_training(row: Mapping[str, Any]) -> bool:
-    """Return whether a result is one of the training itself, such as its loss."""
-    return row.get("task") == "training"
 
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from loopdropout_trainer.errors import UserError, check_name
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
 from loopdropout_trainer.memory import read_depth
-from loopdropout_trainer.results import RECIPE_FILE, RUN_FILE, read_own_results, read_recipe, recipe_path
+from loopdropout_trainer.results import (
+    RECIPE_FILE,
+    RUN_FILE,
+    is_of_training,
+    read_own_results,
+    read_recipe,
+    recipe_path,
+)
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
 from loopdropout_trainer.saving.facts import LOADABLE, MODELS, Kind, Source
@@ -202,7 +209,7 @@ def _warn_of_later_results(source: Source) -> None:
     if step is None or source.training_id is None:  # an older adapter, or one of another program
         return
     for row in read_own_results(source.run):
-        if row["task"] != "training" or row.get("training") is None:
+        if not is_of_training(row) or row.get("training") is None:
             continue
         is_same = row["training"] == source.training_id
         if is_same and row["step"] <= step:
@@ -340,7 +347,7 @@ def _read_columns(source: Source) -> dict[str, Any]:
     if columns["method"] is None:  # an older adapter, or one of another program
         columns["method"] = name
         for row in read_own_results(source.run):
-            if row["task"] == "training":
+            if is_of_training(row):
                 columns |= {column: row[column] for column in ("method", "seed", "step")}
         if is_checkpoint(source.folder):
             columns["step"] = checkpoint_step(source.folder)

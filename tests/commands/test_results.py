@@ -58,6 +58,24 @@ def test_names_in_results_are_possible_names(tmp_path):
             read(tmp_path)
 
 
+OF_TRAINING = {**ROW, "metric": "train_loss", "task": "training", "training": "t1"}
+BASE = {"method": "base model", "seed": None, "step": None, "gates": "none"}
+
+
+def test_run_results_after_a_longer_training(tmp_path):
+    """The held-out loss of the base model stays in front of the results of the longer training."""
+    base_loss = {**OF_TRAINING, **BASE, "metric": "eval_loss", "training": None}
+    write_results(tmp_path, [OF_TRAINING, base_loss], step=10)
+    write_results(tmp_path, [{**OF_TRAINING, "step": 20}], step=20)
+    later = {**ROW, "training": "t1", "step": 20, "adapter": str(tmp_path)}
+    others = [{**later, "step": 10}, {**later, "training": "t2"}, {**later, "readout": 2}]
+    write_results(tmp_path / "evaluation", [later, {**ROW, **BASE}, *others])
+    found = [{**row, "folder": None} for row in results.read_run_results(tmp_path)]
+    own = [base_loss, {**OF_TRAINING, "step": 20}]
+    assert found == [{**row, "folder": None} for row in (*own, later, {**ROW, **BASE})]
+    assert not any(map(results.is_of_training, [base_loss, later])) and results.is_of_training(OF_TRAINING)
+
+
 def test_write_run_marks_a_run_as_finished(tmp_path):
     assert not is_finished(tmp_path)
     write_run(tmp_path, status="trained", device="cpu")
