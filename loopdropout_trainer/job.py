@@ -87,9 +87,8 @@ class Job:
         check_trackers(training.report_to)
         check_devices(training)
         # `recipe.yaml` repeats the run. With `resume_from_checkpoint: false` from there, a repetition would begin again.
-        recipe = {
-            name: value for name, value in settings.items() if name not in ("hub_token", "resume_from_checkpoint")
-        }
+        unsaved = ("hub_token", "resume_from_checkpoint")
+        recipe = {name: value for name, value in settings.items() if name not in unsaved}
         is_decided = settings.get("resume_from_checkpoint") is not None
         self.starts_over = is_decided and not training.resume_from_checkpoint
         self.runs = [Run(script, training, recipe, self.starts_over)]
@@ -313,15 +312,9 @@ class Job:
         batches = trainer.get_eval_dataloader()
         with trainer.model.disable_adapter():
             output = trainer.evaluation_loop(batches, "Base model", prediction_loss_only=True)
-        trainer.callback_handler.on_predict(
-            trainer.args, trainer.state, trainer.control, output.metrics
-        )  # ends the bar
-        row = {
-            "metric": "eval_loss",
-            "value": output.metrics["eval_loss"],
-            "unit": UNITS["eval_loss"],
-            "gates": "none",
-        }
+        metrics = output.metrics
+        trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, metrics)  # ends the bar
+        row = {"metric": "eval_loss", "value": metrics["eval_loss"], "unit": UNITS["eval_loss"], "gates": "none"}
         record(trainer, run, [row], task="training")
 
     def _diagnose(self, trainer: Trainer, run: Run) -> None:

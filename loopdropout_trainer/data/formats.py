@@ -111,17 +111,15 @@ def check_roles(value: Any, chat_template: Any) -> None:
     turns = to_messages(value)
     if not isinstance(turns, list):
         return
-    named = set(re.findall(r"\w+", str(chat_template)))
     for turn in turns:
-        role = (
-            turn.get("role", "user") if isinstance(turn, dict) else "user"
-        )  # `has_text` explains a turn without a role
-        if role not in USUAL_ROLES and str(role) not in named:
-            roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
-            hint = closest_match(str(role), USUAL_ROLES)
-            raise UserError(
-                f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}"
-            )
+        if not isinstance(turn, dict) or "role" not in turn:
+            continue  # which `has_text` explains
+        role = turn["role"]
+        if role in USUAL_ROLES or str(role) in re.findall(r"\w+", str(chat_template)):
+            continue
+        roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
+        hint = closest_match(str(role), USUAL_ROLES)
+        raise UserError(f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}")
 
 
 def has_text(name: str, target: Any) -> bool:

@@ -84,9 +84,8 @@ class GateConfig:
         def __new__(cls, *args: Any, **kwargs: Any) -> Self:
             """Keep the names of the given fields. Raise UserError for an unknown one, with a hint at the known one."""
             known = inspect.signature(cls.__init__).parameters
-            takes_all = any(
-                parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
-            )  # of a user's subclass
+            kinds = [parameter.kind for parameter in known.values()]
+            takes_all = inspect.Parameter.VAR_KEYWORD in kinds  # of a user's subclass
             for name in kwargs:
                 if name not in known and not takes_all:
                     raise UserError(f"`{name}` is not a field of {cls.__name__}.{_hint(name, kwargs[name], known)}")
