@@ -180,7 +180,7 @@ def _name_in_commands(block: str, repo_id: str, revision: str | None) -> str:
     """Return a block of code with the repository in place of the folder `.`, as each program writes it."""
     folder = re.compile(rf"""(?<=["' ])(?:\.|{re.escape(repo_id)})(?=["'\s]|$)""")
     lines = []
-    for line in block.splitlines():
+    for line in _without_branch(block, repo_id).splitlines():
         if not folder.search(line) or "revision" in line:
             lines.append(line)
         elif revision is None:
@@ -198,6 +198,16 @@ def _name_in_commands(block: str, repo_id: str, revision: str | None) -> str:
             lines.append(f"hf download {repo_id} --revision {revision} --local-dir model")
             lines.append(folder.sub("model", line).replace("--remote ", ""))
     return "\n".join(lines)
+
+
+def _without_branch(block: str, repo_id: str) -> str:
+    """Return a block of code without the branch of the repository that an earlier push has named in it."""
+    name = re.escape(repo_id)
+    block = re.sub(rf'("{name}"), revision="[^"]*"', r"\1", block)
+    block = re.sub(rf"""{name}@[^\s"']+""", repo_id, block)
+    block = re.sub(rf"(?m)^(vllm .*{name}.*) --revision \S+$", r"\1", block)
+    download = rf"^hf download {name} --revision \S+ --local-dir model\n"
+    return re.sub(rf"(?m){download}(.* )model ", rf"\g<1>{repo_id} ", block)
 
 
 def _loading_facts(folder: Path) -> dict[str, Any]:

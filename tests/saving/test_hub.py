@@ -422,8 +422,10 @@ def test_card_names_programs_that_run_the_model(tmp_path, tokenizer, family, has
 
 def test_card_of_a_branch_loads_the_branch(tmp_path, tokenizer):
     merge_and_save(adapted(TINY["nanbeige"]()), tmp_path, tokenizer, repo_id="someone/model")
-    for _ in range(2):
-        assert name_repository(tmp_path, "someone/model", "try-1")
+    of_main = card_of(tmp_path)
+    for revision in ("try-1", "try-1", "other/2", None, "try-1"):  # pushes of one folder to several branches
+        assert name_repository(tmp_path, "someone/model", revision)
+        assert (card_of(tmp_path) == of_main) == (revision is None)
     model, tokens = (line for line in code_of(tmp_path, "python")[0].splitlines() if "from_pretrained" in line)
     assert model.endswith('from_pretrained("someone/model", revision="try-1", dtype="auto")')
     assert tokens.endswith('from_pretrained("someone/model", revision="try-1")')
