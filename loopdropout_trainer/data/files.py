@@ -70,7 +70,10 @@ def describe_row(source: DataSource, number: int) -> str:
             if number < num_rows:
                 return f"row {number + 1:,} of {file}"
             number -= num_rows
-    return f"row {number + 1:,} of {source}"
+    place = str(source)
+    if "[" in source.split:  # rows are counted from its beginning
+        place = f"`{source.split}` of {source}"
+    return f"row {number + 1:,} of {place}"
 
 
 def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:

@@ -310,6 +310,9 @@ def test_wrong_roles_raise_with_their_row(tmp_path, bytes_tokenizer):
         mixture = DataArguments(datasets=[{"path": parts[0]}, {"path": parts[1]}])
         with user_error(f"^Row 2 of [^ ]*b.jsonl: {fault}"):
             load_datasets(mixture, bytes_tokenizer, 999)
+        part = DataArguments(datasets=[{"path": alone, "split": "train[2:]"}])
+        with user_error(rf"^Row 2 of `train\[2:\]` of [^ ]*alone.jsonl: {fault}"):
+            load_datasets(part, bytes_tokenizer, 999)
 
 
 def test_roles_of_a_prompt_are_checked(load, bytes_tokenizer):
