@@ -32,6 +32,8 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
         return name, revision
     if Path(model_path(repository)).expanduser().is_dir():
         raise UserError(f"Only a repository on the Hub has branches, and {repository} is a folder, got {name!r}.")
+    if name.startswith(("/", ".", "~")):  # the path of a folder that does not exist
+        return name, revision
     if revision not in (None, own):
         raise UserError(
             f"{repository} must have one revision, got {own!r} in its name and {revision!r}. Remove `@{own}` from the name, "

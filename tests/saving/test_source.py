@@ -249,6 +249,7 @@ def test_revision_is_part_of_a_name(hub, places, tmp_path, capsys):
             "user/adapter must have one revision, got 'main' in its name and 'v1'. Remove `@main`",
         ),
         ("user/adapter@", None, "The folder user/adapter@ does not exist"),
+        ("/nowhere/me@work/run", None, "The folder /nowhere/me@work/run does not exist"),
     ],
 )
 def test_wrong_revisions_of_names(places, name, revision, message):
