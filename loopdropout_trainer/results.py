@@ -175,6 +175,28 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     return shown, repeated
 
 
+def split_replaced(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Divide results into those of present weights, and those of weights that a later training in a run's folder replaced.
+
+    The later training was longer, or began again. Results of checkpoints stay, because their folders name their steps.
+
+    Args:
+        rows: Results of `read_results` with the column `run`, the folder of their training.
+    """
+    weights: dict[str, set] = {}  # of a run. A copy of its folder may have other ones.
+    for row in rows:
+        if is_of_training(row) and row.get("training"):
+            weights.setdefault(row["run"], set()).add((row["training"], row["step"]))
+    present, replaced = [], []
+    for row in rows:
+        is_later = row.get("adapter") and row.get("training") and not is_checkpoint(row["adapter"])
+        if not is_later or row["run"] not in weights or (row["training"], row["step"]) in weights[row["run"]]:
+            present.append(row)
+        else:
+            replaced.append(row)
+    return present, replaced
+
+
 def recipe_path(folder: str | Path) -> Path:
     """Return the path of the recipe of the run in a folder, or of the run that a checkpoint belongs to."""
     folder = Path(folder).resolve()

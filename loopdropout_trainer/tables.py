@@ -26,6 +26,7 @@ from loopdropout_trainer.results import (
     read_results,
     read_samples,
     split_repeated,
+    split_replaced,
 )
 
 
@@ -68,8 +69,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of recipes/report.py lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep), and
-    `checkpoint` (its step, if a checkpoint was measured). Results that repeat a measurement of a training are left out, and
-    `attrs["left_out"]` is a sentence about them, or "".
+    `checkpoint` (its step, if a checkpoint was measured). Results that repeat a measurement of a training or of weights that
+    a later training replaced are left out, and `attrs["left_out"]` has a line about each kind, or is "".
 
     Raises:
         UserError: if there are no results.
@@ -88,6 +89,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         if row["method"] == "base model":
             kept = OF_BASE_LOSS if row["metric"] == "eval_loss" else OF_BASE
             row.update(dict.fromkeys(settings - kept))
+    rows, replaced = split_replaced(rows)
     rows, repeated = split_repeated(rows)
     for row in rows:
         row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
@@ -98,20 +100,25 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
-    results.attrs["left_out"] = describe_repeated(repeated)
+    results.attrs["left_out"] = describe_left_out({REPEATED: repeated, REPLACED: replaced})
     return results
 
 
-def describe_repeated(repeated: list[dict[str, Any]]) -> str:
-    """Return a sentence about the results that repeat measurements of trainings, or "" if there are none."""
-    if not repeated:
-        return ""
-    folders = [*dict.fromkeys(row["folder"] for row in repeated)]
-    results = "1 result" if len(repeated) == 1 else f"{len(repeated):,} results"
-    return (
-        f"Left out: {results} in {', '.join(folders)}, because the trainings measured the same themselves, perhaps on other "
-        "examples. The later numbers are in results.jsonl there."
-    )
+REPEATED = (
+    "the trainings measured the same themselves, perhaps on other examples. The numbers are in results.jsonl there."
+)
+REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
+
+
+def describe_left_out(left_out: dict[str, list[dict[str, Any]]]) -> str:
+    """Return a line about the results that are left out for each reason, or "" if there are none."""
+    lines = []
+    for reason, rows in left_out.items():
+        if rows:
+            folders = [*dict.fromkeys(row["folder"] for row in rows)]
+            results = "1 result" if len(rows) == 1 else f"{len(rows):,} results"
+            lines.append(f"Left out: {results} in {', '.join(folders)}, because {reason}")
+    return "\n".join(lines)
 
 
 def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:

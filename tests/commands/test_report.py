@@ -296,6 +296,23 @@ def test_a_mean_takes_the_last_weights_and_names_checkpoints(tmp_path):
     assert table.set_index("method")["accuracy"].to_dict() == {"LoRA": "51.50 ± 0.71", "LoRA, checkpoint = 5": "20.00"}
 
 
+@pytest.mark.parametrize("change", [{"step": 20}, {"training": "id 2"}], ids=["longer", "begun again"])
+def test_results_of_replaced_weights_are_left_out(change, tmp_path):
+    at, adapter = {"training": "id 1"}, {"adapter": str(tmp_path / "run")}
+    checkpoint = {"adapter": str(tmp_path / "run/checkpoint-5"), "step": 5}
+    write(tmp_path / "run/evaluation", [{"value": 40.0, **at, **adapter}, {"value": 20.0, **at, **checkpoint}])
+    write(tmp_path / "run", [{"task": "training", "metric": "train_seconds", "value": 9.0}], **{**at, **change})
+    place = f"Left out: 1 result in {tmp_path}/run/evaluation, because later trainings replaced the measured weights."
+    results = report.load_results(tmp_path)
+    assert results.attrs["left_out"].startswith(place) and 40.0 not in {*results["value"]} >= {20.0}
+    write(tmp_path / "run/evaluation", [{"value": 50.0, **at, **adapter, **change}])
+    table = accuracy_table(tmp_path).reset_index().set_index("method")["accuracy"]
+    assert table["LoRA"] == "50.00"
+    # In a copy of the folder, the former weights are the present ones.
+    write(tmp_path / "copy", [{"task": "training", "metric": "train_seconds", "value": 9.0}], **at)
+    assert 40.0 in {*report.load_results(tmp_path)["value"]}
+
+
 @pytest.mark.parametrize("gains", [[2.0, 1.0, 6.0], [5.0, 6.0, 5.0], [0.0, 0.0, 0.0]])
 def test_difference_is_paired_by_seed(gains, tmp_path):
     write(tmp_path / "lora", [{"seed": seed, "value": 50.0 + 10 * seed} for seed in range(4)])
