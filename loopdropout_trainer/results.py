@@ -163,7 +163,7 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
     """
-    trained = {row["folder"] for row in rows if is_of_training(row)}
+    trained = {row["folder"] for row in rows if row["task"] == "training"}  # also by the base model's loss there
     is_own = [row["folder"] in trained and not row.get("adapter") for row in rows]
     own_keys = {_measurement(row) for row, own in zip(rows, is_own, strict=True) if own}
     shown, repeated = [], []
