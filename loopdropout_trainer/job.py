@@ -6,30 +6,27 @@ trainings and measurements need are imported in the functions, so that mistakes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, SFTArguments, names_of
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.measuring import evaluate, measure
 from loopdropout_trainer.plan import describe_examples, describe_left_out, print_next_commands, print_plan
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import (
     RECIPE_FILE,
-    UNITS,
-    result_columns,
-    write_results,
     write_run,
 )
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, load_state
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
-from loopdropout_trainer.training.distributed import check_devices, shards_weights
+from loopdropout_trainer.training.distributed import check_devices
 
 
 if TYPE_CHECKING:
@@ -187,7 +184,7 @@ class Job:
             trainer = make_trainer(run)
             self.train(trainer, run)
             self.save(trainer, run)
-            self.measure(trainer, run)
+            measure(trainer, run, self.tasks, self.references)
             self.finish_run(trainer, run)
         if self.args.process_index == 0:
             from loopdropout_trainer.printing import show_results
@@ -230,7 +227,7 @@ class Job:
         trainer.saved_facts["prompt_template"] = self.data_args.prompt_format
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
-                self._evaluate(trainer, run, self.tasks)
+                evaluate(trainer, run, self.tasks)
         if self.progress is None:
             num_trainings = sum(not run.is_trained for run in self.runs)
             self.progress = JobProgressCallback(num_trainings)
@@ -282,78 +279,6 @@ class Job:
         return load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
 
     # After the training
-
-    def measure(self, trainer: Trainer, run: Run) -> None:
-        """Measure a trained adapter as the recipe says, and write the results: losses, then accuracies."""
-        import torch
-
-        self._diagnose(trainer, run)
-        # All tasks, and the first one at other depths and in one loop only. They come last, because a sweep chooses as soon as
-        # it finds an accuracy, and breaks ties by the loss.
-        self._evaluate(trainer, run, self.tasks)
-        for depth in run.script_args.eval_num_loops or ():
-            if depth != trainer.num_loops:
-                self._evaluate(trainer, run, self.tasks[:1], num_loops=depth)
-        if run.script_args.single_loop_accuracy:
-            for gates in torch.eye(trainer.num_loops).tolist():
-                self._evaluate(trainer, run, self.tasks[:1], gates=gates)
-        if run.script_args.evaluate_base and isinstance(run.script_args, SFTArguments):
-            self._measure_base_loss(trainer, run)
-
-    def _measure_base_loss(self, trainer: Trainer, run: Run) -> None:
-        """Write the held-out loss of the base model, if the training has measured the loss of its adapter there.
-
-        The same loop of the trainer measures both. It runs here without the callbacks of an evaluation, which would log the
-        loss as one of the training.
-        """
-        has_losses = any("eval_loss" in log for log in trainer.state.log_history)
-        if not has_losses or shards_weights(trainer.args):
-            return
-        batches = trainer.get_eval_dataloader()
-        with trainer.model.disable_adapter():
-            output = trainer.evaluation_loop(batches, "Base model", prediction_loss_only=True)
-        metrics = output.metrics
-        trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, metrics)  # ends the bar
-        row = {"metric": "eval_loss", "value": metrics["eval_loss"], "unit": UNITS["eval_loss"], "gates": "none"}
-        record(trainer, run, [row], task="training")
-
-    def _diagnose(self, trainer: Trainer, run: Run) -> None:
-        """Write the loss of reference solutions and held-out examples with the adapter in one loop, and of each readout."""
-        from torch.utils.data import DataLoader
-
-        from loopdropout_trainer.diagnostics import label_batches, readouts, single_loop
-        from loopdropout_trainer.evaluation import DEVELOPMENT
-
-        batch_size = trainer.args.per_device_eval_batch_size
-        batches_by_task = {}
-        if self.references:
-            batches = label_batches(self.references, trainer.processing_class, batch_size)
-            batches_by_task[run.script_args.diagnose_task] = batches
-        num_batches = getattr(run.script_args, "single_loop_batches", 0)  # only `sft` has the field
-        if num_batches:
-            loader = DataLoader(trainer.eval_dataset, batch_size, collate_fn=trainer.data_collator)
-            batches_by_task[DEVELOPMENT] = list(islice(loader, num_batches))
-        for task, batches in batches_by_task.items():
-            results = single_loop(trainer.model, batches) + readouts(trainer.model, batches)
-            record(trainer, run, results, task=task)
-
-    def _evaluate(self, trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any) -> None:
-        """Write the results of tasks. `place`: `num_loops` or `gates` [K] of the evaluation."""
-        from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks
-
-        if not tasks:
-            return
-        folder, options = Path(trainer.args.output_dir), run.script_args
-        lm = LoopedLM(trainer.model, trainer.processing_class, batch_size=options.benchmark_batch_size, **place)
-        results = evaluate_tasks(
-            lm,
-            tasks,
-            limit=options.benchmark_limit,
-            cache_dir=folder / "cache",
-            output_dir=folder,
-            allow_unsafe_code=options.allow_unsafe_code,
-        )
-        record(trainer, run, results)
 
     def finish_run(self, trainer: Trainer, run: Run) -> None:
         """Write and push the card with the results and, if `merge` is set, the merged model. Mark the run as finished."""
@@ -435,17 +360,3 @@ def load_trained(trainer: Trainer, folder: str | Path) -> None:
     trainer.state = load_state(folder)
     trainer.training_id = source.training_id
     trainer.looped.trained_with = source.facts()
-
-
-def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
-    """Write results of a trainer's model, with the columns that they share."""
-    facts |= result_columns(trainer, run.title)
-    of_base = {"method": "base model", "seed": None, "step": None, "training": None}
-    results = []
-    for row in rows:
-        result = {**facts, **row}
-        if row["gates"] == "none":
-            result |= of_base
-        results.append(result)
-    if trainer.is_world_process_zero():
-        write_results(trainer.args.output_dir, results, facts["step"])

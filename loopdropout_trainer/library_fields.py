@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from loopdropout_trainer.bounds import Bounds
@@ -206,3 +207,21 @@ SAFE_VALUES = {
 }
 """Names that can run code of other people, with their safe values. Other values are accepted on the command line only. The
 list is made by hand, because no library marks such names. Most of them are keys in a mapping, such as `model_init_kwargs`."""
+
+
+def unsafe_names(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of the settings that can run code, also of nested ones. A recipe must not set them."""
+    names = []
+    for name, value in _nested(settings):
+        names_file = ("attn_implementation" in name or name == "script") and "/" in str(value)
+        is_safe = name not in SAFE_VALUES or value in (None, SAFE_VALUES[name])
+        if names_file or not is_safe:
+            names.append(name)
+    return names
+
+
+def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        yield str(name), value
+        if isinstance(value, dict):
+            yield from _nested(value)

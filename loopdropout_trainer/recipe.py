@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os.path
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -24,7 +24,7 @@ from loopdropout_trainer.errors import UserError, check_type, closest_match, des
 from loopdropout_trainer.fields import check_value, single_types
 from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.help import print_help
-from loopdropout_trainer.library_fields import SAFE_VALUES
+from loopdropout_trainer.library_fields import unsafe_names
 from loopdropout_trainer.read_yaml import read_yaml, read_yaml_file
 
 
@@ -141,13 +141,6 @@ def import_files(paths: Sequence[str]) -> None:
             spec.loader.exec_module(module)
 
 
-def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        yield str(name), value
-        if isinstance(value, dict):
-            yield from _nested(value)
-
-
 def override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe with changes.
 
@@ -260,17 +253,6 @@ def _check_safe(recipe: Mapping[str, Any], path: str) -> None:
         for name in unsafe_names({field: value}):
             where = "it" if name == field else f"`{field}`"
             raise UserError(f"{path} sets `{name}`, which can run code. Set {where} on the command line instead.")
-
-
-def unsafe_names(settings: Mapping[str, Any]) -> list[str]:
-    """Return the names of the settings that can run code, also of nested ones. A recipe must not set them."""
-    names = []
-    for name, value in _nested(settings):
-        names_file = ("attn_implementation" in name or name == "script") and "/" in str(value)
-        is_safe = name not in SAFE_VALUES or value in (None, SAFE_VALUES[name])
-        if names_file or not is_safe:
-            names.append(name)
-    return names
 
 
 def _is_list(hint: Any) -> bool:

@@ -31,8 +31,8 @@ from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, run_script
 from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.library_fields import SEED_BOUNDS
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse, unsafe_names
+from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import (
     DEVELOPMENT,
     MEASURED,

@@ -9,6 +9,7 @@ from loopdropout_trainer.data.arguments import (
     GRPODataArguments,
     SFTDataArguments,
 )
+from loopdropout_trainer.data.examples import LeftOut
 from loopdropout_trainer.data.files import read_files
 from loopdropout_trainer.data.formats import to_messages
 from loopdropout_trainer.data.holding_out import (
@@ -19,7 +20,7 @@ from loopdropout_trainer.data.holding_out import (
     hold_out_random,
     random_order,
 )
-from loopdropout_trainer.data.loading import LeftOut, LoadedExamples, load_datasets, load_examples
+from loopdropout_trainer.data.loading import LoadedExamples, load_datasets, load_examples
 from loopdropout_trainer.data.preparations import (
     FIELD,
     PREPARATIONS,
