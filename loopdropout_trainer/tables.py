@@ -349,7 +349,7 @@ def tasks_of(accuracy: pd.DataFrame) -> list[str]:
     return sorted(accuracy["task"].unique(), key=lambda task: task == DEVELOPMENT)
 
 
-NUMBERS = ["mean", "sd", "num_seeds", *Gain._fields]
+NUMBERS = ["mean", "sd", "num_seeds", *Gain.__annotations__]
 """Columns of numbers in a CSV file. `sd` is empty for a single seed."""
 
 
@@ -412,7 +412,7 @@ def accuracy_table(numbers: pd.DataFrame) -> pd.DataFrame:
 
 def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:
     """Return numbers as texts: mean ± SD over seeds, the difference to LoRA, and its p-value."""
-    gains = [Gain(*row) for row in numbers[[*Gain._fields]].itertuples(index=False)]
+    gains = [Gain(*row) for row in numbers[[*Gain.__annotations__]].itertuples(index=False)]
     means = zip(numbers["mean"], numbers["sd"], strict=True)
     texts = {
         title: [format_mean(mean, sd, decimals) for mean, sd in means],

@@ -248,9 +248,12 @@ def test_trainers_of_one_model_keep_their_rules(make_trainer, make_sft):
 @pytest.mark.parametrize(
     ("make_gates", "message"),
     [
-        (lambda k, n: torch.zeros(n, k), r"\[K, N, M\] with K = 4 loops, N = 2 examples and M = 14 .* got \[2, 4\]"),
-        (lambda k, n: torch.zeros(k, n + 1), r"got \[4, 3\]"),
-        (lambda k, n: torch.zeros(k, n, 3), r"got \[4, 2, 3\]"),
+        (
+            lambda k, n: torch.zeros(n, k),
+            r"\[K, N, M\] with K = 4 loops, N = 2 examples and M = 14 .* got the shape \[2, 4\]",
+        ),
+        (lambda k, n: torch.zeros(k, n + 1), r"got the shape \[4, 3\]"),
+        (lambda k, n: torch.zeros(k, n, 3), r"got the shape \[4, 2, 3\]"),
         (lambda k, n: torch.full((k, n), torch.inf), "must be finite"),
         (lambda k, n: torch.zeros(k, n, dtype=torch.complex64), "must be real numbers, got torch.complex64"),
         (lambda k, n: torch.zeros(k, n, device="meta"), "on the device meta"),
