@@ -234,10 +234,12 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
         num_rows, about = math.ceil(loaded.num_tokens / args.max_length), "about "  # as if packing filled all rows
     steps_per_epoch = math.ceil(num_rows / args.examples_per_step)
     if args.max_steps > 0:
-        length = f"{count(args.max_steps, 'optimizer step')}, {about}{args.max_steps / steps_per_epoch:.3g} epochs"
+        num_steps, num_epochs, about_steps = args.max_steps, f"{about}{args.max_steps / steps_per_epoch:.3g}", ""
     else:
         num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-        length = f"{about}{count(num_steps, 'optimizer step')}, {args.num_train_epochs:.3g} epochs"
+        num_epochs, about_steps = f"{args.num_train_epochs:.3g}", about
+    epochs = "epoch" if num_epochs == "1" else "epochs"
+    length = f"{about_steps}{count(num_steps, 'optimizer step')}, {num_epochs} {epochs}"
     lines = [f"{num_examples:,}, {held_out}, {length}"]
     lines += [f"{number:,} of the {size:,} examples of {title}" for title, number, size in loaded.sources]
     return _titled("examples", lines)

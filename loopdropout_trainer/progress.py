@@ -97,7 +97,10 @@ class SampleCompletionsCallback(TrainerCallback):
             batch = trainer.data_collator(list(islice(trainer.eval_dataset, 1)))
         ids, trained = batch["input_ids"][0], batch["labels"][0] != IGNORED
         start = int(trained.int().argmax()) or len(ids) // 2  # a text without prompt is divided in the middle
-        self.prompt, self.reference = ids[:start].tolist(), ids[start:][trained[start:]]
+        # The reference ends with the first answer: a chat has further turns behind it, and a packed row further examples.
+        is_answer = trained[start:].tolist()
+        length = is_answer.index(False) if False in is_answer else len(is_answer)
+        self.prompt, self.reference = ids[:start].tolist(), ids[start : start + length]
 
     def on_step_end(self, args, state, control, **kwargs):
         if control.should_training_stop and not control.should_evaluate:

@@ -188,7 +188,10 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _set_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str) -> None:
     if token not in tokenizer.get_vocab():
-        raise UserError(f"`{name}` must be a token of the tokenizer {tokenizer.name_or_path}, got {token}.")
+        raise UserError(
+            f"`{name}` must be a token of the tokenizer {tokenizer.name_or_path}, got {token}. The chat template tulu2 needs "
+            "no tokens of its own."
+        )
     setattr(tokenizer, name, token)
 
 

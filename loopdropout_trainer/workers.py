@@ -118,6 +118,8 @@ class Workers:
         self.processes.remove(process)
         if not self.runs.is_done(run) and not self.stopped.is_set():
             last_line = path.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            if status == -signal.SIGKILL and not last_line:
+                last_line = "it was killed, often because the memory was full. The same command continues the sweep"
             raise UserError(f"{run.name} ended with exit code {status}: {last_line} (log: {path})")
         print(self._describe_end(run, was_trained), flush=True)
 

@@ -139,14 +139,16 @@ def has_text(name: str, target: Any) -> bool:
 
 
 def find_features(example: Mapping[str, Any]) -> Features | None:
-    """Return types of columns that hold conversations and tools in any shape, or None for examples of texts.
+    """Return types of columns for texts, numbers, and conversations and tools in any shape, or None for other examples.
 
     `datasets` takes the type of a column from its first rows. Later rows fail, or get the keys of the first ones, if their
-    turns or tools have other keys. `Json` keeps each value as it is.
+    turns or tools have other keys. `Json` keeps each value as it is. A text that was made of a number would be a number again.
     """
     from datasets import Features, Json, Value
 
-    if not any(isinstance(value, list | dict) for value in example.values()):
+    is_plain = all(isinstance(value, str | int) for value in example.values())
+    has_turns = any(isinstance(value, list | dict) for value in example.values())
+    if not is_plain and not has_turns:
         return None
     types = {str: Value("string"), bool: Value("bool"), int: Value("int64")}
     return Features({name: types.get(type(value), Json()) for name, value in example.items()})

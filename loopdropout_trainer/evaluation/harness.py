@@ -67,6 +67,8 @@ def evaluate_tasks(
     Raises:
         UserError: if a task does not exist, its data cannot be loaded, or its programs cannot be contained.
     """
+    if isinstance(tasks, str):
+        raise UserError(f"`tasks` must be a list, got {tasks!r}. Did you mean [{tasks!r}]?")
     selected: dict[str, Task | Group] = {}
     for task in tasks:
         if isinstance(task, str):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import check_links, read_json_object
@@ -21,6 +22,8 @@ from loopdropout_trainer.files import check_links, read_json_object
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+logger = logging.get_logger(__name__)
 
 
 # The base model and the depth that the authors' program supports.
@@ -110,7 +113,11 @@ def write_authors_format(
     settings = {**vars(config), **metadata}
     base = Path(config.base_model_name_or_path or MODEL_ID, "config.json")
     if base.is_file() and read_json_object(base).get("model_type") == "ouro":
-        settings["base_model_name_or_path"] = MODEL_ID  # in a folder
+        settings["base_model_name_or_path"] = MODEL_ID
+        logger.warning(
+            f"The adapter is written as one of {MODEL_ID}, the only base model that the authors' format has. That is right "
+            f"only if the folder {base.parent} holds this model."
+        )
     for name, values in required.items():
         if (value := settings.get(name)) not in values:
             raise UserError(f"The authors' format requires `{name}` {values[-1]!r}, got {value!r}.")

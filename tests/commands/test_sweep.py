@@ -291,7 +291,9 @@ def test_killed_training_ends_its_sweep(lab, monkeypatch):
         (killed,) = (name for name, _, gpu in lab.log if gpu == "7")
         next(process for process in made.pool.processes if killed in process.args[2]).kill()
         try:
-            with user_error(f"{killed} ended with exit code -9"):
+            with user_error(
+                f"{killed} ended with exit code -9: it was killed, .* The same command continues the sweep"
+            ):
                 ending.result(PATIENCE)
         finally:
             (lab.folder / "hold").unlink()

@@ -393,6 +393,8 @@ def test_numbers_are_texts_to_train_on(load, tokenizer):
     rows = [{"question": "1 + 6", "answer": 7}, {"question": "1 + 1", "answer": None}]
     (example,) = load("gsm8k", rows, tokenizer, num_eval_examples=0)["train"]
     assert example["completion"] == " 7"
+    pairs = load(None, [{"prompt": "1 + 6 = ", "completion": 7}, {"prompt": "1 + 1 = ", "completion": 2}], tokenizer)
+    assert [row["completion"] for row in pairs["train"]] == ["7", "2"]
     fields = {"prompt_template": "{question} =", "column_mapping": {"completion": "answer"}, "target_prefix": " "}
     for answers, texts in (([7, 8], ["7", "8"]), ([7.5, -8], ["7.5", "-8.0"]), ([7, "x"], ["7", "x"])):
         rows = [{"question": "1", "answer": answer} for answer in answers]

@@ -159,6 +159,8 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", load_subject)
     lm = LoopedLM(steady(), tokenizer, batch_size=64)
+    with user_error("`tasks` must be a list, got 'mmlu_stem'"):
+        evaluate_tasks(lm, "mmlu_stem")
     accuracy, *parts = evaluate_tasks(lm, ["mmlu_stem"], output_dir=tmp_path)
     samples = read_lines(tmp_path / "samples_mmlu_stem_K4_none.jsonl")
     assert accuracy["value"] == pytest.approx(100 * np.mean([sample["correct"] for sample in samples]))

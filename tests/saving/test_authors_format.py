@@ -80,7 +80,7 @@ def test_adapter_is_trained_further_and_exported(train, tmp_path):
     assert_golden_logits(load_adapter(base(), folder))  # the learning rate of 0 left the weights unchanged
 
 
-def test_export_script_writes_files_of_authors(tmp_path):
+def test_export_script_writes_files_of_authors(tmp_path, log):
     export = load_script("recipes/export.py").main
     export(["--adapter", str(ADAPTER), "--output_dir", str(tmp_path / "again")])
     assert_golden_files(tmp_path / "again")
@@ -90,6 +90,7 @@ def test_export_script_writes_files_of_authors(tmp_path):
     fields = json.loads((ours / CONFIG).read_text()) | {"base_model_name_or_path": str(AUTHORS / "model")}
     (ours / CONFIG).write_text(json.dumps(fields))  # a folder with the base model
     assert_golden_files(export_authors_format(ours, tmp_path / "again"))
+    assert f"That is right only if the folder {AUTHORS / 'model'} holds this model." in log.text
     with user_error("`output_dir` must not hold an adapter in PEFT's format"):
         export_authors_format(ADAPTER, ours)
 

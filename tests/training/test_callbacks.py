@@ -68,6 +68,16 @@ def test_samples_are_not_training_time(make_sft):
     assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)
 
 
+def test_sample_ends_with_the_first_answer(make_sft):
+    """A chat has further answers behind it."""
+    trainer = make_sft()
+    for labels, answer in (([-100, -100, 3, 4, -100, 6], [3, 4]), ([-100, -100, 3, 4, 5, 6], [3, 4, 5, 6])):
+        batch = {"input_ids": torch.arange(1, 7)[None], "labels": torch.tensor([labels])}
+        trainer.data_collator = lambda rows, batch=batch: batch
+        samples = SampleCompletionsCallback(trainer)
+        assert (samples.prompt, samples.reference.tolist()) == ([1, 2], answer)
+
+
 def test_second_training_continues_the_count_of_tokens(make_sft):
     trainer = make_sft(max_steps=2)
     trainer.train()
