@@ -168,7 +168,10 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
     if isinstance(model, LoopedModelMixin):  # also a description, which is not a module
         return model
     if not isinstance(model, nn.Module):
-        raise NotLoopedError(f"`model` must be a looped model, as `load_model` loads it, got {short_repr(model)}.")
+        hint = " Pass its `model`." if isinstance(getattr(model, "model", None), nn.Module) else ""  # of a trainer
+        raise NotLoopedError(
+            f"`model` must be a looped model, as `load_model` loads it, got {short_repr(model)}.{hint}"
+        )
     for module in model.modules():
         if isinstance(module, LoopedModelMixin):
             return module

@@ -60,6 +60,8 @@ USUAL_NAMES = {
     "eval_tasks": "benchmarks",
     "limit": "benchmark_limit",
     "plot_loss": "report_to",
+    "resume": "resume_from_checkpoint",
+    "drop_p": "p",
 }
 """Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
 
@@ -72,6 +74,15 @@ HOW_TO_COMPARE = {
     "rule": "set `compare_with`",
 }
 """Fields of one value that people give several values, and how to compare the values."""
+
+OF_OTHER_SCRIPTS = {
+    "recipe": ("model_name_or_path", "A recipe with this field is a sweep. Use `loopdropout sweep`."),
+    "model_name_or_path": (
+        "learning_rates",
+        "It is a field of a training, whose recipe is the field `recipe` of a sweep.",
+    ),
+}
+"""Fields that show that a recipe is one of another script: a field of the running script, and what to do."""
 
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
@@ -220,6 +231,9 @@ def field_hint(name: str, fields: Collection[str]) -> str:
     """Return the end of the message about an unknown field, which names the field that helps."""
     if ITEM_FIELDS.get(name) in fields:
         return f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
+    own_field, advice = OF_OTHER_SCRIPTS.get(name, (None, ""))
+    if own_field in fields:
+        return f" {advice}"
     meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
     return closest_match(meant if meant in fields else name, fields)
 

@@ -258,6 +258,8 @@ class Difference(NamedTuple):
     def _text(self, value: Any) -> str:
         if self.field == "num_loops" and value is None:
             return "the model's own"
+        if value is None:
+            return "the default"
         return short_repr(value)
 
 

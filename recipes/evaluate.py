@@ -90,7 +90,7 @@ class EvaluationArguments(BenchmarkArguments):
     def __post_init__(self):
         super().__post_init__()
         if not self.benchmarks:
-            raise UserError("`benchmarks` must name at least one task, such as gsm8k.")
+            raise UserError("`benchmarks` must name at least one task, such as gsm8k or one of `own_benchmarks`.")
         if len(self.adapters) < len(self.adapter):
             raise UserError(
                 f"`adapter` must give each adapter its own name, as NAME=PATH, got {', '.join(self.adapter)}."

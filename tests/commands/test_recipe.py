@@ -353,6 +353,8 @@ HABITS = {
     "tasks": "benchmarks",
     "eval_tasks": "benchmarks",
     "plot_loss": "report_to",
+    "resume": "resume_from_checkpoint",
+    "drop_p": "p",
 }
 
 
@@ -363,6 +365,15 @@ def test_habitual_field_has_a_hint(name):
     classes += (types.LoopDropoutConfig,)
     with user_error(f"`{name}`.* Did you mean '{HABITS[name]}'"):
         parse(classes, ["quickstart.yaml", f"--{name}", "1"])
+
+
+def test_recipes_of_another_script_name_it(write):
+    with user_error(
+        "`recipe` is not a field of this script. A recipe with this field is a sweep. Use `loopdropout sweep`."
+    ):
+        parse(SFT_TYPES, [write("recipe: quickstart.yaml\n")])
+    with user_error("`model_name_or_path` is not .* whose recipe is the field `recipe` of a sweep"):
+        parse((load_script("recipes/sweep.py").Sweep,), ["quickstart.yaml"])
 
 
 @pytest.mark.parametrize("words", [["--learning_rate", "1e-3", "2e-3"], ["--learning_rate", "[1e-3, 2e-3]"]])

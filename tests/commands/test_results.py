@@ -98,9 +98,9 @@ def test_write_results_survives_a_failed_write(tmp_path, monkeypatch):
 def test_compare_recipes_names_the_first_difference(tmp_path):
     compare_recipes = results.compare_recipes
     assert compare_recipes({"seed": 1, "output_dir": "a"}, {"seed": 1, "output_dir": "b"}) is None
-    assert str(compare_recipes({"p": [0.5]}, {})) == "`p` changed from [0.5] to None"
+    assert str(compare_recipes({"p": [0.5]}, {})) == "`p` changed from [0.5] to the default"
     assert compare_recipes({}, {"rule": "lora"}).field == "rule"
-    assert str(compare_recipes({}, {"rule": "lora"})) == "`rule` changed from None to 'lora'"
+    assert str(compare_recipes({}, {"rule": "lora"})) == "`rule` changed from the default to 'lora'"
     assert str(compare_recipes({}, {"num_loops": 3})) == "`num_loops` changed from the model's own to 3"
     saved, new = {"seed": 1, "p": 0.1}, {"p": 0.1, "seed": 2}
     assert str(compare_recipes(saved, new)) == "`seed` changed from 1 to 2"

@@ -1,6 +1,7 @@
 """What somebody meets in Python: names that complete, and errors whose traceback ends soon after their own code."""
 
 import traceback
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,10 @@ MISTAKES = {
     "gates of a name": (
         lambda folder: use_gates("out", [1]).__enter__(),
         "`model` must be a looped model, .* got 'out'",
+    ),
+    "gates of a trainer": (
+        lambda folder: use_gates(SimpleNamespace(model=tiny_ouro()), [1]).__enter__(),
+        "Pass its `model`.",
     ),
     "gates of a base model": (lambda folder: loop_dropout(tiny_ouro(), p=0.5), "has no adapter to gate"),
 }

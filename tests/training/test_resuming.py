@@ -269,7 +269,7 @@ CHANGES = [
         {"target_modules": ["q_proj"]},
         "has another adapter: only one of it and the model has the tensor `.*lora_A.weight`",
     ),
-    ({"gate_seed": 1}, "`gate_seed` changed from None to 1"),
+    ({"gate_seed": 1}, "`gate_seed` changed from the default to 1"),
 ]
 
 
