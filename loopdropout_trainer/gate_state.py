@@ -97,7 +97,7 @@ class GatedBatch:
             return
         used = (self.gates != 0).cpu()  # [K, N] or [K, N, M]
         has_modules = used.dim() == 3
-        if self.seeds is None:
+        if self.seeds is None:  # noise, which seeds expand, acts without a gate
             active = used.any(dim=2) if has_modules else used  # [K, N]
             self.active = active.tolist()
         # If all gates are zero, no module is left out, because the loss would have no graph.
@@ -199,7 +199,7 @@ class GateState:
         is_read: Whether gated layers read the gates. False once they are removed.
         rule: Rule that trains the gated layers, or None.
         num_due: Number of passes in the running block of `use_gates` that a checkpoint around the whole model will run again.
-            None outside of such blocks.
+            None outside of such blocks, and in a block without gradient. `use_gates` nests and ends these counts.
         num_due_outside: Number of such passes in the blocks around it.
         has_lost: Whether a block ended before such a pass ran again.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def measure(trainer: Trainer, run: Run, tasks: list[Task | Group], references: list[dict[str, str]]) -> None:
-    """Measure a trained adapter as the recipe says, and write the results: losses, then accuracies.
+    """Measure a trained adapter as the recipe says, and write the results: losses, accuracies, and the base model's loss.
 
     Args:
         trainer: Trainer with the trained adapter.
@@ -31,8 +31,8 @@ def measure(trainer: Trainer, run: Run, tasks: list[Task | Group], references: l
     import torch
 
     _diagnose(trainer, run, references)
-    # All tasks, and the first one at other depths and in one loop only. They come last, because a sweep chooses as soon as
-    # it finds an accuracy, and breaks ties by the loss.
+    # All tasks, and the first one at other depths and in one loop only. They come after the adapter's losses, because a
+    # sweep chooses as soon as it finds an accuracy, and breaks ties by the loss.
     evaluate(trainer, run, tasks)
     for depth in run.script_args.eval_num_loops or ():
         if depth != trainer.num_loops:
@@ -40,6 +40,7 @@ def measure(trainer: Trainer, run: Run, tasks: list[Task | Group], references: l
     if run.script_args.single_loop_accuracy:
         for gates in torch.eye(trainer.num_loops).tolist():
             evaluate(trainer, run, tasks[:1], gates=gates)
+    # The base model's loss is ln 2 in DPO by construction, and GRPO has no held-out loss.
     if run.script_args.evaluate_base and isinstance(run.script_args, SFTArguments):
         _measure_base_loss(trainer, run)
 

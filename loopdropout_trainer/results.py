@@ -131,15 +131,14 @@ def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
     training = next(filter(is_of_training, own), None)
     if training is None:
         return own
-    run = {"run": str(folder)}
-    measured = {_measurement(row | run) for row in own}
+    measured = {_measurement(row) for row in own}
     added = []
     for row in read_own_results(Path(folder, EVALUATION_FOLDER)):
         is_of_adapter = all(row.get(name) == training.get(name) for name in ("training", "method", "seed", "step"))
         is_of_base = row.get("method") == "base model"
         if row.get("readout") is not None or not (is_of_adapter or is_of_base):
             continue  # the readout of an earlier loop is not the answer of the model
-        if _measurement(row | run) not in measured:
+        if _measurement(row) not in measured:
             added.append(row)
     return own + added
 
@@ -189,8 +188,12 @@ def split_replaced(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
             weights.setdefault(row["run"], set()).add((row["training"], row["step"]))
     present, replaced = [], []
     for row in rows:
-        is_later = row.get("adapter") and row.get("training") and not is_checkpoint(row["adapter"])
-        if not is_later or row["run"] not in weights or (row["training"], row["step"]) in weights[row["run"]]:
+        is_of_final_weights = row.get("adapter") and row.get("training") and not is_checkpoint(row["adapter"])
+        if (
+            not is_of_final_weights
+            or row["run"] not in weights
+            or (row["training"], row["step"]) in weights[row["run"]]
+        ):
             present.append(row)
         else:
             replaced.append(row)
@@ -420,7 +423,7 @@ def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
 
 
 def _measurement(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """Return what a result of `read_results` measures, wherever it is stored. It needs the column `run`."""
+    """Return what a result measures, wherever it is stored. Results of several runs need the column `run`."""
     ignored = {"folder", "adapter", "training"}
     if row.get("method") == "base model":  # it has results next to those of each training
         ignored |= {"run", "seed", "step"}

@@ -125,7 +125,8 @@ class Run(NamedTuple):
             return None
         fix = "Set another `output_dir`, or remove the folder (its results are lost)."
         newest = newest_checkpoint(folder)
-        if difference.field in RESUMABLE and newest is not None and find_shortening(newest, self.args) is None:
+        may_continue = find_difference(folder, self.recipe, RESUMABLE) is None and newest is not None
+        if may_continue and find_shortening(newest, self.args) is None:
             fix = f"Add `--resume_from_checkpoint true` to continue it. Or {fix[0].lower()}{fix[1:]}"
         return f"{folder} holds another run: {difference}. {fix}"
 

@@ -214,7 +214,7 @@ def check_runs(args: EvaluationArguments, sources: Collection[Source], num_loops
     for source in sources:
         for depth in args.eval_num_loops or [num_loops]:
             source.check_run(depth, *own_gates(args, source))
-    if not any(source.is_adapter for source in sources):
+    if not any(source.is_adapter for source in sources):  # then `gates` apply to nothing, and this raises
         next(iter(sources)).check_run(None, *(args.gates or ()))
 
 

@@ -96,7 +96,8 @@ class Examples(NamedTuple):
 
     def add(self, function: Callable[..., Row], **options: Any) -> Examples:
         """Add the columns that a function of each example and the options returns."""
-        # The options are not in the key here and in `keep`, because they depend only on what is in the key of the rows.
+        # The options are not in the key here and in `keep`. They must depend only on what is in the key of the rows, or be
+        # named in `reason`, as `max_length` is.
         key = step_key(self.key, function.__name__)
         step = self._name_rows(function, options)
         return self._replace(rows=self._map(step, key), key=key)

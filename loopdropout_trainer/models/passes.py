@@ -300,7 +300,7 @@ class PackedPass(BatchPass):
         launches = FORWARD_LAUNCHES * backbone.config.num_recurrent_layers + SPLIT_LAUNCHES
         cost = launches * launch_flops(state.device, state.dtype)
         if state.is_cuda and backbone.block_size * state.shape[1] > cost:
-            return 0  # even half a pass over the T tokens, W T FLOP, takes longer than the launches
+            return 0  # even half a pass over the T tokens, W T FLOP, takes longer than the launches, and hides them
         num_saved = 1  # the backward pass
         if backbone.gradient_checkpointing:
             num_saved = 2  # also the recomputation before it

@@ -178,6 +178,7 @@ def name_repository(folder: str | Path, repo_id: str, revision: str | None = Non
 
 def _name_in_commands(block: str, repo_id: str, revision: str | None) -> str:
     """Return a block of code with the repository in place of the folder `.`, as each program writes it."""
+    # `.` or the repository, between a quote or space and a quote, space or end, as in `from_pretrained(".")`
     folder = re.compile(rf"""(?<=["' ])(?:\.|{re.escape(repo_id)})(?=["'\s]|$)""")
     lines = []
     for line in _without_branch(block, repo_id).splitlines():

@@ -63,7 +63,7 @@ def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
 
 
 def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoint | None:
-    """Return the checkpoint that `resume_from_checkpoint` names. `true` is the newest complete one in `output_dir`.
+    """Return the checkpoint that `resume_from_checkpoint` names, or None. `true` is the newest complete one in `output_dir`.
 
     Raises:
         UserError: If a training cannot continue from the named checkpoint.
@@ -145,7 +145,9 @@ def _has_header(file: Path) -> bool:
 
 
 def delete_older_checkpoints(newest: str | Path, limit: int | None, best: str | Path | None = None) -> None:
-    """Delete checkpoints until `limit` are left, by their steps and not by the clock, which may have gone back.
+    """Delete checkpoints until `limit` are left, but never the newest and the best one.
+
+    Their steps decide and not the clock, which may have gone back.
 
     Args:
         newest: Checkpoint that was just saved. It is kept.

@@ -34,6 +34,7 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
     source = find_source(first)
     if not source.recipe:
         return words
+    # `null` is the default, instead of the recipe's value.
     model = [f"--{name}=null" for name in SourceArguments.__dataclass_fields__ if name in source.recipe]
     output_dir = []
     if source.is_adapter and source.repository is None:

@@ -127,26 +127,28 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
     named = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}")) if not is_checkpoint(path.parent)]
     trained = [path for path in named if (path / METADATA_FILE).is_file()]
     if holds_adapter(folder):
-        if len(trained) == 1 and not (folder / METADATA_FILE).is_file():
-            return Files("adapter", trained[0])
+        if trained and not (folder / METADATA_FILE).is_file():
+            return Files("adapter", _only(trained, name))
         return Files("adapter", folder)
     if (folder / "config.json").is_file():
         return Files(_find_kind(folder, metadata), folder)
-    trained = trained or named
-    if len(trained) > 1:
-        names = ", ".join(path.name for path in trained)
-        raise UserError(f"`adapter` must be the folder of one adapter, got {name} with the adapters {names}.")
-    if trained:
-        return Files("adapter", trained[0])
-    if is_checkpoint(folder):
-        return Files("unfinished run", folder)
+    if named:
+        return Files("adapter", _only(trained or named, name))
     is_run = any((folder / file).is_file() for file in (RECIPE_FILE, RUN_FILE, METADATA_FILE))
-    if is_run or list_checkpoints(folder):
+    if is_checkpoint(folder) or is_run or list_checkpoints(folder):
         return Files("unfinished run", folder)
     raise UserError(
         f"The folder {name} holds neither a model nor an adapter: it has no config.json and no {CONFIG_FILE}, and it is not a "
         "run."
     )
+
+
+def _only(adapters: list[Path], name: str) -> Path:
+    """Return the only one of several folders of adapters, or raise UserError."""
+    if len(adapters) > 1:
+        names = ", ".join(path.name for path in adapters)
+        raise UserError(f"`adapter` must be the folder of one adapter, got {name} with the adapters {names}.")
+    return adapters[0]
 
 
 def _find_kind(folder: Path, metadata: Mapping[str, Any]) -> Kind:

@@ -309,6 +309,8 @@ def test_folder_of_another_recipe_is_not_used(quickstart):
             in error
         )
         assert "examples    32" in plan and not re.search(rf"trained +{folder}[,\n]", plan)
+    _, error = dry_run(WORDS, "--output_dir", folder, "--eval_steps 3 --learning_rate 2e-3")
+    assert "Add `--resume" not in error
     _, error = dry_run(WORDS, "--output_dir", folder, "--eval_steps 3")  # which a continued run may change
     assert "`eval_steps` changed from the default to 3" in error and "Add `--resume_from_checkpoint true`" in error
     assert contents(folder) == before

@@ -163,6 +163,11 @@ def test_folders_without_one_whole_adapter_raise(tmp_path):
         with_adapter().save_pretrained(tmp_path / name)
     with user_error("must be the folder of one adapter, got .* with the adapters a, b"):
         load_adapter(tiny_ouro(), tmp_path)
+    for name in "ab":  # also next to an untrained `default`
+        (tmp_path / name / "loop_dropout.json").write_text("{}")
+    with_adapter().save_pretrained(tmp_path)
+    with user_error("must be the folder of one adapter, got .* with the adapters a, b"):
+        load_adapter(tiny_ouro(), tmp_path)
     for file in ("adapter_config.json", "loop_dropout.json"):
         for text in ("{", "[" * 100_000, "\0"):
             (tmp_path / "a" / file).write_text(text)
