@@ -21,7 +21,7 @@ from helpers.files import GOLDEN, ROOT, SAMPLES, load_script, read_lines, write_
 from helpers.processes import Program, python, wait_for
 from helpers.tiny import steady, tiny_ouro
 from loopdropout_trainer.diagnostics import answer_decomposition
-from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, looped_lm, own_benchmark, scorers
+from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, own_benchmark, scorers
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
@@ -296,7 +296,7 @@ def num_answers(folder):
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("cache/answers_*.jsonl"))
 
 
-def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatch):
+def test_killed_evaluation_generates_missing_answers(saved, tmp_path):
     options = ("--adapter", saved / "adapter", "--max_new_tokens", 48)
     command = words(saved, tmp_path / "run", *options, benchmark_batch_size=1)
     program = Program(EVALUATE, *command)
@@ -306,11 +306,8 @@ def test_killed_evaluation_generates_missing_answers(saved, tmp_path, monkeypatc
     kept = num_answers(tmp_path / "run")
     assert 1 <= kept < 8 and not (tmp_path / "run" / "results.jsonl").exists()
 
-    prompts, generate = [], looped_lm.generate_greedy
-    count = lambda *given, **options: prompts.extend(given[2]) or generate(*given, **options)
-    monkeypatch.setattr(looped_lm, "generate_greedy", count)
-    SCRIPT.main(command)
-    assert len(prompts) == 16 - kept
+    python(EVALUATE, *command)
+    assert num_answers(tmp_path / "run") == 16  # as many as there are problems, so no kept one was generated again
     SCRIPT.main(words(saved, tmp_path / "whole", *options))
     names = ("results.jsonl", "samples/**/*.jsonl")
     paths = lambda folder: [path for name in names for path in folder.glob(name)]
