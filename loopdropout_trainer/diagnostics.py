@@ -268,6 +268,9 @@ def answer_decomposition(samples: Sequence[Mapping[str, Any]], baseline: Sequenc
 FEWEST_PROBLEMS = 10
 """Number of problems from which on a difference has an interval and a test. Fewer say nothing."""
 
+TOO_FEW = "too few problems"
+"""What stands in place of the interval of a difference on fewer problems."""
+
 
 class Comparison(NamedTuple):
     """A difference in accuracy between two models on the same problems, in percentage points.
@@ -287,11 +290,14 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         if self.n < FEWEST_PROBLEMS:
-            return f"{self.gain:+.1f}, too few problems"
-        text = f"{self.gain:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
-        if self.p >= 0.05:
-            text += ", not significant"
-        return text
+            return f"{self.gain:+.1f}, {TOO_FEW}"
+        return describe_gain(self.gain, self.low, self.high, self.p)
+
+
+def describe_gain(gain: float, low: float, high: float, p: float, decimals: int = 1) -> str:
+    """Return a difference with its 95% interval, and whether it is not significant. p is NaN if all gains are equal."""
+    text = f"{gain:+.{decimals}f} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+    return text if p < 0.05 else f"{text}, not significant"
 
 
 def compare_answers(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Comparison:

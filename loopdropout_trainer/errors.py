@@ -63,6 +63,11 @@ OWN_FILE_HINT = " If it is your own, import its file first, in a `loopdropout` c
 """End of a message about an unknown name that a file of the user can register."""
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, which has an s unless the number is one."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def find_unusable(text: str) -> str | None:
     """Return a character of a text that neither a file's name nor UTF-8 can have, such as "the character NUL", or None."""
     if "\0" in text:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
 from loopdropout_trainer.runs import Run
@@ -141,11 +141,6 @@ def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
         return epochs
     num_steps = math.ceil(args.num_train_epochs * math.ceil(num_examples / args.examples_per_step))
     return f"{epochs} (at most {count(num_steps, 'step')})"
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun, which has an s unless the number is one."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def describe_device(run: Run) -> str:

@@ -14,7 +14,13 @@ from scipy import stats
 
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, answer_decomposition, compare_answers
+from loopdropout_trainer.diagnostics import (
+    FEWEST_PROBLEMS,
+    TOO_FEW,
+    answer_decomposition,
+    compare_answers,
+    describe_gain,
+)
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
@@ -219,9 +225,6 @@ def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = Non
     return gains
 
 
-TOO_FEW = "too few problems"
-
-
 class Gain(NamedTuple):
     """A difference between two settings.
 
@@ -240,14 +243,12 @@ class Gain(NamedTuple):
 
     def text(self, decimals: int = 1) -> str:
         """Return the difference with its interval, and whether it is not significant."""
-        numbers = [f"{value:+.{decimals}f}" for value in self[:3]]
+        gain = f"{self.difference:+.{decimals}f}"
         if not self.test:
-            return numbers[0]
+            return gain
         if self.test == TOO_FEW:
-            return f"{numbers[0]}, {TOO_FEW}"
-        text = f"{numbers[0]} [{numbers[1]}, {numbers[2]}]"
-        is_significant = self.p < 0.05  # it is NaN, so not significant, if all gains are equal
-        return text if is_significant else f"{text}, not significant"
+            return f"{gain}, {TOO_FEW}"
+        return describe_gain(self.difference, self.low, self.high, self.p, decimals)
 
 
 def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) -> Gain | None:

@@ -56,6 +56,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.arguments import option
+from loopdropout_trainer.diagnostics import TOO_FEW
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import RULES, Draw, make_rule
@@ -66,7 +67,6 @@ from loopdropout_trainer.tables import (
     LOSS_TITLE,
     NUMBERS,
     OWN_FAMILY,
-    TOO_FEW,
     accuracy_numbers,
     accuracy_table,
     average,

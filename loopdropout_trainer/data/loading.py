@@ -27,7 +27,7 @@ from loopdropout_trainer.data.holding_out import interleave, random_order
 from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns, keep_all
 from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.tokenizing import tokenize
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, count, short_repr
 
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ def _split(
     if not len(train) or len(held_out) < num_eval:
         num_usable = len(np.unique(orders))  # without repeats, because those of held-out examples are not trained on
         raise UserError(
-            f"`num_eval_examples` must be at most {num_usable - 1:,}, because the data has {num_usable:,} usable "
-            f"example{'' if num_usable == 1 else 's'} and one must be left to train on, got {num_eval:,}."
+            f"`num_eval_examples` must be at most {num_usable - 1:,}, because the data has "
+            f"{count(num_usable, 'usable example')} and one must be left to train on, got {num_eval:,}."
         )
     if len(train) < (args.num_train_examples or 1):
         raise UserError(

@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.data.sources import describe_data, read_sources
+from loopdropout_trainer.errors import count
 from loopdropout_trainer.files import public_name, read_text
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
@@ -132,7 +133,7 @@ def describe_kept_checkpoint(folder: str | Path) -> str | None:
     metric = recipe.get("metric_for_best_model") or "loss"
     if metric.removeprefix("eval_") == "loss":
         metric = "held-out loss"
-    steps = "1 step" if state.global_step == 1 else f"{state.global_step:,} steps"
+    steps = count(state.global_step, "step")
     return f"checkpoint-{state.best_global_step} ({metric} {state.best_metric:.4g}), trained {steps}"
 
 
