@@ -74,8 +74,8 @@ class GatedBatch:
         sampled: The gates as they were given, also if all are one.
         active: [K][N], whether an example has an active gate in a loop. None for unit gates, and if an update can have an
             effect or a gradient although its gate is zero.
-        unused_modules: [M], True for modules that no loop and no example uses. Empty unless gates are [K, N, M], and
-            if all of them are zero.
+        unused_modules: [M], True for modules that no loop and no example uses. Empty for gates [K, N], and if all gates are
+            zero.
     """
 
     gates: Tensor | None = None
@@ -198,10 +198,10 @@ class GateState:
         dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
         is_read: Whether gated layers read the gates. False once they are removed.
         rule: Rule that trains the gated layers, or None.
-        num_due: Number of passes in the running block of `use_gates` that a checkpoint around the whole model will run again.
-            None outside of such blocks, and in a block without gradient. `use_gates` nests and ends these counts.
-        num_due_outside: Number of such passes in the blocks around it.
-        has_lost: Whether a block ended before such a pass ran again.
+        num_reruns_due: Number of passes in the running block of `use_gates` that a checkpoint around the whole model will run
+            again. None outside of such blocks, and in a block without gradient.
+        num_reruns_due_outside: Number of such passes in the blocks around it.
+        has_missed_rerun: Whether a block ended before such a pass ran again.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
     """
@@ -209,9 +209,9 @@ class GateState:
     must_draw = False
     is_read = True
     rule: Any = None
-    num_due: int | None = None
-    num_due_outside = 0
-    has_lost = False
+    num_reruns_due: int | None = None
+    num_reruns_due_outside = 0
+    has_missed_rerun = False
     ignores_padding = False
     dropout: Any = None
 
@@ -241,40 +241,59 @@ class GateState:
         """Return to unit gates, which is ordinary LoRA."""
         self.set(UNIT_GATES)
 
+    @contextmanager
+    def counting_reruns(self, has_gradient: bool) -> Iterator[None]:
+        """Count the passes of a block of `use_gates` that will run again, apart from those of other blocks (`begin_pass`).
+
+        Args:
+            has_gradient: Whether gradients are enabled. Without them, no pass of the block runs again.
+        """
+        outer = self.num_reruns_due
+        outside = self.num_reruns_due_outside
+        self.num_reruns_due_outside += outer or 0
+        self.num_reruns_due = 0 if has_gradient else None
+        try:
+            yield
+        finally:
+            if self.num_reruns_due:
+                self.has_missed_rerun = True
+            self.num_reruns_due = outer
+            self.num_reruns_due_outside = outside
+
     def begin_pass(self) -> None:
-        """Note that a pass begins under the current gates.
+        """Note that a pass begins, and raise an error for a rerun whose gates may no longer be the current ones.
 
         A checkpoint around a layer keeps the gates of its pass, as an argument of the layer. A checkpoint around the whole
-        model cannot, because the model reads its gates from here. It runs the model again in the backward pass, under the
-        gates of that moment, so its gradient is right only inside of the block of `use_gates`. Passes that will run
-        again are counted in the forward pass (`num_due`), and counted down when they do. A count cannot tell which
-        pass runs again. So while a pass of another block may still run again, every pass that runs again raises an error.
-        Passes under unit gates are not counted.
+        model cannot, because the model reads its gates from here. In the backward pass it runs the model again, under the
+        gates of that moment. So the gradient of such a rerun is right only inside of the block of `use_gates` that its forward
+        pass ran in. The forward pass adds one to the reruns that are due in its block, and the rerun subtracts one. These
+        numbers cannot tell which pass runs again. So every rerun raises an error while a pass of another block may still run
+        again, be it a block around this one or one that has ended. Passes under unit gates are not counted.
 
         Raises:
             UserError: If a pass runs again that may belong to another block.
         """
-        in_block = self.num_due is not None or self.num_due_outside > 0  # of `use_gates` with gradient
-        if not in_block and not self.has_lost:
+        in_block = self.num_reruns_due is not None or self.num_reruns_due_outside > 0  # of `use_gates` with gradient
+        if not in_block and not self.has_missed_rerun:
             return
         if not is_checkpointed():
             return
-        is_backward = torch._C._current_graph_task_id() >= 0  # -1 outside of a backward pass
-        if not is_backward:
-            if self.num_due is not None and self.gates is not None:
-                self.num_due += 1
-        elif self.has_lost or self.num_due_outside:
-            # The counts begin anew, so that a pass that was dropped raises one error, and not one in each later block.
-            self.has_lost = False
-            if self.num_due is not None:
-                self.num_due = 0
+        is_rerun = torch._C._current_graph_task_id() >= 0  # -1 outside of a backward pass
+        if not is_rerun:
+            if self.num_reruns_due is not None and self.gates is not None:
+                self.num_reruns_due += 1
+        elif self.has_missed_rerun or self.num_reruns_due_outside:
+            # A pass that never runs again, because it has no backward pass, raises one error and not one in each later block.
+            self.has_missed_rerun = False
+            if self.num_reruns_due is not None:
+                self.num_reruns_due = 0
             raise UserError(
                 "`backward()` must be called inside of its block of `use_gates` if the whole model is checkpointed, because "
                 "the model runs again there under its gates. Run passes without a backward pass under `torch.no_grad()`. Or "
                 "checkpoint the layers by `model.gradient_checkpointing_enable()`."
             )
-        elif self.num_due:
-            self.num_due -= 1
+        elif self.num_reruns_due:
+            self.num_reruns_due -= 1
 
     def set_loop(self, loop: RunningLoop) -> None:
         """Set the running loop, and the tokens that run in it."""
@@ -289,7 +308,10 @@ class GateState:
         self.running = loop
 
     def _has_plain_layers(self, rule: Any) -> bool:
-        """Return whether the layers multiply their updates by gates only, now and for a rule, so that they do not need it."""
+        """Return whether the layers multiply their updates by gates only, under `self.rule` and under another rule.
+
+        Such layers read no field of their rule, so that the passes of one rule can run again in layers of the other.
+        """
         return all(other is None or other.lora_kind == "gated" for other in (rule, self.rule))
 
     def check_drawn(self, layer: nn.Module) -> None:
@@ -391,7 +413,8 @@ def example_starts(position_ids: Tensor) -> Tensor:
 def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor | None]:
     """Return (row, segment) of each example of a batch, and the [B, S] index of each token's example.
 
-    Examples with the same id share their gates. The index is None if each row is one example.
+    Examples with the same id share their gates. The index is None if each row is one example. Packed rows without
+    `example_ids`, as of another collator, count as one row: their examples are (0, 0), (0, 1), ...
     """
     num_rows = len(inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"])
     if "position_ids" not in inputs or "attention_mask" in inputs:
@@ -469,7 +492,7 @@ def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> 
     single_loops = expand_gates(["single_loop"], num_loops)
     values = gates
     if gates in single_loops:
-        values = [text == gates for text in single_loops]
+        values = [text == gates for text in single_loops]  # True in the named loop only
     elif isinstance(gates, str | int | float):
         values = str(gates).split("-")
     try:

@@ -175,7 +175,7 @@ class GatedVariants(dict[str, LoraVariant]):
         return True
 
     def __missing__(self, adapter: str) -> GatedLora:
-        self[adapter] = None
+        self[adapter] = None  # plain LoRA, of which `__setitem__` makes a `GatedLora`
         return self[adapter]
 
     def __setitem__(self, adapter: str, variant: LoraVariant | None) -> None:
@@ -396,10 +396,11 @@ def use_gates(
     """Apply given gates to a PEFT model over a looped model, with or without a trainer.
 
     Gates may be any real numbers and may require gradients. A one-hot vector activates the adapter in a single loop. Zeros
-    give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. The backward pass may run after
-    the block, also if the layers are checkpointed. If the whole model is, it raises an error, because it would run again
-    without the gates. After the block, the former gates apply again. Layers that it gated stay gated, unless it runs under
-    `torch.no_grad`. Use a model in one thread at a time.
+    give the frozen model. Gates apply to all active adapters, and also to `adapter_names`. On a model that a trainer gated,
+    they apply to the adapter that it trains only. The backward pass may run after the block, also if the layers are
+    checkpointed. If the whole model is, it raises an error, because it would run again without the gates. After the block, the
+    former gates apply again. Layers that it gated stay gated, unless it runs under `torch.no_grad`. Use a model in one thread
+    at a time.
 
     Args:
         model: PEFT model over a looped model.
@@ -423,17 +424,10 @@ def use_gates(
     else:
         add_gates(model)
     state = looped.gate_state
-    # Passes that a checkpoint around the whole model will run again are counted by block. `GateState.begin_pass` says why.
-    num_due = state.num_due
-    state.num_due_outside += num_due or 0
-    state.num_due = 0 if has_gradient else None
     try:
-        with applied_gates(state, gates, token_examples):
+        with state.counting_reruns(has_gradient), applied_gates(state, gates, token_examples):
             yield state
     finally:
-        state.has_lost |= bool(state.num_due)
-        state.num_due = num_due
-        state.num_due_outside -= num_due or 0
         # With a gradient, a backward pass may run after the block. Gradient checkpointing then runs the layers again under the
         # gates that the pass has stored, and layers without gates would ignore them: a wrong gradient without an error.
         if not was_gated and not has_gradient:

@@ -206,6 +206,17 @@ def test_adapter_names_per_example_are_gated():
         torch.testing.assert_close(mixed[row], logits(model, gates)[row], atol=1e-5, rtol=1e-5)
 
 
+def test_rules_gate_their_own_adapter_only():
+    model = two_adapters(gated_first=False)
+    model.set_adapter("default")
+    add_gates(model, rule=make_rule("loop_dropout"))
+    frozen = logits(model, torch.zeros(4))
+    assert not torch.equal(logits(model), frozen)
+    model.set_adapter("second")
+    second = logits(model)
+    assert torch.equal(logits(model, torch.zeros(4)), second) and not torch.equal(second, frozen)
+
+
 def test_later_adapters_are_checked(tmp_path):
     learned, model = adapted(), adapted()
     add_gates(learned, rule=make_rule("learned"))
