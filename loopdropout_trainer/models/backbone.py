@@ -51,8 +51,8 @@ class LoopedBackbone(LoopedPreTrainedModel):
         self.num_layers = config.num_hidden_layers
 
     @functools.cached_property
-    def block_size(self) -> int:
-        """Number of weights of the recurrent block."""
+    def num_block_weights(self) -> int:
+        """Number of weights in the linear layers of the recurrent block."""
         linears = map(self.get_submodule, self.recurrent_linears())
         return sum(linear.in_features * linear.out_features for linear in linears)
 

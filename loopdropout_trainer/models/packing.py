@@ -129,8 +129,8 @@ def find_packing(
 class PackedAttention:
     """Causal self-attention within each example of a packed row. Attention layers get it as their mask.
 
-    All examples attend at once if torch's kernel for variable lengths supports the device and dtype, and without dropout.
-    Otherwise they attend one after another, and short neighbors together behind a mask.
+    All examples attend in one launch if torch's kernel for variable lengths supports the device and dtype, and without
+    dropout. Otherwise they attend in chunks, one after another. A chunk is one example, or short neighbors behind a mask.
 
     Args:
         lengths: Number of tokens of each example, in order.
@@ -144,7 +144,7 @@ class PackedAttention:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else state.dtype
         self.lengths = list(lengths)
         self.device = state.device
-        self.at_once = _has_varlen_kernel(state.device, dtype, head_dim)
+        self.has_varlen_kernel = _has_varlen_kernel(state.device, dtype, head_dim)
         self.chunks = [[lengths[0]]]
         for length in lengths[1:]:
             # One more example in a chunk of n tokens saves 12 launches, forward and backward, and adds 2 n `length` pairs of
@@ -167,8 +167,8 @@ class PackedAttention:
         if groups > 1:  # both kernels are called with one key head for each query head
             key = key.repeat_interleave(groups, dim=1)
             value = value.repeat_interleave(groups, dim=1)
-        if self.at_once and not dropout:
-            return _attend_at_once(query, key, value, self.ends.to(query.device), max(self.lengths), scaling)
+        if self.has_varlen_kernel and not dropout:
+            return _attend_by_varlen(query, key, value, self.ends.to(query.device), max(self.lengths), scaling)
         # All layers and loops share the masks, which have the dtype and the device of the queries.
         place = (query.dtype, query.device)
         if place not in self._masks:
@@ -193,7 +193,7 @@ def chunk_mask(lengths: Sequence[int], query: Tensor) -> Tensor | None:
     return mask[None, None].to(query.device)
 
 
-def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> Tensor:
+def _attend_by_varlen(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scaling: float) -> Tensor:
     # The kernel has no batch dimension. `ends` separates the examples, and a window of all keys before a query and none after
     # it makes the attention causal.
     inputs = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, d]
@@ -208,7 +208,7 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) 
     x = torch.zeros(1, 1, 8, head_dim, device=device, dtype=dtype)
     ends = torch.tensor([0, 8], device=device, dtype=torch.int32)
     try:
-        _attend_at_once(x, x, x, ends, 8, 1.0)
+        _attend_by_varlen(x, x, x, ends, 8, 1.0)
     except (RuntimeError, TypeError, ValueError) as error:  # not available on this GPU or in this torch
         logger.warning(f"torch's attention for variable lengths is not used on {device}: {error}")
         return False

@@ -129,13 +129,13 @@ class BatchPass:
 
     def run_loop(self, index: int, inputs: LoopInputs, **attributes: Any) -> Tensor:
         """Return the state [B, S, H] after a loop, [1, n, H] if packed. `attributes` are further ones of its `RunningLoop`."""
-        state = self.backbone.gate_state
+        gate_state = self.backbone.gate_state
         tokens = inputs.token_examples
         device = inputs.state.device if tokens is None else tokens.device  # where tokens select their gates
         # The loop is bound here, with the gates of this pass. Gradient checkpointing keeps `set_loop` with the arguments
-        # of a layer. It calls it again in the backward pass, when loops run in reverse and `state.batch` may hold other gates.
-        running = state.batch.loop(index, device, tokens, **attributes)
-        set_loop = functools.partial(state.set_loop, running)
+        # of a layer. It calls it again in the backward pass, when loops run in reverse and `batch` may hold other gates.
+        running = gate_state.batch.loop(index, device, tokens, **attributes)
+        set_loop = functools.partial(gate_state.set_loop, running)
         set_loop()  # for modules outside of the layers
         return self.backbone.recurrent_step(replace(inputs, set_loop=set_loop))
 
@@ -159,13 +159,15 @@ class Group:
     skips_updates: bool = False
 
 
-def plan_loops(active: Sequence[Sequence[bool]], lengths: Sequence[int], least_frozen: float) -> list[list[Group]]:
+def plan_loops(
+    active: Sequence[Sequence[bool]], lengths: Sequence[int], min_frozen_tokens: float
+) -> list[list[Group]]:
     """Return the groups of each loop.
 
     Args:
         active: [K][N], whether an example has an active gate in a loop.
         lengths: [N] numbers of tokens.
-        least_frozen: Number of tokens of frozen examples from which they run apart.
+        min_frozen_tokens: Number of tokens of frozen examples from which they run apart.
     """
     everyone = range(len(lengths))
     started: set[int] = set()  # examples that run with gradient: after their first active gate, or joined below
@@ -174,7 +176,7 @@ def plan_loops(active: Sequence[Sequence[bool]], lengths: Sequence[int], least_f
         started.update(index for index in everyone if is_active[index])
         waiting = tuple(index for index in everyone if index not in started)
         num_waiting = sum(lengths[index] for index in waiting)
-        if started and num_waiting < least_frozen:
+        if started and num_waiting < min_frozen_tokens:
             # They run with the others from here on, under a gate of zero. A state that has run in a group with gradient has a
             # graph, so it cannot be frozen in a later loop.
             started, waiting = set(everyone), ()
@@ -233,8 +235,8 @@ class PackedPass(BatchPass):
         # the gradient of the loss by the first state passes through every loop.
         needs_gradient = any(x is not None and x.requires_grad for x in (inputs.state, inputs.injected))
         parameters = self.backbone.gate_state.batch.options.lora_parameters
-        only_adapter = parameters is not None  # is trained
-        may_freeze = only_adapter and torch.is_grad_enabled() and not needs_gradient
+        trains_adapter_only = parameters is not None
+        may_freeze = trains_adapter_only and torch.is_grad_enabled() and not needs_gradient
         results = []
         for loop, groups in enumerate(self._plan(inputs.state, may_freeze)):
             states = [self._run_group(loop, group, inputs) for group in groups]
@@ -264,7 +266,7 @@ class PackedPass(BatchPass):
         active = []  # [K][N] in the order of the packed row
         for gates in batch.active[:num_loops]:
             active.append([gates[column] for column in columns])
-        return plan_loops(active, lengths, self._least_frozen(state))
+        return plan_loops(active, lengths, self._min_frozen_tokens(state))
 
     def _run_group(self, loop: int, group: Group, inputs: LoopInputs) -> Tensor:
         """Return the state [1, n, H] of a group after a loop. `inputs` are those of all examples."""
@@ -290,26 +292,30 @@ class PackedPass(BatchPass):
         pieces = x.split(self.packing.lengths, dim=dim)
         return _join((pieces[index] for index in examples), dim)
 
-    def _least_frozen(self, state: Tensor) -> float:
+    def _min_frozen_tokens(self, state: Tensor) -> float:
         """Return the number of frozen tokens from which it takes less time to run them apart.
 
         For n tokens a pass over the block's W frozen weights takes 2 n W FLOP, forward or backward. With a launch worth L
-        FLOP, and I layers, running them apart saves the backward pass, 2 n W, and costs another forward pass, (40 I + 30) L.
+        FLOP, and I layers, running them apart saves the backward pass, 2 n W, and costs the launches of another forward pass,
+        (40 I + 30) L.
         """
-        backbone = self.backbone
-        launches = FORWARD_LAUNCHES * backbone.config.num_recurrent_layers + SPLIT_LAUNCHES
+        num_weights = self.backbone.num_block_weights
+        launches = FORWARD_LAUNCHES * self.backbone.config.num_recurrent_layers + SPLIT_LAUNCHES
         cost = launches * launch_flops(state.device, state.dtype)
-        if state.is_cuda and backbone.block_size * state.shape[1] > cost:
-            return 0  # even half a pass over the T tokens, W T FLOP, takes longer than the launches, and hides them
+        if state.is_cuda and num_weights * state.shape[1] > cost:
+            # A GPU computes while Python launches the next operations. Here even half of a forward pass over the T tokens, W T
+            # FLOP, takes longer than the launches. So they cost no time, and any number of frozen tokens runs apart.
+            return 0
         num_saved = 1  # the backward pass
-        if backbone.gradient_checkpointing:
+        if self.backbone.gradient_checkpointing:
             num_saved = 2  # also the recomputation before it
-        return cost / (2 * num_saved * backbone.block_size)
+        return cost / (2 * num_saved * num_weights)
 
     def _attention(self, state: Tensor, lengths: Sequence[int]) -> PackedAttention | Tensor | None:
+        """Return the mask for the attention layers: a `PackedAttention`, unless all examples attend behind one tensor."""
         config = self.backbone.config
         attention = PackedAttention(lengths, state, config.num_attention_heads, config.head_dim)
-        if attention.at_once or len(attention.chunks) > 1:
+        if attention.has_varlen_kernel or len(attention.chunks) > 1:
             return attention
         return chunk_mask(lengths, state)  # one launch of transformers' attention
 

@@ -93,7 +93,7 @@ def test_packed_pass_is_exact_for_all_gates(name, monkeypatch):
 
 
 def test_frozen_examples_run_apart():
-    loops = lambda lengths: plan_loops((MIXED[:, :3] > 0).tolist(), lengths, least_frozen=5)
+    loops = lambda lengths: plan_loops((MIXED[:, :3] > 0).tolist(), lengths, min_frozen_tokens=5)
     plan = lambda lengths: [{group.examples: group.frozen for group in groups} for groups in loops(lengths)]
     every = {(0, 1, 2): False}
     assert plan([9, 9, 9]) == [{(0, 2): True, (1,): False}, {(0,): True, (1, 2): False}, every, every]
