@@ -186,12 +186,14 @@ class Places:
         num_slots: Number of allocated slots, which may grow.
         slots: [B, 1] slots of the rows that the next call computes. They are the first B slots, except in a prefill.
         positions: [B, S] positions of the tokens that the next call computes.
-        num_columns: Number of columns in use. None: the rows begin, and attend only to the tokens of the next call.
+        num_columns: Number of columns that the next call attends to.
+        is_prefill: Whether the rows begin, so that they attend only to the S tokens of the next call, in S columns.
     """
 
     slots: Tensor
     positions: Tensor
-    num_columns: int | None
+    num_columns: int
+    is_prefill: bool
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -224,8 +226,7 @@ class SlotLayer(StaticLayer):
             self.keys = _no_columns(key_states, self.places.num_slots)
             self.values = _no_columns(value_states, self.places.num_slots)
             self.is_initialized = True
-        slots, positions = self.places.slots, self.places.positions
-        num_columns = self.places.num_columns or positions.shape[1]  # a prefill needs S columns
+        slots, positions, num_columns = self.places.slots, self.places.positions, self.places.num_columns
         self._add_slots(self.places.num_slots)
         self._add_columns(num_columns)
         # Token s of row b goes to column positions[b, s] of slot slots[b]. Both indices broadcast to [B, S], and select places
@@ -233,7 +234,7 @@ class SlotLayer(StaticLayer):
         written = slots.to(key_states.device), positions.to(key_states.device)
         self.keys[written] = key_states.transpose(1, 2)
         self.values[written] = value_states.transpose(1, 2)
-        if self.places.num_columns is None:
+        if self.places.is_prefill:
             return key_states, value_states  # a prompt attends to itself, without older columns
         # The running rows are the first slots, so that one slice, a view, has all of their states. It also has old states of
         # rows that ended, in columns that the mask of `_next_logits` hides.
@@ -262,7 +263,7 @@ class SlotLayer(StaticLayer):
         self.values = nn.functional.pad(self.values, padding)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.places.num_columns or query_length, 0
+        return self.places.num_columns, 0
 
     def get_seq_length(self) -> int:
         """Return 0. Rows differ in length, so that masks and positions are given in each call."""
@@ -298,15 +299,17 @@ class SlotBatch:
         places = self.cache.places
         if num_rows > places.num_slots:
             places.num_slots = max(num_rows, 2 * places.num_slots)
-        places.num_columns = None
-        self.lengths += [len(prompt) for prompt in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        places.num_columns, places.is_prefill = max(lengths), True
+        self.lengths += lengths
         return _next_logits(self.model, self.cache, prompts, starts, first_slot)
 
     def append(self, tokens: Sequence[int]) -> Tensor:
         """Append a token to each row, and return the logits [B, V] of the next tokens in float32."""
         starts = self.lengths
         self.lengths = [start + 1 for start in starts]
-        self.cache.places.num_columns = max(self.lengths)
+        places = self.cache.places
+        places.num_columns, places.is_prefill = max(self.lengths), False
         return _next_logits(self.model, self.cache, [[token] for token in tokens], starts, first_slot=0)
 
     def remove(self, ended: Sequence[bool]) -> list[int]:
@@ -352,13 +355,13 @@ def _decode_in_slots(
         if waiting and 4 * num_free >= num_slots:
             longest = len(prompts[waiting[0]])
             num_new = min(num_free, len(waiting), max(1, PREFILL_TOKENS // longest))
-            called = [waiting.popleft() for _ in range(num_new)]
-            rows += called
-            logits = batch.read([prompts[index] for index in called])
+            in_turn = [waiting.popleft() for _ in range(num_new)]
+            rows += in_turn
+            logits = batch.read([prompts[index] for index in in_turn])
         else:
-            called = rows
+            in_turn = rows
             logits = batch.append([answers[index][-1] for index in rows])
-        for index, token in zip(called, logits.argmax(dim=-1).tolist(), strict=True):
+        for index, token in zip(in_turn, logits.argmax(dim=-1).tolist(), strict=True):
             answers[index].append(token)
 
         ended = find_ended([answers[index] for index in rows])
@@ -376,7 +379,7 @@ def _next_logits(
 
     Args:
         model: Looped model.
-        cache: Cache of the slots. The `slots` and `positions` of its places are set here.
+        cache: Cache of the slots. The `slots` and `positions` of its places are set here, the other ones before.
         new: The new tokens of each row.
         starts: Position of the first new token of each row.
         first_slot: Slot of the first of these rows. The others follow.
@@ -384,11 +387,12 @@ def _next_logits(
     places = cache.places
     ids = pad_sequence([torch.tensor(tokens) for tokens in new], batch_first=True).to(model.device)  # [B, S]
     places.slots = torch.arange(first_slot, first_slot + len(new), device=model.device).unsqueeze(1)  # [B, 1]
-    # Padding comes after a prompt, which does not attend to it, in the columns of the completion, which overwrites them.
+    # Shorter prompts are padded at the end, in the columns of their completions. A prompt does not attend to the columns after
+    # it, and its completion overwrites them.
     places.positions = (torch.tensor(starts).unsqueeze(1) + torch.arange(ids.shape[1])).to(model.device)  # [B, S]
     # A token attends to the columns up to its own position. The mask is a number to add to the scores, because every
     # attention layer of every loop would have to convert a boolean mask.
-    columns = torch.arange(places.num_columns or ids.shape[1], device=ids.device)
+    columns = torch.arange(places.num_columns, device=ids.device)
     unseen = columns > places.positions[:, None, :, None]  # [B, 1, S, columns]
     mask = torch.zeros_like(unseen, dtype=model.dtype).masked_fill_(unseen, torch.finfo(model.dtype).min)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places.positions, CACHE: cache}
