@@ -4,7 +4,8 @@
     loopdropout show outputs/quickstart/merged user/model tiny-ouro
 
 It prints the kind, the base model with its revision, the depth, the tokenizer and
-the format of the prompts, which all commands use. It loads no weights.
+the format of the prompts, which all commands use. It loads no weights. A wrong
+name ends in an error after the other names are shown.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loopdropout_trainer.arguments import option
-from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.source import find_source
@@ -34,8 +35,16 @@ ARGUMENTS = (ShowArguments,)
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "names"), __doc__)
-    texts = [repr(find_source(name, accept=ALL_KINDS)) for name in args.names]
-    print("\n\n".join(texts))
+    texts, errors = [], []
+    for name in args.names:
+        try:
+            texts.append(repr(find_source(name, accept=ALL_KINDS)))
+        except UserError as error:
+            errors.append(str(error))
+    if texts:
+        print("\n\n".join(texts))
+    if errors:
+        raise UserError(" ".join(errors))
 
 
 if __name__ == "__main__":

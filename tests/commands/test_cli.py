@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from helpers.errors import user_error
-from helpers.files import ROOT
+from helpers.files import ROOT, load_script
 from helpers.processes import Interpreter, python
 from loopdropout_trainer import cli
 from loopdropout_trainer.files import recipe_names
@@ -34,6 +34,14 @@ def test_help_lists_every_script(capsys):
     assert {"sft", "evaluate"} <= cli.scripts().keys() and all(f"\n  {name} " in out for name in cli.scripts())
     with user_error("Unknown command 'stf'. Did you mean 'sft'"):
         cli.run(["stf", "x.yaml"])
+
+
+def test_show_prints_valid_names_before_the_error_of_a_wrong_one(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    wrong = f"The folder {tmp_path}/empty holds neither a model nor an adapter.* The folder nowhere/x/y does not exist"
+    with user_error(wrong):
+        load_script("recipes/show.py").main(["tiny-ouro", f"{tmp_path}/empty", "tiny-ouro", "nowhere/x/y"])
+    assert capsys.readouterr().out.count("kind          base model\n") == 2
 
 
 def test_recipes_are_listed_by_command(capsys):
