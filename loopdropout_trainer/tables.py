@@ -225,6 +225,13 @@ def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = Non
     return gains
 
 
+EQUAL = "the same for each seed"
+"""Text in place of the interval of a difference whose spread over seeds is not known, because all seeds have the same one."""
+
+NO_INTERVAL = (TOO_FEW, EQUAL)
+"""Reasons why a difference has no interval and no test."""
+
+
 class Gain(NamedTuple):
     """A difference between two settings.
 
@@ -232,7 +239,7 @@ class Gain(NamedTuple):
         difference: Mean difference.
         low, high: Its 95% interval, or NaN for a single seed without answers to problems.
         p: Two-sided p-value, or NaN without an interval.
-        test: "t test over seeds" or "McNemar over problems", or without an interval `TOO_FEW` or "".
+        test: "t test over seeds" or "McNemar over problems", or without an interval one of `NO_INTERVAL` or "".
     """
 
     difference: float
@@ -246,15 +253,16 @@ class Gain(NamedTuple):
         gain = f"{self.difference:+.{decimals}f}"
         if not self.test:
             return gain
-        if self.test == TOO_FEW:
-            return f"{gain}, {TOO_FEW}"
+        if self.test in NO_INTERVAL:
+            return f"{gain}, {self.test}"
         return describe_gain(self.difference, self.low, self.high, self.p, decimals)
 
 
 def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) -> Gain | None:
     """Return the difference between two settings, paired by seed, with its 95% interval (Student's t).
 
-    The interval of a single seed is over problems. `part`: as in `paired_gains`.
+    The interval of a single seed is over problems. If all seeds have the same difference, there is no interval: Student's t
+    would give one of width zero, as if the difference was certain. `part`: as in `paired_gains`.
 
     Returns:
         The difference, or None if the settings have no common seed or are the same.
@@ -271,9 +279,22 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
         return None
     if len(gains) == 1:
         return Gain(gains.iloc[0])
+    if np.allclose(gains, gains.iloc[0], rtol=1e-9, atol=1e-9):  # apart from rounding
+        return Gain(gains.mean(), test=EQUAL)
     test = stats.ttest_1samp(gains, 0)
     interval = test.confidence_interval()
     return Gain(gains.mean(), interval.low, interval.high, test.pvalue, "t test over seeds")
+
+
+def explain_equal(numbers: pd.DataFrame) -> list[str]:
+    """Return a sentence about the differences without an interval that are the same for each seed, if there are any.
+
+    Args:
+        numbers: Table with the columns `NUMBERS`.
+    """
+    if not numbers["test"].eq(EQUAL).any():
+        return []
+    return [f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known."]
 
 
 def format_p(p: float) -> str:

@@ -71,6 +71,7 @@ from loopdropout_trainer.tables import (
     accuracy_table,
     average,
     compare,
+    explain_equal,
     final_results,
     labelled,
     load_results,
@@ -531,6 +532,7 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
         notes = []
         if table["here"].str.contains("significant").any():
             notes.append(OWN_FAMILY)
+        notes += explain_equal(table)
         if missing:
             notes += [*missing, *spec["made_by"]]
         save_layout(spec, table, path, notes)
@@ -554,6 +556,7 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
             "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
             f"The 95% intervals and p-values are over seeds (t test). {OWN_FAMILY}",
         ]
+        notes += explain_equal(losses)
         save_table(losses, loss_table(losses), LOSS_TITLE, output_dir / "held_out_loss", notes)
     has_accuracy = "accuracy" in {*final["metric"]}
     if not (len(costs) or len(losses) or has_accuracy):
@@ -565,7 +568,8 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
             f"test). {OWN_FAMILY}"
         )
         numbers = accuracy_numbers(final)
-        save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", [note])
+        notes = [note, *explain_equal(numbers)]
+        save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", notes)
         draw_figure(overview_figure(final), output_dir / "overview")
 
 

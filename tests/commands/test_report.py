@@ -130,7 +130,7 @@ def test_table_of_the_paper_is_filled(path, built, all_results):
     if path.stem == "recipes":
         assert table.set_index(["Setting", "column"]).loc[("Optimizer steps", "Tulu 2-100k"), "here"] == "769"
     if path.stem == "answer_decomposition":
-        gains = table.set_index(["Rank", "column"])["here"].str.split().str[0].astype(float).unstack()
+        gains = table.set_index(["Rank", "column"])["here"].str.extract("^([-+.0-9]+)")[0].astype(float).unstack()
         assert np.allclose(gains["Both extractable"] + gains["Missing in either"], gains["Total"], atol=0.011)
 
 
@@ -313,7 +313,7 @@ def test_results_of_replaced_weights_are_left_out(change, tmp_path):
     assert 40.0 in {*report.load_results(tmp_path)["value"]}
 
 
-@pytest.mark.parametrize("gains", [[2.0, 1.0, 6.0], [5.0, 6.0, 5.0], [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("gains", [[2.0, 1.0, 6.0], [5.0, 6.0, 5.0], [0.0, 0.1, 0.0]])
 def test_difference_is_paired_by_seed(gains, tmp_path):
     write(tmp_path / "lora", [{"seed": seed, "value": 50.0 + 10 * seed} for seed in range(4)])
     rows = [{"seed": seed, "value": 50.0 + 10 * seed + gain} for seed, gain in enumerate(gains)]
@@ -330,6 +330,24 @@ def test_difference_is_paired_by_seed(gains, tmp_path):
     assert cell(tmp_path, **{**options, "minus": {"method": "Loop Dropout"}}) == "–"  # itself
     assert cell(tmp_path, **options, seed=0) == f"{gains[0]:+.3f}"
     assert cell(tmp_path, **options, show="seeds") == " / ".join(f"{gain:+.3f}" for gain in gains)
+
+
+@pytest.mark.parametrize("gain", [0.0, 10 / 3])
+def test_equal_differences_of_all_seeds_have_no_interval(gain, tmp_path, capsys):
+    """Student's t would give an interval of width zero and p < 0.001, also if only rounding tells them apart."""
+    write(tmp_path / "runs/lora", [{"seed": seed, "value": 100 * seed / 7} for seed in (1, 2)])
+    rows = [{"seed": seed, "value": 100 * seed / 7 + gain} for seed in (1, 2)]
+    write(tmp_path / "runs/ours", rows, method="Loop Dropout")
+    options = {"method": "Loop Dropout", "minus": {"method": "LoRA"}}
+    text, numbers = numbered_cell(tmp_path / "runs", **options)
+    assert text == f"{gain:+.2f}, the same for each seed"
+    assert numbers["difference"] == pytest.approx(gain) and numbers["test"] == "the same for each seed"
+    assert all(math.isnan(numbers[name]) for name in ("low", "high", "p"))
+    report.main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "report")])
+    table, saved = capsys.readouterr().out, (tmp_path / "report/accuracy.md").read_text()
+    for text in (table, saved):
+        assert "A difference that is the same for each seed has no interval" in " ".join(text.split())
+        assert "not significant" not in text and "<0.001" not in text
 
 
 def test_cell_shows_seeds_costs_and_averages(tmp_path):
@@ -551,7 +569,7 @@ def test_report_compares_methods_at_equal_settings(tmp_path):
     table = accuracy_table(tmp_path).reset_index("method")
     assert {method: gain for method, gain in table[["method", "minus LoRA"]].to_numpy() if gain} == dict.fromkeys(
         [f"Loop Dropout, learning_rate = {text}" for text in ("0.001", "0.001, p = 0.25", "0.002")],
-        "+10.0 [+10.0, +10.0]",
+        "+10.0, the same for each seed",
     )
 
 
