@@ -3,6 +3,7 @@
 # ruff: noqa: F401  (re-exported)
 from loopdropout_trainer.lora.compatibility import (
     check_peft_config,
+    check_present,
     check_trainable,
     default_peft_config,
     find_active_adapter,

@@ -166,13 +166,15 @@ def check_variant(variant: LoraVariant | None) -> None:
 def check_layers(model: nn.Module) -> None:
     """Raise UserError unless gates reach every adapter of a PEFT model, active or not.
 
-    The forward of a layer must call its LoRA variant. PEFT's LoRA layers do so over linear and most quantized weights. Other
-    tuners' layers and quantized layers with their own forward are not supported.
+    The forward of a layer must call its LoRA variant. PEFT's LoRA layers do so over linear and most quantized weights, unless
+    their adapters are merged. Other tuners' layers and quantized layers with their own forward are not supported.
     """
     if not isinstance(model, PeftModel):
         raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
     for config in model.peft_config.values():
         check_peft_config(config)
+    check_present(model)
+    merged = set()
     recurrent = set(find_looped_model(model).recurrent_linears())
     for name, module in model.get_base_model().named_modules():
         if not isinstance(module, BaseTunerLayer):
@@ -189,6 +191,20 @@ def check_layers(model: nn.Module) -> None:
             raise UserError(
                 f"`{name}` is a {kind}, whose forward computes the update without a LoRA variant. Gates do not support it."
             )
+        merged.update(module.merged_adapters)
+    if merged:
+        raise UserError(
+            f"Adapters must not be merged into the weights, got {sorted(merged)}. Call `unmerge_adapter` first."
+        )
+
+
+def check_present(model: PeftModel) -> None:
+    """Raise UserError if the layers of the adapters are gone, without which nothing trains and an empty adapter is saved."""
+    if model.peft_config and not any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise UserError(
+            f"The layers of the adapter {next(iter(model.peft_config))!r} must be in the model, but `merge_and_unload` or "
+            "`unload` has removed them. Load the model again, and merge with `merge_and_save`, which keeps the layers."
+        )
 
 
 def check_trainable(model: PeftModel) -> None:

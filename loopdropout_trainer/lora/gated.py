@@ -250,7 +250,7 @@ def add_gates(model: PeftModel, in_activation_dtype: bool = False, rule: Any = N
     """
     looped = attach_looped_model(model)
     trained = None if rule is None else find_active_adapter(model)
-    _check_gates_reach(model)
+    check_layers(model)
     num_loops = looped.num_loops
     state = looped.gate_state
     if rule is not None and state.dropout is not None:
@@ -344,18 +344,6 @@ def _gate_layer(layer: LoraLayer, gate_state: GateState, module: int, in_activat
     layer.cast_input_dtype_enabled = not in_activation_dtype
 
 
-def _check_gates_reach(model: PeftModel) -> None:
-    """Raise UserError if gates do not reach an update."""
-    check_layers(model)
-    merged = set()
-    for layer in adapted_layers(model):
-        merged.update(layer.merged_adapters)
-    if merged:
-        raise UserError(
-            f"Adapters must not be merged into the weights, got {sorted(merged)}. Call `unmerge_adapter` first."
-        )
-
-
 def remove_gates(model: PeftModel) -> None:
     """Restore PEFT's LoRA layers."""
     for layer in gated_layers(model):
@@ -382,7 +370,7 @@ def gated_layers(model: nn.Module) -> list[LoraLayer]:
 
 def gate_new_layers(model: PeftModel) -> None:
     """Gate the layers of adapters that were added to a gated model later, and number all layers again."""
-    _check_gates_reach(model)
+    check_layers(model)
     state = find_looped_model(model).gate_state
     in_activation_dtype = not gated_layers(model)[0].cast_input_dtype_enabled
     for module, layer in enumerate(adapted_layers(model)):

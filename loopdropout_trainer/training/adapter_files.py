@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress, logging
 
-from loopdropout_trainer.lora import find_active_adapter
+from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import (
     RECIPE_FILE,
@@ -70,6 +70,7 @@ class AdapterFilesMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""
+        check_present(self.model)
         check_finite(self.model, self.state.global_step, self.args)
         folder = output_dir or self.args.output_dir
         is_checkpoint = _internal_call and output_dir is not None

@@ -101,15 +101,21 @@ def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:
     return {"dtype": str(dtype).removeprefix("torch."), "quantization": as_json}
 
 
-def _forbid_reentrant_checkpoints(args: GateConfig) -> None:
+def _forbid_reentrant_checkpoints(args: GateConfig, model: nn.Module) -> None:
     """Let gradient checkpointing run without a second backward pass inside of the first one.
 
-    TRL asks for the reentrant kind under ZeRO-3. It would report the gradients of a layer that runs K times K times.
+    TRL asks for the reentrant kind under ZeRO-3, and a program can ask for it in `args` or on its model. It would report the
+    gradients of a layer that runs K times K times. It would also lose the gradient of a layer whose input has none, such as
+    the first one after loops that run as the frozen model.
     """
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # new name, old name
         options = getattr(args, name, None)
         if options and options.get("use_reentrant"):
             options["use_reentrant"] = False
+    for module in model.modules():
+        run = getattr(module, "_gradient_checkpointing_func", None)  # a partial of torch's `checkpoint`
+        if run is not None and getattr(run, "keywords", {}).get("use_reentrant"):
+            module._gradient_checkpointing_func = functools.partial(run, use_reentrant=False)
 
 
 class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
@@ -260,7 +266,6 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         check_processes(self.accelerator, self.args)
         check_sampling(self.args)
         self.check_packages()
-        _forbid_reentrant_checkpoints(self.args)
         float32_adapter(self.model, self._given_weights)
         self._record_base()
         self.prepare_gates()
@@ -277,6 +282,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
         self._read_rule()
+        _forbid_reentrant_checkpoints(self.args, self.model)
         check_trainable(self.model)
         depths = self.args.make_depth_sampler().limits(self.num_loops)
         for depth in depths:
