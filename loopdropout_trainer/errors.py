@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -142,10 +142,10 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> No
         raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(value)}.") from None
 
 
-def check_name(name: str, hint: str = "") -> None:
-    """Raise UserError, with a hint at its end, if a name is neither a folder nor of the form of a Hub name."""
+def check_name(name: str, hint: Callable[[], str] = str) -> None:
+    """Raise UserError if a name is neither a folder nor of the form of a Hub name. `hint` returns the end of its message."""
     if not Path(name).is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name)):
-        raise UserError(f"The folder {name} does not exist.{hint}")
+        raise UserError(f"The folder {name} does not exist.{hint()}")
 
 
 def hint_at_login(error: BaseException | None) -> str:
@@ -153,13 +153,29 @@ def hint_at_login(error: BaseException | None) -> str:
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-    while error is not None:
-        response = getattr(error, "response", None)
-        is_forbidden = isinstance(error, HfHubHTTPError) and getattr(response, "status_code", None) in (401, 403)
-        if is_forbidden or isinstance(error, RepositoryNotFoundError | DatasetNotFoundError):  # also if it is gated
+    for cause in _chain(error):
+        response = getattr(cause, "response", None)
+        is_forbidden = isinstance(cause, HfHubHTTPError) and getattr(response, "status_code", None) in (401, 403)
+        if is_forbidden or isinstance(cause, RepositoryNotFoundError | DatasetNotFoundError):  # also if it is gated
             return " A private or gated repository needs `hf auth login` or HF_TOKEN."
-        error = error.__cause__ or error.__context__
     return ""
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether an error of the Hub's client says that there is no connection, or that none is allowed."""
+    for cause in _chain(error):
+        names = [cls.__name__ for cls in type(cause).__mro__]
+        # The library that connects has changed between the releases of the client. Its errors have this base class.
+        if isinstance(cause, ConnectionError | TimeoutError) or "TransportError" in names:
+            return True
+    return False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and the errors that it comes from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def find_write_error(error: BaseException) -> str | None:

@@ -36,7 +36,7 @@ class GatedLora(LoraVariant):
 
     A subclass is another kind of layer (`class Kind(GatedLora, kind="name")`), which rules select by `lora_kind = "name"`. It
     overrides the gate or the use of A and B. A kind with additional parameters also implements `prepare`, `is_on`,
-    `saved_num_loops` and `is_own`.
+    `saved_num_loops`, `is_own` and `check_mergeable`.
 
     Class attributes:
         description: Name of the kind's parameters in messages.
@@ -84,6 +84,10 @@ class GatedLora(LoraVariant):
     def is_own(cls, name: str) -> bool:
         """Return whether a saved parameter is of this kind and neither A nor B."""
         return False
+
+    @classmethod
+    def check_mergeable(cls, weights: Mapping[str, Tensor]) -> None:
+        """Raise UserError if the kind's own parameters among the weights of an adapter make the loops' updates differ."""
 
     def forward(self, module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
         """Return `result` [B, S, out] plus the gated update of `x` [B, S, in]."""

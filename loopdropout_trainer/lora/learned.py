@@ -66,12 +66,17 @@ class LearnedGatesLora(GatedLora, kind="learned"):
             )
         return gates[loop].to(x.device)
 
+    @classmethod
+    def check_mergeable(cls, weights: Mapping[str, Tensor]) -> None:
+        for name, gates in weights.items():
+            if cls.is_own(name) and (gates != gates[0]).any():
+                rounded = [round(gate, 4) for gate in gates.tolist()]
+                raise UserError(
+                    f"An adapter with learned gates {rounded} cannot be merged, since each loop scales the update "
+                    "differently."
+                )
+
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
         gates = self._gates().detach()
-        if (gates != gates[0]).any():
-            rounded = [round(gate, 4) for gate in gates.tolist()]
-            raise UserError(
-                f"An adapter with learned gates {rounded} cannot be merged, since each loop scales the update "
-                "differently."
-            )
+        self.check_mergeable({_NAME: gates})
         return super().merged_update(module, adapter) * gates[0]

@@ -82,8 +82,12 @@ class PerLoopLora(GatedLora, kind="per_loop"):
     def up(self, module: LoraLayer, adapter: str, low_rank: Tensor) -> Tensor:
         return module.lora_B[adapter](low_rank, self.gate_state.loop)
 
-    def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
+    @classmethod
+    def check_mergeable(cls, weights: Mapping[str, Tensor]) -> None:
         raise UserError(
             "Independent adapters cannot be merged, since each loop has a different update. Keep the adapter, or train a "
             "shared adapter."
         )
+
+    def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
+        self.check_mergeable({})

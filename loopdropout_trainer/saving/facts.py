@@ -97,8 +97,14 @@ class Source:
 
     @property
     def is_mergeable(self) -> bool:
-        """Whether every loop uses the same update."""
-        return self.gates == "at any depth"
+        """Whether it is an adapter, and every loop uses the same update."""
+        if not self.is_adapter:
+            return False
+        try:
+            self.check_mergeable()
+        except UserError:
+            return False
+        return True
 
     @property
     def has_one_depth(self) -> bool:
@@ -132,12 +138,13 @@ class Source:
                 parse_gates(expand_gates([text], depth)[0], depth)
 
     def check_mergeable(self) -> None:
-        """Raise UserError if it cannot be merged."""
-        if not self.is_mergeable:
-            raise UserError(
-                f"{self.name} cannot be merged, because the update of its rule {self.rule!r} differs between loops. Serve and "
-                "evaluate it as an adapter."
-            )
+        """Raise UserError if the update of an adapter differs between loops, so that it cannot be merged."""
+        if not self.has_one_depth:  # whose loops share all parameters
+            return
+        try:
+            self.adapter.check_mergeable()
+        except UserError as error:
+            raise UserError(f"{self.name}: {error} Serve and evaluate it as an adapter.") from None
 
     def check_files(self) -> None:
         """Raise UserError if files of a folder are damaged, or were not saved to the end."""

@@ -55,7 +55,7 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
     """
     from huggingface_hub.errors import RevisionNotFoundError
 
-    hint = model_hint(name)
+    hint = partial(model_hint, name)  # which reads all recipes, so only for an error
     check_name(name, hint)
     try:
         folder = _download(name, revision)
@@ -64,11 +64,11 @@ def download_small_files(name: str, revision: str | None, what: str) -> tuple[Pa
     except (OSError, ValueError) as error:
         if Path(name).parent.is_dir():  # so that a folder was meant
             raise UserError(
-                f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint}"
+                f"There is no folder {name}, and no {what} of this name that can be read on the Hub.{hint()}"
             ) from None
         raise UserError(
             f"The {what} {name} cannot be loaded: there is no folder of this name, and no repository that can be read on the "
-            f"Hub ({first_line(error)}).{hint}{hint_at_login(error)}"
+            f"Hub ({first_line(error)}).{hint()}{hint_at_login(error)}"
         ) from None
     return Path(folder), Path(folder).name
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
-from loopdropout_trainer.errors import UserError, first_line, hide_secrets
+from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_unreachable
 from loopdropout_trainer.files import TEMPORARY_FILES
 
 
@@ -29,9 +29,11 @@ def explain_push(repo_id: str, saved: str, token: str | None = None) -> Iterator
         raise
     except Exception as error:  # the Hub's client raises the errors of several libraries
         reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
+        cause, fix = "", "Log in with `hf auth login` or set HF_TOKEN, and push again."
+        if is_unreachable(error):
+            cause, fix = ", because the Hub cannot be reached", "Push again when there is a connection."
         raise UserError(
-            f"The push to {repo_id} failed ({type(error).__name__}: {reason}). {saved} Log in with `hf auth login` or set "
-            "HF_TOKEN, and push again."
+            f"The push to {repo_id} failed{cause} ({type(error).__name__}: {reason}). {saved} {fix}"
         ) from None
 
 

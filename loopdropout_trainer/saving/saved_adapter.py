@@ -73,6 +73,15 @@ class SavedAdapter:
         weights = load_file(self.folder / WEIGHTS_FILE)
         return authors_format.to_peft_weights(weights) if self.is_authors else weights
 
+    def check_mergeable(self) -> None:
+        """Raise UserError if the update differs between loops, by the rule that `merge_and_save` has."""
+        from loopdropout_trainer.lora import ADAPTER_KINDS
+
+        weights = self.read_weights()
+        for kind in ADAPTER_KINDS.values():
+            if kind.saved_num_loops(weights) is not None:
+                kind.check_mergeable(weights)
+
     def find_own_depth(self) -> int | None:
         """Return the depth of an adapter with parameters for each loop, or None for an adapter that all loops share.
 

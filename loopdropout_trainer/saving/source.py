@@ -110,11 +110,11 @@ def find_base(source: Source) -> Source:
     """
     if not source.is_adapter:
         return source
-    check_name(
-        source.base,
+    hint = (
         f" It is `base_model_name_or_path` in {source.folder / CONFIG_FILE}, the base model of the adapter. Change it there, "
-        "or give the base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`.",
+        "or give the base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`."
     )
+    check_name(source.base, lambda: hint)
     return find_source(source.base, revision=source.revision, accept=MODELS)
 
 

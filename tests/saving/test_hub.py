@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
 from datasets import Dataset
@@ -27,6 +28,7 @@ from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import end_tokens
 
@@ -292,8 +294,36 @@ def test_unmergeable_adapters_raise(train, tmp_path, rule, message):
         merge_and_save(trainer.model, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     trainer.save_model()
+    with user_error(f"{message}.* Serve and evaluate it as an adapter."):
+        load_script("recipes/merge.py").main([trainer.args.output_dir])
     card = card_of(trainer.args.output_dir)
     assert "parameters of its own for each loop" in card and "merge_and_save" not in card
+
+
+def test_equal_learned_gates_are_merged(make_sft, tmp_path, base):
+    """In Python and by the command, which read the same rule."""
+    trainer = make_sft(load_model(base), rule="learned", p=None, max_steps=1)
+    trainer.train()
+    gates = trainer.model.base_model.lora_loop_gates["default"]
+    torch.nn.init.constant_(gates, 0.5)
+    trainer.save_model()
+    merged = load(merge_and_save(trainer.model, tmp_path / "merged"))
+    assert find_source(trainer.args.output_dir).is_mergeable
+    load_script("recipes/merge.py").main([trainer.args.output_dir, "--output_dir", str(tmp_path / "again")])
+    again = load(tmp_path / "again")
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in merged.state_dict().items())
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_push_without_a_connection_says_so(saved, monkeypatch, is_offline):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    folder = re.escape(str(saved / "merged"))
+    with user_error(
+        f"The push to me/x failed, because the Hub cannot be reached .* is saved in {folder}. Push again when"
+    ) as e:
+        push_merged_to_hub(saved / "merged", "me/x", token=TOKEN)
+    assert "log" not in str(e.value).lower() and TOKEN not in str(e.value)
 
 
 def test_merge_never_replaces_base_or_adapter(base, trained):

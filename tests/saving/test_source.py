@@ -477,6 +477,12 @@ def test_base_models_on_the_hub_are_told_by_their_weights(hub, places, tmp_path,
     assert "was trained on" not in log.text
 
 
+def test_hints_are_made_for_errors_only(hub, monkeypatch):
+    """A hint reads all recipes of the package."""
+    monkeypatch.setattr("loopdropout_trainer.saving.hub.model_hint", lambda name: pytest.fail("a hint is made"))
+    assert find_source(BASE, revision="v1").commit == V1
+
+
 def test_adapters_of_one_depth_do_not_run_at_another(places, tmp_path):
     name = str(places["independent"])
     sentence = "`num_loops` must be 3 for .*independent"
