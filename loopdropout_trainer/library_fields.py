@@ -204,6 +204,7 @@ SAFE_VALUES = {
     "weights_only": True,
     "allow_unsafe_code": False,
     "launcher": "",
+    "import": None,
 }
 """Names that can run code of other people, with their safe values. Other values are accepted on the command line only. The
 list is made by hand, because no library marks such names. Most of them are keys in a mapping, such as `model_init_kwargs`."""

@@ -58,7 +58,10 @@ class JobProgressCallback(ProgressCallback):
         hidden = args.disable_tqdm or not state.is_world_process_zero
         self.training_bar = tqdm(desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden)
         if state.global_step:
-            self.training_bar.write(f"Continuing from checkpoint-{state.global_step} of {state.max_steps}")
+            text = f"Continuing from checkpoint-{state.global_step} of {state.max_steps}"
+            if state.global_step >= state.max_steps:
+                text = f"checkpoint-{state.global_step} is of the last step, so nothing is left to train"
+            self.training_bar.write(text)
 
     def on_step_end(self, args, state, control, **kwargs):
         super().on_step_end(args, state, control, **kwargs)
@@ -68,6 +71,10 @@ class JobProgressCallback(ProgressCallback):
         without = "" if self.evaluation_seconds else ", evaluations not counted"
         self.time_left = f"{timedelta(seconds=round(left))} left{without}"
         self.training_bar.set_postfix_str(self.time_left, refresh=False)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if not args.disable_tqdm:
+            super().on_prediction_step(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
@@ -84,7 +91,7 @@ class JobProgressCallback(ProgressCallback):
 class SampleCompletionsCallback(TrainerCallback):
     """Print a greedy completion of the first evaluation example, and log it to W&B and Trackio.
 
-    It does so at each evaluation, and after the last step.
+    It does so at each evaluation, and after the last step, once for each step.
 
     Args:
         trainer: Trainer with an evaluation dataset.
@@ -93,6 +100,7 @@ class SampleCompletionsCallback(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.seconds = 0.0  # of all samples, which are not part of a training's time
+        self.last_step: int | None = None  # of the newest sample
         with torch.random.fork_rng():
             batch = trainer.data_collator(list(islice(trainer.eval_dataset, 1)))
         ids, trained = batch["input_ids"][0], batch["labels"][0] != IGNORED
@@ -102,11 +110,17 @@ class SampleCompletionsCallback(TrainerCallback):
         length = is_answer.index(False) if False in is_answer else len(is_answer)
         self.prompt, self.reference = ids[:start].tolist(), ids[start : start + length]
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.last_step = None
+
     def on_step_end(self, args, state, control, **kwargs):
         if control.should_training_stop and not control.should_evaluate:
             self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args, state, control, **kwargs):
+        if state.global_step == self.last_step:  # the evaluation of an epoch comes after its last step
+            return
+        self.last_step = state.global_step
         trainer, tokenizer, start = self.trainer, self.trainer.processing_class, time.monotonic()
         if state.is_world_process_zero and not shards_weights(args):
             with torch.random.fork_rng(), trainer.accelerator.autocast():

@@ -266,7 +266,9 @@ def _check_safe(recipe: Mapping[str, Any], path: str) -> None:
     for field, value in recipe.items():
         for name in unsafe_names({field: value}):
             where = "it" if name == field else f"`{field}`"
-            raise UserError(f"{path} sets `{name}`, which can run code. Set {where} on the command line instead.")
+            raise UserError(
+                f"{path} sets `{name}`, which can run code. Set {where} on the command line instead, by `--{field}`."
+            )
 
 
 def _is_list(hint: Any) -> bool:

@@ -213,7 +213,14 @@ def test_import_adds_a_preparation(write, monkeypatch):
         ("mapping: {_attn_implementation: a/b}\n", "sets `_attn_implementation`, which can run code"),
         ("launcher: sh\n", "sets `launcher`, which can run code"),
         ("script: /proc/self/cwd/sft\n", "sets `script`, which can run code"),
-        ("name: x\nmapping: {1: {attn_implementation: a/b}}\n", "Set `mapping` on the command line instead."),
+        (
+            "name: x\nmapping: {1: {attn_implementation: a/b}}\n",
+            "Set `mapping` on the command line instead, by `--mapping`.",
+        ),
+        (
+            "name: x\nimport: [rule.py]\n",
+            "sets `import`, which can run code. Set it on the command line instead, by `--import`.",
+        ),
         ("name: x\non: 1\n", "must be texts, got True. Quote the name"),
     ],
 )

@@ -1,12 +1,14 @@
 """Callbacks: logged gates, sampled depths, and the adaptive rule's estimate in checkpoints."""
 
+import re
+
 import pytest
 import torch
 from transformers import TrainerCallback, TrainerState
 
 from helpers.trainers import Recorder, assert_same_weights, logged
 from loopdropout_trainer.gates.depth import sample_depth
-from loopdropout_trainer.progress import SampleCompletionsCallback
+from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback
 from loopdropout_trainer.results import read_results, training_results
 from loopdropout_trainer.saving.source import find_source
 
@@ -66,6 +68,19 @@ def test_samples_are_not_training_time(make_sft):
     trainer.train()
     (seconds,) = (row["value"] for row in training_results(trainer) if row["metric"] == "train_seconds")
     assert 0 < samples.seconds == pytest.approx(logged(trainer, "train_runtime")[0] - seconds)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
+def test_each_step_has_one_sample(make_sft, capsys, strategy):
+    """Also the last step, whose epoch is evaluated after it. Without bars, no evaluation shows one."""
+    trainer = make_sft(eval_strategy=strategy, eval_steps=6, max_steps=12)
+    trainer.add_callback(SampleCompletionsCallback(trainer))
+    JobProgressCallback().attach(trainer, "Loop Dropout")
+    trainer.train()
+    printed = capsys.readouterr()
+    steps = re.findall(r"(?m)^step: (\d+)$", printed.out)
+    assert steps == (["6", "12"] if strategy == "steps" else ["12"])
+    assert "it/s" not in printed.err
 
 
 def test_sample_ends_with_the_first_answer(make_sft):

@@ -1,7 +1,10 @@
 """Test rewards on completions with known answers."""
 
+import re
+
 import pytest
 
+from helpers.files import ROOT
 from loopdropout_trainer.rewards import REWARDS
 
 
@@ -32,3 +35,9 @@ def test_math_verify_reads_latex():
     pytest.importorskip("math_verify")
     completions, references, right = map(list, zip(*MATHEMATICS, strict=True))
     assert REWARDS["math_verify"](completions=completions, answer=references) == right
+
+
+def test_page_names_all_scorers():
+    own = {name for name, reward in REWARDS.items() if reward.__module__ == "loopdropout_trainer.rewards"}
+    line = re.search(r"(?s)\n- `scorer` is (.*?)\. `--import", (ROOT / "docs/evaluation.md").read_text())[1]
+    assert {*re.findall("`(.*?)`", line)} == own
