@@ -48,7 +48,7 @@ def option(
             - `output`: It says what is saved after the training.
             - `never`: It changes no result.
         at_least, above, at_most, below: Bounds of the number, or of each number of a list.
-        **metadata: Further metadata, such as `choices`.
+        **metadata: Further metadata, such as `choices`, or the `group` of `--help` that shows it instead of its class's.
     """
     metadata |= {
         "help": help,

@@ -44,7 +44,8 @@ def print_help(dataclass_types: Sequence[type], description: str | None, first_w
                 continue
             head = f"  --{field.name} ".ljust(_INDENT)
             lines = textwrap.wrap(head + text, width, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
-            groups.setdefault(own_title if is_own else "Training", []).extend(lines)
+            title = own_title if is_own else "Training"
+            groups.setdefault(field.metadata.get("group", title), []).extend(lines)
     print(f"usage: loopdropout {Path(sys.argv[0]).stem} {first_words} [--field value ...]")
     print(f"\n{(description or '').strip()}")
     for title, lines in groups.items():

@@ -23,9 +23,10 @@ from loopdropout_trainer.results import (
     write_run,
 )
 from loopdropout_trainer.runs import Run
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, load_state
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop, load_state
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
+from loopdropout_trainer.training.config import word_of
 from loopdropout_trainer.training.distributed import check_devices
 
 
@@ -141,11 +142,20 @@ class Job:
         try:
             loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
             lines.append(describe_examples(loaded, self.data_args, self.args))
+            self._check_held_out(loaded.datasets)
         finally:
             lines += describe_left_out(left_out)
             if lines and self.args.process_index == 0:
                 print(*lines, sep="\n", flush=True)
         return loaded.datasets
+
+    def _check_held_out(self, datasets: DatasetDict) -> None:
+        """Raise UserError if there is no held-out example to evaluate on, before the model is loaded."""
+        if word_of(self.args.eval_strategy) != "no" and "eval" not in datasets:
+            raise UserError(
+                "`num_eval_examples` must be at least 1, or `eval_files` must be set, if `eval_strategy` is "
+                f"{word_of(self.args.eval_strategy)}, because there is no held-out example."
+            )
 
     def load_tasks(self, held_out: Any) -> None:
         """Load the tasks to evaluate and the reference solutions to score.
@@ -261,6 +271,7 @@ class Job:
             write_run(
                 trainer.args.output_dir,
                 status="trained",
+                stopped_early_at=find_early_stop(trainer.state),
                 model_revision=trainer.looped.trained_with.get("base_revision"),
                 training_data=describe_data(trainer.callback_handler.train_dataloader.dataset),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else trainer.args.device.type,

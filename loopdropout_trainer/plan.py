@@ -129,7 +129,10 @@ def count_on_modules(model: ModelArguments, adapter: AdapterArguments) -> int:
 def describe_settings(args: GateConfig, num_examples: int | None = None) -> str:
     """Return the length of a training on at most `num_examples`, its batch, learning rate and seed."""
     batch = f"{count(args.examples_per_step, 'example')} per step"
-    return f"{describe_length(args, num_examples)}, {batch}, learning rate {args.learning_rate:g}, seed {args.seed}"
+    parts = [describe_length(args, num_examples), batch, f"learning rate {args.learning_rate:g}", f"seed {args.seed}"]
+    if args.early_stopping_patience is not None:
+        parts.append(f"early stop after {count(args.early_stopping_patience, 'evaluation')} without a better one")
+    return ", ".join(parts)
 
 
 def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
@@ -224,9 +227,10 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
         held_out += (
             f" of the {data.num_held_out:,} asked for, because the others have more than {args.max_length:,} tokens"
         )
-    num_rows, about = num_examples, ""
+    num_rows, about, packed = num_examples, "", ""
     if getattr(args, "packing", False) and loaded.num_tokens and args.max_length:
         num_rows, about = math.ceil(loaded.num_tokens / args.max_length), "about "  # as if packing filled all rows
+        packed = f" in about {count(num_rows, 'packed row')}"
     steps_per_epoch = math.ceil(num_rows / args.examples_per_step)
     if args.max_steps > 0:
         num_steps, num_epochs, about_steps = args.max_steps, f"{about}{args.max_steps / steps_per_epoch:.3g}", ""
@@ -235,7 +239,7 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
         num_epochs, about_steps = f"{args.num_train_epochs:.3g}", about
     epochs = "epoch" if num_epochs == "1" else "epochs"
     length = f"{about_steps}{count(num_steps, 'optimizer step')}, {num_epochs} {epochs}"
-    lines = [f"{num_examples:,}, {held_out}, {length}"]
+    lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
     lines += [f"{number:,} of the {size:,} examples of {title}" for title, number, size in loaded.sources]
     return _titled("examples", lines)
 

@@ -24,6 +24,7 @@ import loopdropout_trainer
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.files import (
+    checkpoint_step,
     is_checkpoint,
     lock_file,
     parse_json,
@@ -73,7 +74,7 @@ UNCOMPARED = names_of("never")
 MEASURED = names_of("score", "measurement", "output")
 """Settings of the steps after the training. They may change after a run has finished."""
 
-LENGTH = {"max_steps", "num_train_epochs"}
+LENGTH = {"max_steps", "num_train_epochs", "early_stopping_patience"}
 """Settings that may change when a run is resumed, usually to make it longer."""
 
 RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
@@ -126,8 +127,16 @@ def is_of_training(row: Mapping[str, Any]) -> bool:
 
 
 def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the results of the adapter in a run's folder: its training's own, and what a later `evaluate` has added."""
+    """Return the results of the adapter in a run's folder: its training's own, and what a later `evaluate` has added.
+
+    A checkpoint in a run has only the second ones, next to those of the run.
+    """
     own = read_own_results(folder)
+    run = _run_of_checkpoint(folder)
+    if run is not None:
+        of_run = read_own_results(run / EVALUATION_FOLDER)
+        step = checkpoint_step(Path(folder).resolve())
+        return own + [row for row in of_run if checkpoint_step(row.get("adapter") or "") == step or _is_of_base(row)]
     training = next(filter(is_of_training, own), None)
     if training is None:
         return own
@@ -135,20 +144,37 @@ def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
     added = []
     for row in read_own_results(Path(folder, EVALUATION_FOLDER)):
         is_of_adapter = all(row.get(name) == training.get(name) for name in ("training", "method", "seed", "step"))
-        is_of_base = row.get("method") == "base model"
-        if row.get("readout") is not None or not (is_of_adapter or is_of_base):
+        if row.get("readout") is not None or not (is_of_adapter or _is_of_base(row)):
             continue  # the readout of an earlier loop is not the answer of the model
         if _measurement(row) not in measured:
             added.append(row)
     return own + added
 
 
+def _is_of_base(row: Mapping[str, Any]) -> bool:
+    """Return whether a result is one of the base model."""
+    return row.get("method") == "base model"
+
+
+def _run_of_checkpoint(folder: str | Path) -> Path | None:
+    """Return the folder of the run that a checkpoint belongs to, or None for another folder, or for a checkpoint alone."""
+    folder = Path(folder)
+    if not is_checkpoint(folder):
+        folder = folder.resolve()  # of "."
+    path = recipe_path(folder)
+    if not is_checkpoint(folder) or path.parent == folder.resolve() or not path.is_file():
+        return None
+    return folder.parent
+
+
 def measurement_folder(output_dir: str | Path, name: str) -> str:
     """Return the folder of the results of a command that measures trained models: `output_dir`, or `name` in a run's folder.
 
     The folder of a run holds the results of its training alone, because a later measurement can use other examples, and also
-    measures other models. The two would replace each other, and mix in the mean over the seeds.
+    measures other models. The two would replace each other, and mix in the mean over the seeds. The results of a checkpoint
+    go there, too, because a checkpoint is deleted when newer ones are saved. They have the number of its step.
     """
+    output_dir = _run_of_checkpoint(output_dir) or output_dir
     is_run = Path(output_dir, RUN_FILE).is_file() or any(map(is_of_training, read_own_results(output_dir)))
     return str(Path(output_dir, name)) if is_run else str(output_dir)
 
@@ -304,8 +330,9 @@ def find_difference(
 def saved_step(trainer: Trainer) -> int:
     """Return the optimizer step of a trainer's weights, which is the best one after `load_best_model_at_end`."""
     state = trainer.state
-    has_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
-    return state.best_global_step if has_best else state.global_step
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        return checkpoint_step(state.best_model_checkpoint)  # the best step may have no checkpoint
+    return state.global_step
 
 
 def result_columns(trainer: Trainer, method: str) -> dict[str, Any]:
@@ -331,6 +358,9 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     """
     import numpy as np
     import torch
+    from datasets import Dataset
+
+    from loopdropout_trainer.data.examples import count_examples
 
     history, num_steps = trainer.state.log_history, trainer.state.global_step
     last = {name: value for log in history for name, value in log.items()}
@@ -342,10 +372,16 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     sampling = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
     seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / (num_steps - first_step or math.nan)
     num_tokens = last.get("num_tokens", math.nan)
+    num_examples, num_packed_rows = math.nan, None
+    if isinstance(trainer.train_dataset, Dataset):
+        num_examples, num_packed_rows = count_examples(trainer.train_dataset)
+    elif isinstance(trainer.train_dataset, Sized):
+        num_examples = len(trainer.train_dataset)
     values = {
         "train_loss": np.dot(losses, np.diff(steps)) / num_steps if losses else math.nan,
         "eval_loss": eval_losses[-1] if eval_losses else math.nan,
-        "examples": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Sized) else math.nan,
+        "examples": num_examples,
+        "packed_rows": math.nan if num_packed_rows is None else num_packed_rows,
         "trainable_parameters": trainer.model.get_nb_trainable_parameters()[0],
         "num_tokens": num_tokens,
         "train_seconds": seconds,

@@ -16,7 +16,7 @@ from loopdropout_trainer.results import (
     is_finished,
     read_run,
 )
-from loopdropout_trainer.saving.checkpoints import find_shortening, load_state, newest_checkpoint
+from loopdropout_trainer.saving.checkpoints import find_shortening, has_stopped_early, load_state, newest_checkpoint
 from loopdropout_trainer.saving.integrity import find_damage
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 from loopdropout_trainer.training.distributed import shards_weights
@@ -171,6 +171,11 @@ class Run(NamedTuple):
         if newest is None:
             return None
         state = load_state(newest)
+        if state.global_step >= state.max_steps or has_stopped_early(state, self.args):
+            return (
+                f"{folder} holds a training that took its last step, {state.global_step:,}, and ended before its adapter was "
+                "saved. Finish it with `--resume_from_checkpoint true`, or begin again with `--resume_from_checkpoint false`."
+            )
         return (
             f"{folder} holds a training that was stopped at step {state.global_step:,} of {state.max_steps:,}. Continue it "
             "with `--resume_from_checkpoint true`, or begin again with `--resume_from_checkpoint false`."

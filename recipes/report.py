@@ -57,11 +57,12 @@ import pandas as pd
 
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.diagnostics import TOO_FEW
-from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
     LOSS_TITLE,
@@ -520,6 +521,18 @@ def mean_costs(costs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def describe_early_stops(folders: Sequence[str]) -> list[str]:
+    """Return a line with the trainings in some folders that stopped early, and where, or no line if there are none."""
+    stops = []
+    for folder in folders:
+        if not Path(folder, STATE_FILE).is_file():  # of an older run
+            continue
+        state = load_state(folder)
+        if find_early_stop(state) is not None:
+            stops.append(f"{folder} after {state.global_step:,} of {count(state.max_steps, 'step')}")
+    return [f"Stopped early: {'; '.join(stops)}."] if stops else []
+
+
 def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
     """Make the table or the figure of a YAML file, or print what is missing for it."""
     spec = load_recipe(name if name.endswith(".yaml") else f"tables/{name}.yaml")
@@ -549,7 +562,8 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
     if len(costs):
         numbers = mean_costs(costs)
         texts = numbers.round(2).map("{:.12g}".format, na_action="ignore").fillna("–").rename(columns=COSTS)
-        save_table(numbers, texts, "Costs of the training", output_dir / "costs")
+        notes = describe_early_stops(costs["folder"].unique())
+        save_table(numbers, texts, "Costs of the training", output_dir / "costs", notes)
     losses = loss_numbers(final)
     if len(losses):
         notes = [

@@ -13,13 +13,12 @@ from peft import PeftModel
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from loopdropout_trainer.data.sources import describe_data, read_sources
-from loopdropout_trainer.errors import count
-from loopdropout_trainer.files import public_name, read_text
+from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_name, read_text
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.results import read_recipe, read_run_results, recipe_path
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, load_state
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, describe_steps, load_state, name_metric
 from loopdropout_trainer.saving.hub import is_hub_name
 
 
@@ -103,9 +102,9 @@ def write_model_card(
         shared=not kind_of(model, adapter).one_depth,
         **(_loading_facts(folder) if merged else {}),
     )
-    card.save(folder / CARD_FILE)
     if is_hub_name(repo_id):
-        name_repository(folder, repo_id, revision)
+        card.text = _name_repository(card.text, repo_id, revision)
+    card.save(folder / CARD_FILE)
     return folder / CARD_FILE
 
 
@@ -123,18 +122,23 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
 
 
 def describe_kept_checkpoint(folder: str | Path) -> str | None:
-    """Return the best checkpoint of a run, its score and the trained steps, or None without `load_best_model_at_end`."""
+    """Return the best checkpoint of a run, its score and the trained steps, or None for a run that keeps the last weights.
+
+    A checkpoint of such a run has its own weights, so there is none, either.
+    """
     recipe = read_recipe(folder)
-    if not recipe.get("load_best_model_at_end") or not Path(folder, STATE_FILE).is_file():
+    keeps_best = recipe.get("load_best_model_at_end") or recipe.get("early_stopping_patience")
+    if not keeps_best or is_checkpoint(Path(folder).resolve()) or not Path(folder, STATE_FILE).is_file():
         return None
     state = load_state(folder)
-    if state.best_global_step is None or state.best_metric is None:
+    if state.best_model_checkpoint is None:
         return None
-    metric = recipe.get("metric_for_best_model") or "loss"
-    if metric.removeprefix("eval_") == "loss":
-        metric = "held-out loss"
-    steps = count(state.global_step, "step")
-    return f"checkpoint-{state.best_global_step} ({metric} {state.best_metric:.4g}), trained {steps}"
+    name, step = recipe.get("metric_for_best_model") or "loss", checkpoint_step(state.best_model_checkpoint)
+    key = f"eval_{name.removeprefix('eval_')}"
+    score = [
+        f" ({name_metric(name)} {log[key]:.4g})" for log in state.log_history if log["step"] == step and key in log
+    ]
+    return f"checkpoint-{step}{''.join(score[-1:])}, trained {describe_steps(state)}"
 
 
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
@@ -166,15 +170,19 @@ def name_repository(folder: str | Path, repo_id: str, revision: str | None = Non
     if not file.is_file():
         return True
     text = read_text(file)
-    name = lambda block: _name_in_commands(block[0], repo_id, revision)
-    named = re.sub(r"(?ms)^```(?:python|bash)\n.*?^```$", name, text)
-    if repo_id not in named:
-        return False
-    if repo_id not in text:
-        named = re.sub(r"(?m)^# .*$", f"# {repo_id}", named, count=1)
+    named = _name_repository(text, repo_id, revision)
     if named != text:
         file.write_text(named, encoding="utf-8")
-    return True
+    return repo_id in named
+
+
+def _name_repository(text: str, repo_id: str, revision: str | None) -> str:
+    """Return the text of a card with a repository in its title and its commands, if it has commands."""
+    name = lambda block: _name_in_commands(block[0], repo_id, revision)
+    named = re.sub(r"(?ms)^```(?:python|bash)\n.*?^```$", name, text)
+    if repo_id in named and repo_id not in text:
+        named = re.sub(r"(?m)^# .*$", f"# {repo_id}", named, count=1)
+    return named
 
 
 def _name_in_commands(block: str, repo_id: str, revision: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, read_json_object
 from loopdropout_trainer.saving.integrity import find_damage
 
@@ -21,10 +21,15 @@ from loopdropout_trainer.saving.integrity import find_damage
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
+    from loopdropout_trainer.training.config import GateConfig
+
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 """Name of the state of a training, which transformers writes last."""
+
+EARLY_STOPPING = "EarlyStopCallback"
+"""Name of the callback that stops a training early, under which a checkpoint has its state."""
 
 _RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
 """Files of a checkpoint that a training continues from."""
@@ -39,6 +44,38 @@ def load_state(folder: str | Path) -> TrainerState:
     from transformers import TrainerState
 
     return TrainerState.load_from_json(str(Path(folder, STATE_FILE)))
+
+
+def count_worse_evaluations(state: TrainerState) -> int:
+    """Return the number of evaluations in a row without a better result, at the end of a training with early stopping."""
+    saved = state.stateful_callbacks.get(EARLY_STOPPING)
+    if not state.global_step or not isinstance(saved, dict):
+        return 0
+    return saved["attributes"]["early_stopping_patience_counter"]
+
+
+def has_stopped_early(state: TrainerState, args: GateConfig) -> bool:
+    """Return whether the training of a checkpoint's state stopped there, because no evaluation was better for a while."""
+    patience = args.early_stopping_patience
+    return patience is not None and count_worse_evaluations(state) >= patience
+
+
+def find_early_stop(state: TrainerState) -> int | None:
+    """Return the step after which a training that has ended has stopped early, or None if it took all of its steps."""
+    return state.global_step if state.global_step < state.max_steps else None
+
+
+def describe_steps(state: TrainerState) -> str:
+    """Return the number of steps of a training that has ended, such as "30 of 100 steps, stopped early"."""
+    if find_early_stop(state) is None:
+        return count(state.global_step, "step")
+    return f"{state.global_step:,} of {count(state.max_steps, 'step')}, stopped early"
+
+
+def name_metric(metric: str | None) -> str:
+    """Return the name of `metric_for_best_model` in sentences."""
+    metric = metric or "loss"
+    return "held-out loss" if metric.removeprefix("eval_") == "loss" else metric
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:

@@ -24,7 +24,7 @@ from loopdropout_trainer.results import (
     write_results,
 )
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
-from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints
+from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run, upload
@@ -136,7 +136,7 @@ class AdapterFilesMixin:
         trainer, and would come after the callback that resets the gates.
         """
         saved = self.state.stateful_callbacks
-        own = {type(callback).__name__ for callback in (*self.step_callbacks, self.resumption)}
+        own = {type(callback).__name__ for callback in (*self.step_callbacks, self.resumption)} | {EARLY_STOPPING}
         self.state.stateful_callbacks = {name: state for name, state in saved.items() if name not in own}
         if not self.args.restore_callback_states_from_checkpoint:
             self._warn_of_new_callbacks()

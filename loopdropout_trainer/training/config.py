@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -54,6 +55,10 @@ class GateConfig:
             of 0, 1/w, ..., with w rounded down.
         loraplus_lr_ratio (`float`, *optional*):
             LoRA+: learning rate of B as a multiple of A's learning rate, `learning_rate`. The paper uses 4.
+        early_stopping_patience (`int`, *optional*):
+            Number of evaluations in a row without a better `metric_for_best_model` (the held-out loss) after which the
+            training stops. It needs `eval_strategy`. It sets `load_best_model_at_end`, and saves a checkpoint at each
+            evaluation, unless you set these fields yourself.
     """
 
     rule: str = option(
@@ -74,6 +79,13 @@ class GateConfig:
     warmup_from_first_step: bool = option(False, "Whether the warmup starts at 1/w of the learning rate instead of 0.")
     loraplus_lr_ratio: float | None = option(
         None, "LoRA+: learning rate of B as a multiple of A's. The paper uses 4.", above=0
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        "Evaluations in a row without a lower held-out loss after which the training stops. The best checkpoint is kept. "
+        "It needs `eval_strategy`. Default: the training never stops early.",
+        at_least=1,
+        group="Training",
     )
 
     help_title = "Method"
@@ -101,8 +113,20 @@ class GateConfig:
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if str(self.resume_from_checkpoint).lower() in ("false", "none"):  # words of a command line
             self.resume_from_checkpoint = None
+        if self.early_stopping_patience is not None:
+            self._save_at_evaluations()
+        check_best_checkpoint(self)
         super().__post_init__()
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
+
+    def _save_at_evaluations(self) -> None:
+        """Save a checkpoint at each evaluation and keep the best one, as early stopping needs, unless the user has set it."""
+        needed = {"load_best_model_at_end": True}
+        if word_of(self.eval_strategy) != "no":
+            needed |= {"save_strategy": self.eval_strategy, "save_steps": self.eval_steps or self.logging_steps}
+        for name, value in needed.items():
+            if name not in self.given_names:
+                setattr(self, name, value)
 
     def given_fields(self) -> list[str]:
         """Return the names of the fields that the user has given or changed. The libraries and this class set others."""
@@ -181,6 +205,41 @@ class GateConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary without tokens of the Hub."""
         return _without_token(super().to_dict())
+
+
+def word_of(choice: Any) -> Any:
+    """Return the word of a choice of transformers, such as "epoch" for `IntervalStrategy.EPOCH`."""
+    return getattr(choice, "value", choice)
+
+
+def check_best_checkpoint(args: TrainingArguments) -> None:
+    """Raise UserError unless the checkpoints are saved at evaluations, if the best one is to be kept.
+
+    transformers asks for the same in other words, but accepts early stopping at evaluations without a checkpoint.
+    """
+    is_early, keeps_best = args.early_stopping_patience is not None, args.load_best_model_at_end
+    if is_early and not keeps_best:
+        raise UserError("`load_best_model_at_end` must be true if `early_stopping_patience` is set, got false.")
+    if not keeps_best:
+        return
+    condition = "if `early_stopping_patience` is set" if is_early else "if `load_best_model_at_end` is true"
+    evaluation, saving = word_of(args.eval_strategy), word_of(args.save_strategy)
+    if evaluation == "no":
+        raise UserError(f"`eval_strategy` must be steps or epoch {condition}, got no.")
+    if saving == "best" or evaluation not in ("steps", "epoch"):
+        return
+    if saving != evaluation:
+        raise UserError(f"`save_strategy` must be {evaluation}, as `eval_strategy`, {condition}, got {saving}.")
+    if evaluation == "epoch":
+        return
+    eval_steps, save_steps = args.eval_steps or args.logging_steps, args.save_steps
+    ratio = save_steps / eval_steps
+    is_multiple = round(ratio) >= 1 and math.isclose(ratio, round(ratio))
+    have_one_unit = (eval_steps < 1) == (save_steps < 1)  # numbers of steps, or shares of all steps
+    wanted = "equal" if is_early else "be a multiple of"
+    is_right = save_steps == eval_steps if is_early else is_multiple and have_one_unit
+    if not is_right:
+        raise UserError(f"`save_steps` must {wanted} `eval_steps` ({eval_steps:g}) {condition}, got {save_steps:g}.")
 
 
 def _without_token(fields: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from loopdropout_trainer.data.examples import count_examples
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes
@@ -64,7 +65,7 @@ class ResumptionCallback(TrainerCallback, ExportableState):
         self.data = describe_data(train_dataloader.dataset)
         is_resumed = state.global_step > 0
         before = saved_facts(state).get("data")
-        if is_resumed and before and self.data and before != self.data:
+        if is_resumed and before and self.data and before["digest"] != self.data["digest"]:
             raise UserError(
                 f"The training data changed: the checkpoint was trained on {before['examples']:,} examples (digest "
                 f"{before['digest']}), got {self.data['examples']:,} examples ({self.data['digest']}). Restore the data, or "
@@ -126,7 +127,10 @@ def find_other_processes(checkpoint: Checkpoint, args: GateConfig) -> str | None
 
 
 def describe_data(dataset: Any) -> dict[str, Any]:
-    """Return the number of examples and a digest of their content in any order of columns. It is empty for a stream."""
+    """Return the numbers of examples and of packed rows, and a digest of their content in any order of columns.
+
+    It is empty for a stream, and there is no number of packed rows without packing.
+    """
     if not isinstance(dataset, Dataset):
         return {}
     digest = hashlib.blake2b(digest_size=8)
@@ -138,7 +142,9 @@ def describe_data(dataset: Any) -> dict[str, Any]:
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
         digest.update(sink.getvalue())
-    return {"examples": len(dataset), "digest": digest.hexdigest()}
+    num_examples, num_packed_rows = count_examples(dataset)
+    packed = {} if num_packed_rows is None else {"packed_rows": num_packed_rows}
+    return {"examples": num_examples, **packed, "digest": digest.hexdigest()}
 
 
 def describe_resuming(trainer: Trainer) -> str:

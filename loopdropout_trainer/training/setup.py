@@ -55,7 +55,7 @@ from loopdropout_trainer.training.examples import (
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
-from loopdropout_trainer.training.stopping import StopCallback
+from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback
 
 
 _READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
@@ -257,6 +257,8 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         self.step_callbacks = make_step_callbacks(arguments["args"], self.rule)
         # The first ones read the gates of a step, and the second one resets them.
         own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.resumption, PushCallback()]
+        if arguments["args"].early_stopping_patience is not None:
+            own.append(EarlyStopCallback(arguments["args"].early_stopping_patience))
         arguments["callbacks"] = [*own, *(arguments["callbacks"] or [])]
 
     def after_init(self) -> None:

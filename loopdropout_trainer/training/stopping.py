@@ -13,11 +13,17 @@ from typing import Any
 import torch
 from accelerate.utils import gather, reduce
 from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, find_write_error
-from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+from loopdropout_trainer.errors import UserError, count, find_write_error
+from loopdropout_trainer.saving.checkpoints import (
+    count_worse_evaluations,
+    has_stopped_early,
+    load_state,
+    name_metric,
+    newest_checkpoint,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -132,6 +138,48 @@ class StopCallback(TrainerCallback):
             if self.received == signal.SIGTERM:
                 interrupted.signal = signal.SIGTERM
             raise interrupted
+
+
+class EarlyStopCallback(EarlyStoppingCallback):
+    """Stop a training as transformers' callback does, and count on from the evaluations before an interruption."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.early_stopping_patience_counter = count_worse_evaluations(state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        is_early = self.early_stopping_patience_counter >= self.early_stopping_patience
+        if not is_early or state.global_step >= state.max_steps or not state.is_world_process_zero:
+            return
+        kept = f" The weights of step {state.best_global_step:,} are kept." if state.best_model_checkpoint else ""
+        metric, evaluations = (
+            name_metric(args.metric_for_best_model),
+            count(self.early_stopping_patience, "evaluation"),
+        )
+        logger.warning(
+            f"Training stopped early, after step {state.global_step:,} of {state.max_steps:,}, because the {metric} of the "
+            f"last {evaluations} was not better than before.{kept}"
+        )
+
+
+@contextmanager
+def ended_early(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
+    """Let a training that continues from a checkpoint take no further step, if it has stopped early at that checkpoint.
+
+    It was interrupted after its last checkpoint then. Inside of the block, the step of the checkpoint is its last one.
+    """
+    args = trainer.args
+    state = load_state(checkpoint) if checkpoint else None
+    if state is None or not has_stopped_early(state, args):
+        yield
+        return
+    wanted = args.max_steps
+    args.max_steps = state.global_step
+    try:
+        yield
+    finally:
+        args.max_steps = wanted
+        trainer.state.max_steps = wanted if wanted > 0 else state.max_steps
 
 
 def first_signal(received: Sequence[int]) -> int:

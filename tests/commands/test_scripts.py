@@ -27,11 +27,19 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.plan import count_on_modules, describe_length, print_next_commands
 from loopdropout_trainer.recipe import dump_recipe
-from loopdropout_trainer.results import is_finished, read_recipe, read_results, read_run, write_run
+from loopdropout_trainer.results import (
+    is_finished,
+    measurement_folder,
+    read_recipe,
+    read_results,
+    read_run,
+    write_run,
+)
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.tables import load_results
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 from loopdropout_trainer.training.stopping import TrainingInterrupted
@@ -269,11 +277,64 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
         assert f"| Held-out loss (nats per token), base model | {base['value']:.4f} |" in card
 
 
+STOPS_EARLY = f"{FEW_MEASUREMENTS} --compare_with null --learning_rate 0.3 --eval_strategy steps --eval_steps 2"
+
+
+def test_early_stop_is_an_end(tmp_path, log, monkeypatch, capsys):
+    """The held-out loss gets worse after step 2. The training stops, is finished, and is continued with more patience only."""
+    folder = tmp_path / "run"
+    words = [TRAINING, STOPS_EARLY, "--output_dir", folder, "--early_stopping_patience"]
+    text = run(*words, 1)
+    kept = r"checkpoint-2 \(held-out loss [\d.]+\), trained 4 of 6 steps, stopped early"
+    assert re.search(rf"(?m)^Loop Dropout: Kept {kept}$", text) and is_finished(folder)
+    assert re.search(rf"\| Kept weights \| {kept} \|", (folder / "README.md").read_text())
+    assert "stopped early, after step 4 of 6, because the held-out loss of the last 1 evaluation was not" in log.text
+    assert read_run(folder)["stopped_early_at"] == 4 and find_source(folder).columns["step"] == 2
+    weights = adapter(folder)
+    load_script("recipes/report.py").main([str(folder), "--output_dir", str(tmp_path / "report")])
+    line = f"Stopped early: {folder} after 4 of 6 steps"
+    assert line in capsys.readouterr().out and line in (tmp_path / "report" / "costs.md").read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(LoopDropoutSFTTrainer, "training_step", lambda *args: pytest.fail("a step is taken"))
+        for resumption in ("", "--resume_from_checkpoint true"):
+            assert f"trained     {folder}\n" in run(*words, 1, resumption)
+        (folder / "run.json").unlink()  # as if it was killed before it saved the adapter
+        (folder / "adapter_model.safetensors").unlink()
+        with user_error(
+            "that took its last step, 4, and ended before its adapter was saved. Finish it with `--resume"
+        ):
+            run(*words, 1)
+        text = run(*words, 1, "--resume_from_checkpoint true")
+    assert re.search(rf"Kept {kept}\n", text) and adapter(folder) == weights
+    with user_error(
+        "`early_stopping_patience` changed from 1 to 2. Add `--resume_from_checkpoint true` to continue it."
+    ):
+        run(*words, 2)
+    text = run(*words, 2, "--resume_from_checkpoint true")
+    assert "trained 6 steps\n" in text and read_run(folder)["stopped_early_at"] is None
+
+
 def test_training_starts_from_an_adapter(quickstart, tmp_path):
     words = ["--adapter_name_or_path", quickstart[0], "--learning_rate", 0, "--rule", "lora", "--compare_with", "null"]
     run(quickstart[0] / "recipe.yaml", "--output_dir", tmp_path, FEW_MEASUREMENTS, *words, "--max_steps", 1)
     assert adapter(tmp_path) == adapter(quickstart[0])
     assert "| Trained from the adapter | run |" in (tmp_path / "README.md").read_text()
+
+
+def test_results_of_a_checkpoint_are_in_its_run(copy, tmp_path, monkeypatch):
+    """A checkpoint is deleted when newer ones are saved, and pushed as it is. The card of its merged model has its scores."""
+    checkpoint, limits = copy / "checkpoint-4", ["--benchmark_limit", "1", "--max_new_tokens", "2"]
+    before = contents(checkpoint)
+    load_script("recipes/evaluate.py").main([str(checkpoint), "--benchmarks", "arithmetic_easy_test", *limits])
+    rows = read_results(copy / "evaluation")
+    assert {row["step"] for row in rows} == {4} and {row["adapter"] for row in rows} == {str(checkpoint)}
+    assert contents(checkpoint) == before and load_results(copy)["checkpoint"].isin([4]).sum() == len(rows)
+    load_script("recipes/merge.py").main([str(checkpoint), "--output_dir", str(tmp_path / "merged")])
+    assert "| arithmetic_easy_test | 4 |" in (tmp_path / "merged/README.md").read_text()
+    monkeypatch.chdir(copy / "checkpoint-2")
+    assert measurement_folder(".", "evaluation") == str(copy / "evaluation")
+    alone = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint-4"))
+    assert measurement_folder(alone, "evaluation") == str(alone)
 
 
 def test_saved_recipe_repeats_the_run(quickstart, tmp_path):
@@ -508,6 +569,16 @@ MISTAKES = [
     ("sft", "--push_merged_to_hub true", "`hub_model_id` must be set if `push_merged_to_hub` is set."),
     ("sft", "--benchmarks null", "`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set."),
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
+    (
+        "sft",
+        "--num_eval_examples 0 --eval_strategy steps",
+        "if `eval_strategy` is steps, because there is no held-out",
+    ),
+    (
+        "dpo",
+        "--num_eval_examples 0",
+        "must be set, if `eval_strategy` is epoch, because there is no held-out example.",
+    ),
     ("sft", "--benchmarks development --single_loop_batches 0 --num_eval_examples 0", "must have held-out examples"),
     ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
     ("sft", "--report_to wandbb", "`report_to`: wandbb is not supported, only "),

@@ -14,7 +14,7 @@ from helpers.files import load_script, write_lines
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.data.holding_out import interleave
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.results import read_recipe
+from loopdropout_trainer.results import read_recipe, read_results, read_run
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -281,7 +281,14 @@ def test_plan_shows_what_is_left_out(capsys):
 def test_plan_counts_rows_of_packed_examples(capsys):
     recipe = {**RECIPE, "packing": True, "max_steps": -1, "num_train_epochs": 2}
     sft(recipe, "--dry_run", "true")
-    (steps,) = re.search(r"about (\d+) optimizer steps, 2 epochs", capsys.readouterr().out).groups()
+    plan = re.search(
+        r"(\d+) in about (\d+) packed rows, .* about (\d+) optimizer steps, 2 epochs", capsys.readouterr().out
+    )
+    num_examples, num_rows, steps = plan.groups()
     sft(recipe)
+    values = {row["metric"]: row["value"] for row in read_results("run")}
+    assert values["examples"] == int(num_examples) > values["packed_rows"] >= int(num_rows)
+    saved = read_run("run")["training_data"]
+    assert (saved["examples"], saved["packed_rows"]) == (values["examples"], values["packed_rows"])
     trained = json.loads(Path("run/trainer_state.json").read_text())["max_steps"]
     assert int(steps) <= trained <= int(steps) + 2 < 38

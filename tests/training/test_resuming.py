@@ -23,6 +23,7 @@ from helpers.trainers import Recorder, assert_same_weights
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.results import saved_step
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, first_signal
@@ -150,6 +151,89 @@ def test_restored_callbacks_resume_bit_for_bit(tmp_path, make_trainer, rule):
     assert stopping.early_stopping_patience == 5
     kept = [type(callback) for callback in resumed.callback_handler.callbacks if callback is not stopping]
     assert kept == [place for place in places if place is not EarlyStoppingCallback]
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log, strategy):
+    """The first evaluation counts as the best one. With a patience of 2, the third one stops the training."""
+    fields = {"early_stopping_patience": 2, "eval_strategy": strategy, "eval_steps": 2, "greater_is_better": True}
+    steps = 2 if strategy == "steps" else 3  # of an epoch of 48 examples
+    fields |= {"max_steps": 20, "save_steps": 2, "save_strategy": strategy, "lr_scheduler_type": "constant"}
+    make = functools.partial(
+        make_trainer, output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=4, **fields
+    )
+    whole = make()
+    whole.train()
+    assert whole.state.global_step == 3 * steps and whole.state.best_global_step == steps
+    assert (
+        f"stopped early, after step {3 * steps} of 20, because the held-out loss of the last 2 evaluations" in log.text
+    )
+    logged = whole.state.log_history
+    for steps_left in ({*range(2 * steps, 3 * steps + 1)}, set()):  # killed before the last checkpoint, and behind it
+        if steps_left:
+            shutil.rmtree(tmp_path / f"checkpoint-{3 * steps}")
+        resumed = make()
+        resumed.train(resume_from_checkpoint=True)
+        assert {gates.step for gates in resumed.seen} == steps_left  # of training steps and the evaluation
+        assert resumed.args.max_steps == resumed.state.max_steps == 20
+        assert_same_weights(resumed, whole)
+        losses = [
+            [log["eval_loss"] for log in history if "eval_loss" in log]
+            for history in (logged, resumed.state.log_history)
+        ]
+        assert losses[0] == losses[1]
+    assert make(early_stopping_patience=3).train(resume_from_checkpoint=True).global_step > 3 * steps
+
+
+def test_early_stopping_saves_at_evaluations(tmp_path, config):
+    """Fields that the user has set stay, so a wrong one is an error."""
+    args = config(early_stopping_patience=2, eval_strategy="epoch", save_strategy="epoch")
+    assert args.load_best_model_at_end
+    made = LoopDropoutConfig(str(tmp_path), bf16=False, early_stopping_patience=2, eval_strategy="steps", eval_steps=7)
+    assert (made.save_strategy, made.save_steps) == ("steps", 7) and made.load_best_model_at_end
+    assert not {"save_steps", "load_best_model_at_end"} & {*made.given_fields()}
+    for fields, message in {
+        ("load_best_model_at_end", False): "`load_best_model_at_end` must be true if `early_stopping_patience` is set",
+        ("eval_strategy", "no"): "`eval_strategy` must be steps or epoch if `early_stopping_patience` is set, got no.",
+        (
+            "save_strategy",
+            "epoch",
+        ): "`save_strategy` must be steps, as `eval_strategy`, if `early_st.* is set, got epoch.",
+        ("save_steps", 4): r"`save_steps` must equal `eval_steps` \(2\) if `early_stopping_patience` is set, got 4.",
+        ("early_stopping_patience", 0): "`early_stopping_patience` must be at least 1, got 0.",
+    }.items():
+        given = {"early_stopping_patience": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+        with user_error(message):
+            config(**{**given, "save_steps": 2, fields[0]: fields[1]})
+
+
+def test_best_checkpoint_needs_evaluations_in_our_words(config):
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 4}
+    for changes, message in {
+        (
+            ("eval_strategy", "no"),
+        ): "`eval_strategy` must be steps or epoch if `load_best_model_at_end` is true, got no.",
+        (("eval_strategy", "epoch"),): "`save_strategy` must be epoch, as `eval_strategy`, if .* is true, got steps.",
+        (("save_steps", 6),): r"`save_steps` must be a multiple of `eval_steps` \(4\) if .* is true, got 6.",
+        (("save_steps", 2),): r"`save_steps` must be a multiple of `eval_steps` \(4\) if .* is true, got 2.",
+        (("save_steps", 0.5),): r"`save_steps` must be a multiple of `eval_steps` \(4\) if .* is true, got 0.5.",
+    }.items():
+        with user_error(message):
+            config(**{**best, **dict(changes)})
+    for save_steps, eval_steps in ((8, 4), (0.3, 0.1), (4, None)):
+        config(**{**best, "save_steps": save_steps, "eval_steps": eval_steps})
+    config(**{**best, "save_strategy": "best", "save_steps": 6})
+
+
+def test_results_name_the_checkpoint_that_is_kept(make_trainer):
+    """The best evaluation can have no checkpoint, so its step is not the step of the weights."""
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    trainer = make_trainer(lr_scheduler_type="constant", **fields)
+    trainer.train()
+    assert trainer.state.best_global_step == 1 and trainer.state.best_model_checkpoint is None
+    assert saved_step(trainer) == 6
+    trainer.state.best_model_checkpoint = "run/checkpoint-4"
+    assert saved_step(trainer) == 4
 
 
 def test_finished_training_is_not_continued(make_trainer):
