@@ -69,13 +69,13 @@ class DataArguments:
 
     def __post_init__(self):
         check_fields(self)
-        problems = self.preparation if PREPARATIONS[self.preparation].problems else None
         sources = {name: getattr(self, name) for name in ("dataset_name", "train_files", "datasets")}
-        sources["preparation"] = problems
+        if PREPARATIONS[self.preparation].problems:  # it generates its examples
+            sources["preparation"] = self.preparation
         given = [f"`{name}: {value}`" for name, value in sources.items() if value]
         if len(given) > 1:
             raise UserError(f"Set either {' or '.join(given)}, not both.")
-        read_sources(vars(self))
+        read_sources(vars(self))  # raises UserError for wrong ones
         if self.eval_files and self.num_eval_examples:
             raise UserError("Set either `eval_files` or `num_eval_examples`, not both.")
         if self.template is not None and not FIELD.search(self.template):

@@ -123,6 +123,7 @@ def own_files(file: Path) -> set[Path]:
 
 
 def _imported_files(file: Path) -> Iterator[Path]:
+    """Yield the user's files that the import statements of a Python file name."""
     search_path = [folder for folder in sys.path if not _is_of_libraries(folder)]
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
@@ -158,7 +159,7 @@ def _module_files(names: Sequence[str], folders: Sequence[str]) -> Iterator[Path
 
 
 def global_values(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the texts and numbers among the global names of a function's file, also those in lists and dictionaries."""
+    """Return the plain values among the global names of a function's file: texts, numbers, patterns, and containers of them."""
     module = _module_of(function)
     if own_file(module) is None:
         return {}
@@ -187,6 +188,7 @@ def _is_of_libraries(path: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value is a text, a number or the like, or a container of such values."""
     if isinstance(value, dict):
         return all(_is_plain(item) for item in [*value.keys(), *value.values()])
     if isinstance(value, list | tuple | set | frozenset):

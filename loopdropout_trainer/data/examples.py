@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -67,8 +67,8 @@ class LeftOut(NamedTuple):
 class Examples(NamedTuple):
     """Examples, with a key of everything that they were made from, and with the rows that they come from.
 
-    Each method returns the result of a step. `datasets` caches it under the key of these examples and the step's inputs. A
-    `UserError` of a step's function names the row of the example.
+    `select`, `replace`, `add` and `keep` return the result of a step. `datasets` caches it under a key made of the key of
+    these examples and of the step. A `UserError` of a step's function names the row of the example.
 
     Attributes:
         rows: The examples.
@@ -95,7 +95,7 @@ class Examples(NamedTuple):
     def replace(self, function: Callable[..., Row], **options: Any) -> Examples:
         """Make an example of each one by a function of it and the options, which are part of the key."""
         key = step_key(self.key, function.__name__, options)
-        step = self._name_rows(function, options)
+        step = self._name_rows(function, **options)
         features = find_features(step(self.rows[0], 0))
         names = self.rows.column_names
         rows = self._map(step, key, features=features, remove_columns=names)
@@ -106,7 +106,7 @@ class Examples(NamedTuple):
         # The options are not in the key here and in `keep`. They must depend only on what is in the key of the rows, or be
         # named in `reason`, as `max_length` is.
         key = step_key(self.key, function.__name__)
-        step = self._name_rows(function, options)
+        step = self._name_rows(function, **options)
         return self._replace(rows=self._map(step, key), key=key)
 
     def keep(
@@ -116,9 +116,13 @@ class Examples(NamedTuple):
         key = step_key(self.key, function.__name__, reason)
         if not len(self.rows):
             return self._replace(key=key)
-        step = self._name_rows(lambda row: {"is_kept": function(row, **options)}, {})
+
+        def flag(row: Row) -> Row:
+            return {"is_kept": function(row, **options)}
+
+        # A column of flags instead of `filter`, which does not tell the indices of the rows that it keeps.
         names = self.rows.column_names
-        flags = self._map(step, step_key(key, "flags"), remove_columns=names, desc="Filter")
+        flags = self._map(self._name_rows(flag), step_key(key, "flags"), remove_columns=names, desc="Filter")
         kept = np.flatnonzero(np.array(flags["is_kept"]))
         if len(kept) < len(self.rows):
             left_out.append(LeftOut(len(self.rows) - len(kept), noun, reason))
@@ -130,7 +134,7 @@ class Examples(NamedTuple):
         with hide_short_bars(num_rows=len(self.rows)):
             return self.rows.map(step, with_indices=True, new_fingerprint=key, **options)
 
-    def _name_rows(self, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[Row, int], Any]:
+    def _name_rows(self, function: Callable[..., Any], **options: Any) -> Callable[[Row, int], Any]:
         """Return a function of an example and its index, which calls `function` and names the row in a `UserError`."""
 
         def step(example: Row, index: int) -> Any:

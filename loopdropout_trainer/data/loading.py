@@ -183,7 +183,7 @@ def _split(
     preparation = PREPARATIONS[args.preparation]
     num_train = args.num_train_examples or preparation.num_train_examples
     num_eval = args.num_held_out
-    orders = np.array(examples.rows["order"])
+    orders = np.array(examples.rows["order"])  # random numbers, which are equal for equal examples (`random_order`)
     train, held_out = preparation.split(orders, num_eval)
     eval_examples = examples.select(held_out)
     if args.eval_files:
