@@ -159,7 +159,7 @@ def _module_files(names: Sequence[str], folders: Sequence[str]) -> Iterator[Path
 
 
 def global_values(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the plain values among the global names of a function's file: texts, numbers, patterns, and containers of them."""
+    """Return the plain values among the global names of a function's file: texts, numbers, patterns and containers of them."""
     module = _module_of(function)
     if own_file(module) is None:
         return {}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gate_state import example_starts
+from loopdropout_trainer.gate_state import find_examples
 
 
 IGNORED = -100
@@ -72,8 +72,9 @@ def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
     layer less often, and ZeRO-2 is silently wrong.
     """
     kind = accelerator.distributed_type
-    has_all_weights = kind == DistributedType.NO or kind.value.startswith("MULTI_")
-    return has_all_weights and not args.ddp_static_graph and not args.torch_compile
+    is_one_process = kind == DistributedType.NO
+    is_ddp = kind.value.startswith("MULTI_")  # "MULTI_GPU", "MULTI_CPU", ...
+    return (is_one_process or is_ddp) and not args.ddp_static_graph
 
 
 def float32_adapter(model: nn.Module, before: dict[str, Tensor]) -> None:
@@ -122,7 +123,10 @@ class EveryExampleOnceMixin:
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _leave_out_filler(self, batch: dict[str, Any]) -> None:
-        """Train and count no token of the last batch of an epoch in a process that has no example left."""
+        """Train and count no token of the last batch of an epoch if it is the filler of a process without an example.
+
+        All processes call it, because they add up the number of tokens that are not counted.
+        """
         num_tokens = 0
         if self._train_batches.ends_with_filler:
             batch["labels"] = torch.full_like(batch["labels"], IGNORED)
@@ -177,19 +181,19 @@ def _without_repeated_rows(accelerator: Accelerator, inputs: dict[str, Any]) -> 
     number of rows. The rows of one round, a batch of each process, come from the processes in their order.
     """
     labels = inputs.get("labels")
-    ids = inputs.get("example_ids")
     state = accelerator.gradient_state
     if labels is None or not state.end_of_dataloader or state.remainder <= 0:  # 0: none are repeated, -1: unknown
         return inputs
-    if ids is None:
+    if "example_ids" in inputs:
+        ids, index = find_examples(inputs)  # N ids (row, segment), and [B, S] example of each token
+        rows, index = torch.tensor([row for row, _ in ids]), index.cpu()
+    else:
         rows = torch.arange(len(labels))  # [B], each row is an example
         index = rows.unsqueeze(1)  # [B, 1] example of each token
-    else:
-        rows = ids[:, 0].cpu()  # [N] row of each packed example
-        starts = example_starts(inputs["position_ids"])  # [B, S]
-        index = (starts.flatten().cumsum(0) - 1).view_as(starts).clamp(max=len(rows) - 1).cpu()
-    # `remainder` is the number of rows of the last round that are not repeated, over all processes in their order.
-    rows_before = accelerator.process_index * (int(rows[-1]) + 1)  # of the processes before this one
+    # `remainder` is the number of rows of the last round that are not repeated, over all processes in their order. Each
+    # process has as many rows as this one.
+    num_rows = int(rows[-1]) + 1
+    rows_before = accelerator.process_index * num_rows  # of the processes before this one
     repeated = rows >= state.remainder - rows_before  # [N]
     return {**inputs, "labels": labels.masked_fill(repeated[index].to(labels.device), IGNORED)}
 
