@@ -114,4 +114,4 @@ def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> No
             result |= of_base
         results.append(result)
     if trainer.is_world_process_zero():
-        write_results(trainer.args.output_dir, results, facts["step"])
+        write_results(trainer.args.output_dir, results, facts["step"], facts["training"])

@@ -83,17 +83,23 @@ RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
-def write_results(output_dir: str | Path, rows: Iterable[Mapping[str, Any]], step: int = 0) -> None:
+def write_results(
+    output_dir: str | Path, rows: Iterable[Mapping[str, Any]], step: int = 0, training: str | None = None
+) -> None:
     """Add results to `results.jsonl`; a result replaces the older one of the same measurement (`_key`).
 
     Args:
         output_dir: folder of the run, created if it is missing.
         rows: flat mappings with the columns of `COLUMNS`, and any further columns. Columns that are None may be left out.
-        step: optimizer step of the adapter in the folder. Results of a training that was made longer since are removed.
+        step: optimizer step of the adapter in the folder. Older results have another step if the training was made longer
+            since, and are removed. 0: all results stay.
+        training: identifier of the adapter's training. Results of another training in the folder are removed with `step`.
     """
     path = Path(output_dir, RESULTS_FILE)
     with lock_file(path):
-        kept = [row for row in _read_lines(path) if not step or row.get("step") in (None, step)]
+        kept = _read_lines(path)
+        if step:
+            kept = [row for row in kept if row.get("step") in (None, step) and row.get("training") in (None, training)]
         by_key = {_key(row): row for row in [*kept, *rows]}
         write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
 

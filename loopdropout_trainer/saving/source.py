@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Files(NamedTuple):
-    """What the files of a folder are: the kind, and the folder that holds them, which is a subfolder for a named adapter."""
+    """The kind of a folder, and the folder of its model or adapter, which is a subfolder for a named adapter."""
 
     kind: Kind
     folder: Path
@@ -119,10 +119,13 @@ def find_base(source: Source) -> Source:
 
 
 def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
-    """Return what the files of a folder are.
+    """Return the kind of a folder by its files, and the folder that holds the model or the adapter.
 
     PEFT saves the adapter `default` in the folder itself, and another adapter in a subfolder with its name. If there are
-    several, the trained one has the settings of a training.
+    several, `loop_dropout.json` is next to the trained one.
+
+    Raises:
+        UserError: If the folder holds neither a model nor an adapter nor a run, or if several adapters could be meant.
     """
     named = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}")) if not is_checkpoint(path.parent)]
     trained = [path for path in named if (path / METADATA_FILE).is_file()]
@@ -169,13 +172,9 @@ def _refusal(kind: Kind, name: str, folder: Path) -> str:
             return (
                 f"The checkpoint {name} is not complete: it has no {CONFIG_FILE}. Use another checkpoint of the run."
             )
-        newest = newest_checkpoint(folder)
         if _has_ended_in_python(folder):
-            other = f", or use {newest}" if newest else ""
-            return (
-                f"{name} has no adapter of its own, although its training has ended. In Python, call "
-                f"`trainer.save_model()`{other}."
-            )
+            return f"{name} has no adapter of its own, although its training has ended. In Python, {_advise_saving(folder)}"
+        newest = newest_checkpoint(folder)
         if newest is None:
             return f"The run in {name} has no model yet, and no complete checkpoint. Train it first."
         return (
@@ -188,6 +187,13 @@ def _refusal(kind: Kind, name: str, folder: Path) -> str:
             f"load it with `load_adapter(load_model(base), {name!r}, is_trainable=True)`."
         )
     return f"{name} must be an adapter, but it is a {kind}."
+
+
+def _advise_saving(run: Path) -> str:
+    """Return the end of a sentence about a run in Python whose adapter was not saved at its end."""
+    newest = newest_checkpoint(run)
+    other = f", or use {newest}" if newest else ""
+    return f"call `trainer.save_model()`{other}."
 
 
 def _has_ended_in_python(folder: Path) -> bool:
@@ -210,20 +216,18 @@ def _warn_of_later_results(source: Source) -> None:
     step = source.metadata.get("step")
     if step is None or source.training_id is None:  # an older adapter, or one of another program
         return
-    for row in read_own_results(source.run):
-        if not is_of_training(row) or row.get("training") is None:
-            continue
-        is_same = row["training"] == source.training_id
-        if is_same and row["step"] <= step:
-            return
-        results = f"step {row['step']:,}" if is_same else "another training"
-        newest = newest_checkpoint(source.run)
-        other = f", or use {newest}" if newest else ""
-        warn_once(
-            f"{source.name} holds the adapter of step {step:,}, but the results there are of {results}. After a training in "
-            f"Python, call `trainer.save_model()`{other}."
-        )
+    rows = [row for row in read_own_results(source.run) if is_of_training(row) and row.get("training") is not None]
+    if not rows:
         return
+    last = rows[-1]  # older versions kept the results of former trainings before it
+    is_same = last["training"] == source.training_id
+    if is_same and last["step"] <= step:
+        return
+    results = f"step {last['step']:,}" if is_same else "another training"
+    warn_once(
+        f"{source.name} holds the adapter of step {step:,}, but the results there are of {results}. After a training in "
+        f"Python, {_advise_saving(source.run)}"
+    )
 
 
 def _read_source(

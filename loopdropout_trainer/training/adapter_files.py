@@ -66,7 +66,7 @@ class AdapterFilesMixin:
             dump_recipe(self.recipe or training_recipe(self), Path(self.args.output_dir, RECIPE_FILE))
             columns = result_columns(self, self.method or self.rule.title)
             rows = [{"task": "training", **columns, **row} for row in rows]
-            write_results(self.args.output_dir, rows, columns["step"])
+            write_results(self.args.output_dir, rows, columns["step"], columns["training"])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""

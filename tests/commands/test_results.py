@@ -76,6 +76,16 @@ def test_run_results_after_a_longer_training(tmp_path):
     assert not any(map(results.is_of_training, [base_loss, later])) and results.is_of_training(OF_TRAINING)
 
 
+def test_results_after_another_training_of_equal_length(tmp_path):
+    base_loss = {**OF_TRAINING, **BASE, "metric": "eval_loss", "training": None}
+    write_results(tmp_path, [OF_TRAINING, base_loss, {**ROW, "training": "t1"}], step=10, training="t1")
+    write_results(tmp_path, [{**OF_TRAINING, "training": "t2"}], step=10, training="t2")
+    assert [(row["metric"], row["training"]) for row in read_results(tmp_path)] == [
+        ("eval_loss", None),
+        ("train_loss", "t2"),
+    ]
+
+
 def test_write_run_marks_a_run_as_finished(tmp_path):
     assert not is_finished(tmp_path)
     write_run(tmp_path, status="trained", device="cpu")

@@ -633,6 +633,10 @@ def test_adapter_that_a_later_training_did_not_replace_is_named(make_sft, tmp_pa
     second.save_model()
     second.record_training(0)
     assert warning() == ""
+    repeated = trainer(4)  # its results replace those of another training of equal length
+    repeated.train()
+    repeated.save_model()
+    assert warning() == ""
 
 
 def test_saved_step_is_the_step_of_the_weights(make_sft, tmp_path):
