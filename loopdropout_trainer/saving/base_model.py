@@ -76,7 +76,10 @@ def check_base(source: Source, model: nn.Module) -> None:
 
 
 def describe_difference(source: Source, model: nn.Module) -> str | None:
-    """Return a sentence about the base model of an adapter and a model, if one is not known to be the other."""
+    """Return a sentence that names the base model of an adapter and a given model, or None if both seem to be the same.
+
+    They seem so by their commits if both are known, else by their names. A model without a name differs from no other.
+    """
     trained, given = _trained_place(source), _place_of(model)
     if not trained.name or not given.name:
         return None

@@ -99,6 +99,11 @@ def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
     return next(complete_checkpoints(output_dir), None)
 
 
+def asks_for_newest(name: str | bool | None) -> bool:
+    """Return whether `resume_from_checkpoint` asks for the newest checkpoint, by `True` or by "true" in a recipe."""
+    return not isinstance(name, Checkpoint) and str(name).lower() == "true"
+
+
 def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoint | None:
     """Return the checkpoint that `resume_from_checkpoint` names, or None. `true` is the newest complete one in `output_dir`.
 
@@ -109,7 +114,7 @@ def find_checkpoint(name: str | bool | None, output_dir: str | Path) -> Checkpoi
         return name
     if not name:
         return None
-    if str(name).lower() == "true":
+    if asks_for_newest(name):
         return newest_checkpoint(output_dir)
     if fault := find_fault(Path(name)):
         newest = newest_checkpoint(Path(name).parent)

@@ -26,6 +26,7 @@ from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
 from loopdropout_trainer.saving.checkpoints import (
     Checkpoint,
+    asks_for_newest,
     complete_checkpoints,
     find_checkpoint,
     find_shortening,
@@ -164,12 +165,12 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
             adapter. Without a checkpoint, if the trainer has trained its model before.
     """
     folder = trainer.args.output_dir
-    if isinstance(name, Checkpoint) or str(name).lower() != "true":
+    if asks_for_newest(name):
+        checkpoint = _find_own_checkpoint(trainer)
+    else:
         checkpoint = find_checkpoint(name, folder)
         if checkpoint is not None:
             _check_checkpoint(trainer, checkpoint)
-    else:
-        checkpoint = _find_own_checkpoint(trainer)
     is_first_process = trainer.is_world_process_zero()
     if checkpoint is not None:
         if shortening := find_shortening(checkpoint, trainer.args):
@@ -266,7 +267,7 @@ def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:
     now = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).keys()
     has_lost_factors = any("lora_" in name for name in before - now)  # a checkpoint may have resized embeddings, too
     if now - before or has_lost_factors:
-        differing = min(before ^ now, key=lambda name: ("lora_" not in name, name))
+        differing = min(before ^ now, key=lambda name: ("lora_" not in name, name))  # the first factor, if one differs
         raise UserError(
             f"{checkpoint} has another adapter: only one of it and the model has the tensor `{differing}`. Restore "
             "the configuration of the adapter, or start a new training in another `output_dir`."
