@@ -75,8 +75,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of recipes/report.py lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep), and
-    `checkpoint` (its step, if a checkpoint was measured). Results that repeat a measurement of a training or of weights that
-    a later training replaced are left out, and `attrs["left_out"]` has a line about each kind, or is "".
+    `checkpoint` (its step, if a checkpoint was measured). Two kinds of results are left out: those that repeat a measurement
+    of a training itself, and those of weights that a later training replaced. `attrs["left_out"]` has a line about each kind,
+    or is "".
 
     Raises:
         UserError: if there are no results.
@@ -87,14 +88,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     runs = {row["training"]: row["folder"] for row in rows if row["task"] == "training" and row.get("training")}
     for row in rows:
         row["run"] = training_folder(row, runs)
-        settings = {name for name in row if name.startswith("recipe_")}
-        recipe = read_recipe(row["run"]) if row.get("adapter") else {}
-        if recipe:  # of the training. It replaces the recipe next to the results, which may be an evaluation's.
-            row.update(dict.fromkeys(settings))
-            row.update({f"recipe_{name}": value for name, value in recipe.items()})
-        if row["method"] == "base model":
-            kept = OF_BASE_LOSS if row["metric"] == "eval_loss" else OF_BASE
-            row.update(dict.fromkeys(settings - kept))
+        _set_recipe(row)
     rows, replaced = split_replaced(rows)
     rows, repeated = split_repeated(rows)
     for row in rows:
@@ -108,6 +102,21 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
     results.attrs["left_out"] = describe_left_out({REPEATED: repeated, REPLACED: replaced})
     return results
+
+
+def _set_recipe(row: dict[str, Any]) -> None:
+    """Give a result the columns `recipe_*` of its training. A result of the base model keeps those that it depends on."""
+    next_to_result = [name for name in row if name.startswith("recipe_")]
+    if row.get("adapter"):
+        recipe = read_recipe(row["run"])
+        if recipe:  # the recipe next to the result may be an evaluation's
+            row.update(dict.fromkeys(next_to_result))
+            row.update({f"recipe_{name}": value for name, value in recipe.items()})
+    if row["method"] == "base model":
+        settings = OF_BASE_LOSS if row["metric"] == "eval_loss" else OF_BASE
+        for name in next_to_result:
+            if name not in settings:
+                row[name] = None
 
 
 REPEATED = (

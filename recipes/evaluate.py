@@ -212,10 +212,14 @@ def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict
 def check_runs(args: EvaluationArguments, sources: Collection[Source], num_loops: int | None) -> None:
     """Raise UserError if a model does not run at one of the depths, or if `gates` are given and no model is an adapter."""
     for source in sources:
+        gates = own_gates(args, source)
         for depth in args.eval_num_loops or [num_loops]:
-            source.check_run(depth, *own_gates(args, source))
-    if not any(source.is_adapter for source in sources):  # then `gates` apply to nothing, and this raises
-        next(iter(sources)).check_run(None, *(args.gates or ()))
+            source.check_run(depth, *gates)
+    has_adapter = any(source.is_adapter for source in sources)
+    if args.gates and not has_adapter:
+        # `own_gates` has left out the gates of every source. So the first one raises the error that it has none.
+        first = next(iter(sources))
+        first.check_run(None, *args.gates)
 
 
 def own_gates(args: EvaluationArguments, source: Source) -> list[str]:

@@ -186,27 +186,36 @@ def _name_repository(text: str, repo_id: str, revision: str | None) -> str:
 
 
 def _name_in_commands(block: str, repo_id: str, revision: str | None) -> str:
-    """Return a block of code with the repository in place of the folder `.`, as each program writes it."""
+    """Return a block of code with a repository in place of the folder `.`, or of the repository of an earlier push.
+
+    The main branch is written `user/name` everywhere, and another branch as each program reads it:
+
+        AutoTokenizer.from_pretrained("user/name", revision="branch")
+        vllm serve user/name --revision branch
+        loopdropout chat user/name@branch
+        hf download user/name --revision branch --local-dir model     # before the line of a program that reads no branches
+        mlx_lm.generate --model model
+    """
     # `.` or the repository, between a quote or space and a quote, space or end, as in `from_pretrained(".")`
-    folder = re.compile(rf"""(?<=["' ])(?:\.|{re.escape(repo_id)})(?=["'\s]|$)""")
+    place = re.compile(rf"""(?<=["' ])(?:\.|{re.escape(repo_id)})(?=["'\s]|$)""")
     lines = []
     for line in _without_branch(block, repo_id).splitlines():
-        if not folder.search(line) or "revision" in line:
+        named = place.sub(repo_id, line)
+        if not place.search(line) or "revision" in line:
             lines.append(line)
-        elif revision is None:
-            named = folder.sub(repo_id, line)
+        elif revision is None:  # the program of llama.cpp reads a repository only after `--remote`
             lines.append(
                 named.replace(f"convert_hf_to_gguf.py {repo_id}", f"convert_hf_to_gguf.py --remote {repo_id}")
             )
         elif "from_pretrained(" in line:
-            lines.append(re.sub(rf"""{folder.pattern}["']""", f'{repo_id}", revision="{revision}"', line))
+            lines.append(named.replace(f'"{repo_id}"', f'"{repo_id}", revision="{revision}"'))
         elif line.startswith("vllm "):
-            lines.append(f"{folder.sub(repo_id, line)} --revision {revision}")
+            lines.append(f"{named} --revision {revision}")
         elif line.startswith(("loopdropout ", "model = load_model(")):
-            lines.append(folder.sub(f"{repo_id}@{revision}", line))
-        else:  # the program reads no branches
+            lines.append(place.sub(f"{repo_id}@{revision}", line))
+        else:
             lines.append(f"hf download {repo_id} --revision {revision} --local-dir model")
-            lines.append(folder.sub("model", line).replace("--remote ", ""))
+            lines.append(place.sub("model", line).replace("--remote ", ""))
     return "\n".join(lines)
 
 
