@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from loopdropout_trainer.diagnostics import (
     compare_answers,
     describe_gain,
 )
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.results import (
@@ -34,6 +35,7 @@ from loopdropout_trainer.results import (
     split_repeated,
     split_replaced,
 )
+from loopdropout_trainer.sweeps import describe_progress, folder_of_run, only_chose_rate, read_summary
 
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
@@ -354,16 +356,47 @@ def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
 def final_results(results: pd.DataFrame) -> pd.DataFrame:
     """Return the results without the runs of a sweep that only chose a learning rate.
 
-    They were evaluated on the held-out examples alone, and another run of the same method on other tasks. Without tasks, they
-    have a learning rate with fewer seeds than another one of the same method.
+    The summary of the sweep says which learning rate it has chosen. In a folder without one, these runs were evaluated on the
+    held-out examples alone, and another run of the same method on other tasks. Without tasks, they have a learning rate with
+    fewer seeds than another one of the same method.
     """
     accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
     is_final = accuracy["task"] != DEVELOPMENT
     methods = pd.MultiIndex.from_frame(results[["sweep", "variant"]])
     is_measured = methods.isin(pd.MultiIndex.from_frame(accuracy.loc[is_final, ["sweep", "variant"]]))
-    is_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_final, "run"])
-    is_rejected |= ~is_measured & _has_fewer_seeds(results)
+    seems_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_final, "run"])
+    seems_rejected |= ~is_measured & _has_fewer_seeds(results)
+    is_rejected = results["run"].map(_read_rejected(results))
+    is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
     return results[~is_rejected | (results["method"] == "base model")]
+
+
+def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
+    """Return whether each run of a sweep only chose a learning rate, for the runs whose sweep has a summary."""
+    columns = ["run", "variant", "recipe_learning_rate"]
+    runs = results.reindex(columns=columns).dropna().drop_duplicates("run")
+    read = cache(read_summary)  # of a sweep with many runs
+    rejected = {}
+    for run, variant, rate in runs.itertuples(index=False):
+        folder = folder_of_run(run)
+        if folder is None:
+            continue
+        only_chose = only_chose_rate(read(folder), variant, rate)
+        if only_chose is not None:
+            rejected[run] = only_chose
+    return rejected
+
+
+def describe_rejected(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
+    """Return sentences about the runs that `final_results` has left out, and about sweeps that are not finished."""
+    lines = []
+    trained = results[results["sweep"].notna()]
+    num_rejected = len({*trained["run"]} - {*final["run"]})
+    if num_rejected:
+        runs = count(num_rejected, "run")
+        lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
+    folders = {folder_of_run(run) for run in trained["run"]} - {None}
+    return lines + [*filter(None, map(describe_progress, sorted(folders)))]
 
 
 def _has_fewer_seeds(results: pd.DataFrame) -> np.ndarray:

@@ -39,7 +39,10 @@ class Runs(Protocol):
         """Return the command that trains a run."""
 
     def count(self) -> tuple[int, int]:
-        """Return the number of runs that are done, and of all runs, as far as they are known."""
+        """Return the number of trainings that have ended, and of all trainings, as far as they are known."""
+
+    def save_progress(self) -> None:
+        """Write how far the sweep is."""
 
     def describe_score(self, run: Any) -> str:
         """Return the result of a run that is done, such as "accuracy 40.00% on development", or ""."""
@@ -57,13 +60,15 @@ class Workers:
         self.runs, self.number = runs, number
         self.stopped = threading.Event()
         self.processes: set[subprocess.Popen] = set()
-        self.start, self.done_before = 0.0, 0  # of `train_all`: its time, and the number of runs that were done
+        self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
+        self.last_message: str | None = None  # of the last run that ended, if it failed
+        self.start, self.done_before = 0.0, 0  # of `train_all`: its time, and the number of trainings that had ended
 
     def train_all(self) -> None:
-        """Train all runs that are not done.
+        """Train all runs that are not done. If a run fails, the others go on, and `failures` has a sentence about it.
 
         Raises:
-            UserError: If a run fails.
+            UserError: If two runs in a row fail with the same message, because the others would fail, too.
         """
         self.start, (self.done_before, _) = time.monotonic(), self.runs.count()
         environments = _gpus() if self.number > 1 else [{}]
@@ -71,7 +76,7 @@ class Workers:
         with ThreadPoolExecutor(self.number) as pool:
             try:
                 for worker in as_completed([pool.submit(self._work, gpu) for gpu in gpus]):
-                    worker.result()  # the first failure ends the sweep, in whichever worker it is
+                    worker.result()  # an error ends the sweep, in whichever worker it is
             except BaseException:
                 self.stopped.set()
                 for process in self.processes.copy():
@@ -81,7 +86,7 @@ class Workers:
     def _work(self, gpu: dict[str, str]) -> None:
         """Train one run after the other until none is left."""
         while not self.stopped.is_set():
-            pending = self.runs.pending()
+            pending = [run for run in self.runs.pending() if run not in self.failures]
             if not pending:
                 return
             if not any(self._train_unless_locked(run, gpu) for run in pending):
@@ -114,14 +119,40 @@ class Workers:
                 start_new_session=True,
             )
         self.processes.add(process)
+        if self.stopped.is_set():  # the sweep has ended since the training was started
+            os.killpg(process.pid, signal.SIGTERM)
         status = process.wait()
         self.processes.remove(process)
-        if not self.runs.is_done(run) and not self.stopped.is_set():
-            last_line = path.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            if status == -signal.SIGKILL and not last_line:
-                last_line = "it was killed, often because the memory was full. The same command continues the sweep"
-            raise UserError(f"{run.name} ended with exit code {status}: {last_line} (log: {path})")
-        print(self._describe_end(run, was_trained), flush=True)
+        if self.runs.is_done(run) or self.stopped.is_set():
+            self.last_message = None
+            self.runs.save_progress()
+            print(self._describe_end(run, was_trained), flush=True)
+        else:
+            self._record_failure(run, status, path)
+
+    def _record_failure(self, run: Any, status: int, log: Path) -> None:
+        """Print a failure and keep it.
+
+        Raises:
+            UserError: If the run before has failed with the same message.
+        """
+        message = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        was_stopped = status < 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        cause = f"exit code {status}: {message}"
+        if status == -signal.SIGKILL:
+            cause = (
+                f"exit code {status}: it was killed, often because the memory was full. The last line is: {message}"
+            )
+        self.failures[run] = f"{run.name} ended with {cause} (log: {log})"
+        num_ended, total = self.runs.count()
+        print(f"{num_ended} of {total}: {self.failures[run]}", flush=True)
+        message = message.replace(str(log.parent), "")  # so that the messages of two runs can be compared
+        if message == self.last_message:
+            raise UserError(
+                f"The sweep has stopped, because two runs in a row failed with the same message: {self.failures[run]}. After "
+                "you have fixed the cause, the same command continues the sweep."
+            )
+        self.last_message = None if was_stopped else message  # a signal says nothing about the other runs
 
     def _describe_end(self, run: Any, was_trained: bool) -> str:
         """Return the line about a run that has ended: its number, its step, its score and the time that is left."""

@@ -72,6 +72,7 @@ from loopdropout_trainer.tables import (
     accuracy_table,
     average,
     compare,
+    describe_rejected,
     explain_equal,
     final_results,
     labelled,
@@ -555,16 +556,13 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
 
 def summarize(results: pd.DataFrame, output_dir: Path) -> None:
     """Make the tables of costs, held-out losses and accuracies, and the figure of all runs."""
-    final = final_results(results)
-    if len(final) < len(results):
-        print("Left out: the runs that only chose a learning rate. The sweep prints their scores.")
-    costs = final[final["metric"].isin(COSTS)]
+    costs = results[results["metric"].isin(COSTS)]
     if len(costs):
         numbers = mean_costs(costs)
         texts = numbers.round(2).map("{:.12g}".format, na_action="ignore").fillna("–").rename(columns=COSTS)
         notes = describe_early_stops(costs["folder"].unique())
         save_table(numbers, texts, "Costs of the training", output_dir / "costs", notes)
-    losses = loss_numbers(final)
+    losses = loss_numbers(results)
     if len(losses):
         notes = [
             "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
@@ -572,34 +570,35 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         ]
         notes += explain_equal(losses)
         save_table(losses, loss_table(losses), LOSS_TITLE, output_dir / "held_out_loss", notes)
-    has_accuracy = "accuracy" in {*final["metric"]}
+    has_accuracy = "accuracy" in {*results["metric"]}
     if not (len(costs) or len(losses) or has_accuracy):
-        metrics = ", ".join(sorted(final["metric"].unique()))
+        metrics = ", ".join(sorted(results["metric"].unique()))
         print(f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}.")
     if has_accuracy:
         note = (
             "The 95% intervals and p-values are over seeds (t test), or over problems if there is one seed (McNemar's exact "
             f"test). {OWN_FAMILY}"
         )
-        numbers = accuracy_numbers(final)
+        numbers = accuracy_numbers(results)
         notes = [note, *explain_equal(numbers)]
         save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", notes)
-        draw_figure(overview_figure(final), output_dir / "overview")
+        draw_figure(overview_figure(results), output_dir / "overview")
 
 
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "folders"), __doc__)
     results, output_dir = load_results(*args.folders), Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    if results.attrs["left_out"]:
-        print(results.attrs["left_out"])
+    final = final_results(results)
+    for line in filter(None, [results.attrs["left_out"], *describe_rejected(results, final)]):
+        print(line)
     names = args.tables
     if names == ["all"]:
         names = [name for name in recipe_names() if name.startswith("tables/")]
     for name in names:
-        make_named(name, results, output_dir)
+        make_named(name, final, output_dir)
     if not names:
-        summarize(results, output_dir)
+        summarize(final, output_dir)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ seed. All seeds are then trained with it and evaluated as `measure` says.
 
 The folder holds the whole state. The same command continues an interrupted
 sweep, and any number of processes and machines that share the folder divide the
-runs.
+runs. If a run fails, the sweep goes on with the others, lists the failed runs at
+its end and exits with code 2. It stops early if two runs in a row fail with the
+same message.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ import math
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
-from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.files import lock_file, write_file
+from loopdropout_trainer.arguments import BenchmarkArguments, SFTArguments, names_of, option
+from loopdropout_trainer.errors import UserError, closest_match, count, run_script
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
+from loopdropout_trainer.plan import bound_tokens, describe_measurements, describe_training_size
+from loopdropout_trainer.recipe import IMPORTED, build, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import (
     DEVELOPMENT,
     MEASURED,
@@ -43,6 +45,7 @@ from loopdropout_trainer.results import (
     read_run,
     write_run,
 )
+from loopdropout_trainer.sweeps import SETTINGS_FILE, update_summary
 from loopdropout_trainer.workers import Workers
 
 
@@ -58,7 +61,6 @@ FINAL_ONLY = names_of("measurement", "output") - {
 }
 """Settings that the runs that choose a learning rate leave out."""
 
-SETTINGS_FILE = "sweep_recipe.yaml"
 NON_FINITE = (-math.inf, -math.inf)
 
 
@@ -159,16 +161,12 @@ class Sweep:
         return methods
 
     def _has_benchmarks(self, methods: dict[str, Any]) -> bool:
-        """Return whether a recipe of the sweep has a benchmark."""
-        recipes = [self.settings, self.measure]
-        if self.recipe:
-            recipes.append(load_recipe(self.recipe))
+        """Return whether the final runs of a method have a benchmark."""
         for definition in methods.values():
-            if isinstance(definition, dict):
-                recipes.append(definition)
-            elif definition.endswith(".yaml"):
-                recipes.append(load_recipe(definition))
-        return any(recipe.get("benchmarks") for recipe in recipes)
+            recipe, own = self._read_method(definition)
+            if {**recipe, **self.measure, **own}.get("benchmarks"):
+                return True
+        return False
 
     def _make_recipes(self, definition: str | dict) -> dict[bool, dict]:
         """Return the settings of a method's runs without learning rate and seed, by `selects`."""
@@ -265,33 +263,41 @@ class Sweep:
             )
         return " ".join(remarks)
 
+    def runs(self, method: str) -> list[SweepRun]:
+        """Return the runs of a method whose learning rate is known. The run that is chosen is there twice, to be measured."""
+        choice = self.choice(method)
+        if self.full_grid:
+            return [SweepRun(method, rate, seed, False) for rate in choice.rates for seed in self.seeds]
+        runs = [SweepRun(method, rate, self.seeds[0], True) for rate in choice.rates]
+        if choice.best is not None:
+            runs += [SweepRun(method, choice.best, seed, False) for seed in self.seeds]
+        return runs
+
     def pending(self) -> list[SweepRun]:
         """Return the runs that have a learning rate and are not done, in the order of their seeds."""
-        runs = []
-        for method in self.recipes:
-            choice = self.choice(method)
-            final_rates = choice.rates
-            if not self.full_grid:
-                runs += [SweepRun(method, rate, self.seeds[0], True) for rate in choice.rates]
-                final_rates = [] if choice.best is None else [choice.best]
-            for rate in final_rates:
-                runs += [SweepRun(method, rate, seed, False) for seed in self.seeds]
+        runs = [run for method in self.recipes for run in self.runs(method)]
         runs.sort(key=lambda run: self.seeds.index(run.seed))
         return [run for run in runs if not self.is_done(run)]
 
+    def num_trainings(self, method: str) -> int:
+        """Return the number of trainings of a method, as far as it is known: an extended grid grows."""
+        num_rates, num_seeds = len(self.choice(method).rates), len(self.seeds)
+        if self.full_grid:
+            return num_rates * num_seeds
+        return num_rates + num_seeds - 1  # the chosen run of the first seed is trained once
+
     def count(self) -> tuple[int, int]:
-        """Return the number of runs that are done, and of all runs. The learning rates of an extended grid are known later."""
-        num_done = total = 0
+        """Return the number of trainings that have ended, and of all trainings."""
+        trainings = self.count_by_method().values()
+        return sum(ended for ended, _ in trainings), sum(total for _, total in trainings)
+
+    def count_by_method(self) -> dict[str, tuple[int, int]]:
+        """Return the number of trainings of each method that have ended, and of all of its trainings."""
+        numbers = {}
         for method in self.recipes:
-            choice = self.choice(method)
-            selecting = [] if self.full_grid else choice.rates
-            final_rates = choice.rates if self.full_grid else [choice.best]
-            runs = [SweepRun(method, rate, self.seeds[0], True) for rate in selecting]
-            total += len(selecting) + len(final_rates) * len(self.seeds)
-            if None not in final_rates:
-                runs += [SweepRun(method, rate, seed, False) for rate in final_rates for seed in self.seeds]
-            num_done += sum(map(self.is_done, runs))
-        return num_done, total
+            ended = {run.name for run in self.runs(method) if self.is_done(run)}
+            numbers[method] = (len(ended), self.num_trainings(method))
+        return numbers
 
     def describe_score(self, run: SweepRun) -> str:
         """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""
@@ -312,14 +318,6 @@ class Sweep:
         if self.select_on == "eval_loss":
             return f"held-out loss {-score[1]:.4f} nats per token"
         return f"accuracy {score[0]:.2f}% on {self.select_on}"
-
-    def num_trainings(self) -> int:
-        """Return the number of trainings, without extended grids."""
-        num_rates, num_seeds = len(self.learning_rates), len(self.seeds)
-        by_method = num_rates + num_seeds - 1
-        if self.full_grid:
-            by_method = num_rates * num_seeds
-        return len(self.recipes) * by_method
 
     # The state of a run, from its folder
 
@@ -368,12 +366,32 @@ class Sweep:
     # Training
 
     def train_all(self) -> None:
-        """Train all runs that are not done, several at a time.
+        """Train all runs that are not done, several at a time. The others go on if a run fails (`check_failures`).
 
         Raises:
-            UserError: if a run fails.
+            UserError: If two runs in a row fail with the same message.
         """
+        self.save_progress()
         self.pool.train_all()
+
+    def save_progress(self) -> None:
+        """Write the chosen learning rates and the number of trainings to the summary, which reports read."""
+        choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
+        grid = dict.fromkeys(self.recipes, self.full_grid)
+        update_summary(self.output_dir, choices=choices, full_grid=grid, trainings=self.count_by_method())
+
+    def check_failures(self) -> None:
+        """Print the runs that have failed.
+
+        Raises:
+            UserError: If there are any.
+        """
+        failures = self.pool.failures
+        if failures:
+            print("\nFailed:", *failures.values(), sep="\n  ")
+            raise UserError(
+                f"{count(len(failures), 'run')} failed. Fix the cause. The same command then trains what is missing."
+            )
 
     def command(self, run: SweepRun) -> list[str]:
         """Write the recipe of a run, and return its command."""
@@ -393,9 +411,9 @@ class Sweep:
         return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *unsafe, *imports]
 
     def write_summary(self) -> None:
-        """Print the chosen learning rates and a table of mean ± SD over seeds.
+        """Print the chosen learning rates, and the accuracies as mean ± SD over seeds or the lowest held-out loss.
 
-        They are also written to `summary.json`, with the choices of other sweeps in the same folder.
+        The table of accuracies is also written to `summary.json`.
         """
         from loopdropout_trainer.printing import print_table
         from loopdropout_trainer.tables import (
@@ -407,33 +425,32 @@ class Sweep:
             loss_numbers,
         )
 
-        path = Path(self.output_dir, "summary.json")
-        own_choices = {}
         if not self.full_grid:
-            own_choices = self._print_choices()
+            self._print_choices()
+        num_ended, _ = self.count()
+        if num_ended == 0:
+            return
+        self.save_progress()
         final = final_results(load_results(self.output_dir))
         table = accuracy_table(accuracy_numbers(final))
         if len(table):
             print_table(ACCURACY_TITLE, table)
-        else:
+        if self.chose_loss or not len(table):
             _print_lowest(loss_numbers(final[final["method"] != "base model"]))
-        with lock_file(path):
-            choices = json.loads(path.read_bytes())["choices"] if path.exists() else {}
-            summary = {"choices": choices | own_choices, "accuracy": table.reset_index().to_dict("records")}
-            write_file(path, json.dumps(summary, indent=1) + "\n")
+        update_summary(self.output_dir, accuracy=table.reset_index().to_dict("records"))
         print(f"\nNext:\n  loopdropout report {self.output_dir}   # tables of losses, accuracies and costs")
 
-    def _print_choices(self) -> dict[str, dict]:
-        """Print the chosen learning rate of each method, and return the choices."""
+    def _print_choices(self) -> None:
+        """Print the chosen learning rate of each method."""
         if self.chose_loss:
             print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
-        choices = {}
         for method in self.recipes:
             choice = self.choice(method)
-            print(f"{method}: learning rate {choice.best}. {choice.remark}".rstrip())
+            if choice.best is None:
+                print(f"{method}: no learning rate is chosen, because not every candidate has a finite score.")
+            else:
+                print(f"{method}: learning rate {choice.best}. {choice.remark}".rstrip())
             self._print_scores(method, choice.rates)
-            choices[method] = choice._asdict()
-        return choices
 
     def _print_scores(self, method: str, rates: list[float]) -> None:
         """Print the scores of a method's candidates."""
@@ -441,7 +458,7 @@ class Sweep:
             print(f"  {rate:<10g} {self._describe_score(self.score(SweepRun(method, rate, self.seeds[0], True)))}")
 
     def print_plan(self, command: str) -> None:
-        """Print the trainings, their folder and evaluation, and the command that starts the sweep."""
+        """Print the trainings, their folder, their cost as far as it is known, and the command that starts the sweep."""
         rates = ", ".join(f"{rate:g}" for rate in sorted(self.learning_rates))
         seeds = ", ".join(map(str, self.seeds))
         way = f"{seeds}, each with every learning rate"
@@ -449,21 +466,65 @@ class Sweep:
             way = (
                 f"{self.seeds[0]} with every learning rate, and {seeds} with the one that is best on {self.select_on}"
             )
-        print(f"{self.num_trainings()} trainings")
-        print(f"methods         {', '.join(self.recipes)}")
-        print(f"learning rates  {rates}{' (and more at the edge of the grid)' if self.extend_grid else ''}")
-        print(f"seeds           {way}")
-        print(f"folder          {self.output_dir}/METHOD/lr_X/seed_S")
-        measured = {}
-        for recipes in self.recipes.values():
-            for name in sorted(MEASURED & recipes[False].keys()):
-                if recipes[False][name]:
-                    measured.setdefault(f"{name}: {recipes[False][name]}", None)
-        print(f"evaluation      {', '.join(measured) or 'none'}")
-        num_done, total = self.count()
-        if num_done:
-            print(f"done            {num_done} of {total} runs")
+        num_ended, total = self.count()
+        plan = {
+            "methods": ", ".join(self.recipes),
+            "learning rates": f"{rates}{' (and more at the edge of the grid)' if self.extend_grid else ''}",
+            "seeds": way,
+            "folder": f"{self.output_dir}/METHOD/lr_X/seed_S",
+            "each training": self._by_method(lambda method: describe_training_size(self.recipes[method][True])),
+            "tokens": self._describe_tokens(),
+            "choice": self._describe_choice(),
+            "evaluation": self._by_method(self._describe_evaluation),
+            "done": f"{num_ended} of {count(total, 'training')}" if num_ended else "",
+        }
+        print(count(total, "training"))
+        for title, text in plan.items():
+            lines = text.replace("\n", "\n" + " " * 16)
+            if text:
+                print(f"{title:<16}{lines}")
         print(f"\nNext:\n  {command}\n  loopdropout report {self.output_dir}   # after the sweep")
+
+    def _by_method(self, describe: Callable[[str], str]) -> str:
+        """Return the text about a method, once if it is the same for all methods, else under the name of each method."""
+        texts = {method: describe(method) for method in self.recipes}
+        if len({*texts.values()}) == 1:
+            return next(iter(texts.values()))
+        return "\n".join(f"{method}: {text}" for method, text in texts.items())
+
+    def _describe_tokens(self) -> str:
+        """Return the largest number of tokens of all trainings, if the recipes say it before the data are loaded."""
+        if self.script in ("dpo", "grpo"):  # whose examples have several completions
+            return ""
+        bounds = {method: bound_tokens(self.recipes[method][True]) for method in self.recipes}
+        if None in bounds.values():
+            return "known after the data are loaded"
+        total = sum(bound * self.num_trainings(method) for method, bound in bounds.items())
+        return f"at most {total:,} in all trainings"
+
+    def _describe_choice(self) -> str:
+        """Return the measurements that choose the learning rates."""
+        if self.full_grid:
+            return ""
+        num_runs = sum(len(self.choice(method).rates) for method in self.recipes)
+        if self.select_on == "eval_loss":
+            return f"held-out losses of {count(num_runs, 'run')}"
+        return f"{count(num_runs, 'evaluation')} of {self.select_on}"
+
+    def _describe_evaluation(self, method: str) -> str:
+        """Return the measurements of the final runs of a method, in plain words."""
+        recipe = dict(self.recipes[method][False])
+        for name in ("benchmarks", "eval_num_loops"):
+            if isinstance(recipe.get(name), str | int):  # a list of one value
+                recipe[name] = [recipe[name]]
+        (options,) = build((SFTArguments,), {**recipe, "merge": False})
+        steps = describe_measurements(options)
+        if not steps:
+            return "none"
+        num_runs = len(self.seeds)
+        if self.full_grid:
+            num_runs = self.num_trainings(method)
+        return "\n".join([f"{count(num_runs, 'final run')} of each method:", *steps])
 
 
 def _print_lowest(losses: pd.DataFrame) -> None:
@@ -508,6 +569,7 @@ def main(argv: list[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         sweep.train_all()
         sweep.write_summary()
+        sweep.check_failures()
 
 
 if __name__ == "__main__":

@@ -134,6 +134,10 @@ def test_table_of_the_paper_is_filled(path, built, all_results):
         assert np.allclose(gains["Both extractable"] + gains["Missing in either"], gains["Total"], atol=0.011)
 
 
+def test_final_runs_of_the_papers_sweeps_are_not_left_out(all_results):
+    assert len(report.final_results(all_results)) == len(all_results)
+
+
 def assert_readable(plot):
     """The title and the axes have labels, and no text is cut. Return the drawn figure."""
     panels = getattr(plot, "items", [plot])
@@ -519,10 +523,61 @@ def test_summary_has_tasks_together_and_no_rejected_rates(tmp_path, capsys):
         write(tmp_path / run_name, rows, {"run_name": run_name, "learning_rate": rate})
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     printed = capsys.readouterr().out
-    assert "Left out: the runs that only chose a learning rate" in printed and "0.001" not in printed
+    assert "Left out: 1 run that only chose a learning rate." in printed and "0.001" not in printed
     table = pd.read_csv(tmp_path / "report/accuracy.csv")
     places = [(task, depth, "LoRA") for task in ("b", "a", "development") for depth in (4, 8)]
     assert [*table[["task", "K", "method"]].itertuples(index=False, name=None)] == places
+
+
+def write_runs(folder, rates_and_seeds):
+    """Write the held-out losses of runs of the sweep `mine`, by learning rate and seed."""
+    for rate, seeds in rates_and_seeds.items():
+        for seed in seeds:
+            run_name = f"mine/lora/lr_{rate:g}/seed_{seed}"
+            row = {"metric": "eval_loss", "task": "training", "value": 1000 * rate + seed, "seed": seed}
+            write(folder / run_name, [row], {"run_name": run_name, "learning_rate": rate})
+
+
+def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):
+    """As the summary does, so that the mean over seeds is one of final runs."""
+    write_runs(tmp_path, {0.001: [1], 0.002: [1, 2], 0.004: [1]})
+    spec = {
+        "label": "tab:mine", "title": "Mine", "made_by": ["x"], "filter": {"task": "training", "metric": "eval_loss"},
+        "heads": {"Method": "method"}, "columns": {"loss": {}}, "rows": [["LoRA"]],
+    }  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    report.main([str(tmp_path), "--output_dir", str(tmp_path), "--tables", str(tmp_path / "mine.yaml")])
+    assert "Left out: 2 runs that only chose a learning rate." in capsys.readouterr().out
+    assert pd.read_csv(tmp_path / "mine.csv")["here"].to_list() == ["3.50 ± 0.71"]
+
+
+@pytest.mark.parametrize(
+    ("summary", "num_seeds", "said"),
+    [
+        (
+            {"full_grid": {"lora": True}, "trainings": {"lora": [3, 4]}},
+            [1, 2],
+            "is not finished: 3 of 4 trainings have",
+        ),
+        ({"choices": {"lora": {"best": None}}, "trainings": {"lora": [3, 4]}}, [1, 2], "is not finished: 3 of 4"),
+        (
+            {"choices": {"lora": {"best": 0.001}}, "trainings": {"lora": [4, 4]}},
+            [1],
+            "Left out: 2 runs that only chose",
+        ),
+        ({}, [2], "Left out: 1 run that only chose a learning rate."),  # of an older version
+    ],
+    ids=["grid", "before the choice", "chosen", "without a summary"],
+)
+def test_report_knows_which_runs_only_chose(tmp_path, capsys, summary, num_seeds, said):
+    """By the sweep's own summary. Missing runs of an unfinished grid do not make the others runs of a choice."""
+    write_runs(tmp_path, {0.001: [1], 0.002: [1, 2]})
+    if summary:
+        (tmp_path / "mine/summary.json").write_text(json.dumps(summary))
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    out = capsys.readouterr().out
+    assert said in out and ("Left out" in out) == said.startswith("Left out")
+    assert [*pd.read_csv(tmp_path / "report/held_out_loss.csv")["num_seeds"]] == num_seeds
 
 
 def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):

@@ -38,8 +38,8 @@ with open(lab / "log", "a") as log:
 while (lab / "hold").exists():
     time.sleep(0.02)
 (out / "recipe.yaml").write_text(yaml.safe_dump({**settings, "output_dir": str(out)}))
-if world["fails"]:
-    sys.exit("ValueError: it is broken")
+if any(name in str(out) for name in world["fails"]):
+    sys.exit(f"ValueError: it is broken in {out}")
 rate, seed = settings["learning_rate"], settings["seed"]
 row = {"unit": "%", "method": settings["rule"], "seed": seed, "step": 1, "num_loops": 4, "gates": "unit", "n": 10}
 rows = [{**row, "task": "training", "metric": "train_seconds", "value": 60.0}]
@@ -66,8 +66,8 @@ class Lab:
         (folder / "lab.py").write_text(SCRIPT)
         self.set_world()
 
-    def set_world(self, scores=None, losses=None, diverging=(), fails=False):
-        """Set scores and losses by learning rate, the rates with a non-finite loss, and whether the script fails."""
+    def set_world(self, scores=None, losses=None, diverging=(), fails=()):
+        """Set scores and losses by learning rate, the rates with a non-finite loss, and parts of the names of failing runs."""
         scores = scores or {"0.01": 5, "0.02": 7, "0.04": 6}
         text = json.dumps({"scores": scores, "losses": losses or {}, "diverging": diverging, "fails": fails})
         (self.folder / "world").write_text(text)
@@ -158,6 +158,16 @@ def test_sweep_summary_has_means_and_choices(lab, capsys):
     assert [row["accuracy"] for row in rows] == ["15.00 ± 7.07"] * 2
 
 
+def test_unfinished_sweep_says_how_far_it_is_in_its_summary(lab):
+    lab.set_world(fails=["lr_0.04"])
+    lab.run()
+    summary = json.loads((lab.out / "summary.json").read_text())
+    assert (summary["choices"]["lora"]["best"], summary["trainings"]["lora"]) == (None, [2, 4])
+    grid = lab.run(full_grid=True, output_dir=str(lab.folder / "grid"))
+    summary = json.loads((lab.folder / "grid/summary.json").read_text())
+    assert (summary["full_grid"], summary["trainings"]) == ({"lora": True}, {"lora": [4, 6]}) and grid.pool.failures
+
+
 @pytest.mark.parametrize("fields", [{"select_on": "eval_loss"}, {}], ids=["asked", "default"])
 def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "benchmarks": []}))
@@ -173,6 +183,13 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     assert settings["eval_strategy"] == "epoch"  # so that each run has a held-out loss to report
     assert ("because no `benchmarks` are set" in out) is not bool(fields)
     assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []
+
+
+def test_sweep_whose_settings_remove_the_benchmarks_chooses_by_loss(lab):
+    """The recipes of the runs decide, and not the recipe that they start from."""
+    assert lab.sweep(settings={"benchmarks": None}).select_on == "eval_loss"
+    assert lab.sweep(methods={"a": {"rule": "lora", "benchmarks": []}}).select_on == "eval_loss"
+    assert lab.sweep().select_on == "development"
 
 
 def test_sweep_without_any_score_asks_for_held_out_examples(lab):
@@ -222,16 +239,16 @@ def test_sweep_chooses_by_the_results_of_its_trainings(lab):
 
 
 def test_sweep_says_how_far_it_is(lab, capsys):
-    """Each line has its number, the step, the score and the time that is left."""
+    """Each line has the number of ended trainings as in the plan, the step, the score and the time that is left."""
     lab.set_world(diverging=[0.04])
     lab.run()
     left = r", about 0:\d\d:\d\d left"
     lines = [
-        rf"1 of 5: lora/lr_0.01/seed_101 trained, accuracy 50.00% on development{left}",
-        rf"2 of 5: lora/lr_0.02/seed_101 trained, accuracy 70.00% on development{left}",
-        rf"3 of 5: lora/lr_0.04/seed_101 non-finite, loss not finite{left}",
-        rf"4 of 5: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4{left}",
-        r"5 of 5: lora/lr_0.02/seed_102 trained, accuracy 20.00% on arithmetic_test at K = 4",
+        rf"1 of 4: lora/lr_0.01/seed_101 trained, accuracy 50.00% on development{left}",
+        rf"2 of 4: lora/lr_0.02/seed_101 trained, accuracy 70.00% on development{left}",
+        rf"3 of 4: lora/lr_0.04/seed_101 non-finite, loss not finite{left}",
+        rf"3 of 4: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4{left}",
+        r"4 of 4: lora/lr_0.02/seed_102 trained, accuracy 20.00% on arithmetic_test at K = 4",
     ]
     assert re.fullmatch("\n".join(lines) + "\n", capsys.readouterr().out)
 
@@ -246,7 +263,12 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
         "seeds           101 with every learning rate, and 101, 102 with the one that is best on development\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
-        "evaluation      benchmarks: ['arithmetic_hard'], single_loop_batches: 1\n"
+        "each training   1 step, 8 examples per step\n"
+        "tokens          at most 65,536 in all trainings\n"
+        "choice          6 evaluations of development\n"
+        "evaluation      2 final runs of each method:\n"
+        "                evaluate arithmetic_hard\n"
+        "                measure losses on held-out examples\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
     )
 
@@ -271,33 +293,62 @@ def test_sweep_names_a_changed_setting(lab):
     assert len(lab.log) == 2
 
 
-def test_sweep_failure_shows_the_log(lab):
-    lab.set_world(fails=True)
-    with user_error(r"lora/lr_0.01/seed_101 ended with exit code 1: ValueError: it is broken"):
+def test_failed_run_does_not_end_its_sweep(lab, capsys):
+    """The sweep lists it with the last line of its log, and the next sweep trains only what is missing."""
+    lab.set_world(fails=["lora/lr_0.01"])
+    lab.sweep(methods=["lora", "loop_dropout"])
+    words = [lab.file, "--script", f"{lab.folder}/lab"]
+    with user_error("^1 run failed. Fix the cause. The same command then trains what is missing.$"):
+        sweep.main(words)
+    out = capsys.readouterr().out
+    folder = lab.out / "lora/lr_0.01/seed_101"
+    failure = (
+        f"lora/lr_0.01/seed_101 ended with exit code 1: ValueError: it is broken in {folder} (log: {folder}/log.txt)"
+    )
+    assert out.startswith(f"0 of 8: {failure}\n") and out.endswith(f"\nFailed:\n  {failure}\n")
+    assert "lora: no learning rate is chosen" in out and "loop_dropout: learning rate 0.02" in out
+    assert len(lab.log) == 3 + 5
+    lab.set_world()
+    sweep.main(words)
+    assert sorted(lab.runs[8:]) == ["lora/lr_0.01/seed_101", "lora/lr_0.02/seed_101", "lora/lr_0.02/seed_102"]
+    assert "Failed" not in capsys.readouterr().out
+
+
+def test_sweep_stops_after_two_equal_failures(lab):
+    """A mistake in a recipe would end every run. Their messages may name their own folders."""
+    lab.set_world(fails=["lora"])
+    with user_error(
+        r"The sweep has stopped, because two runs in a row failed with the same message: lora/lr_0.02/seed_101 "
+        r"ended with exit code 1: ValueError: it is broken"
+    ):
         lab.run()
+    assert len(lab.log) == 2
     lab.set_world()
     lab.run()
-    assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
+    assert len(lab.log) == 2 + 5
 
 
-def test_killed_training_ends_its_sweep(lab, monkeypatch):
-    """Also that of the second worker, while the first one trains on. The next sweep continues both runs."""
+def test_killed_trainings_do_not_end_their_sweep(lab, monkeypatch):
+    """Also two in a row with the same last line, because a signal says nothing about the other runs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     (lab.folder / "hold").touch()
     made = lab.sweep(workers=2)
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(made.train_all)
         wait_for(lambda: len(lab.log) == 2)
-        (killed,) = (name for name, _, gpu in lab.log if gpu == "7")
-        next(process for process in made.pool.processes if killed in process.args[2]).kill()
         try:
-            with user_error(
-                f"{killed} ended with exit code -9: it was killed, .* The same command continues the sweep"
-            ):
-                ending.result(PATIENCE)
+            for number in (1, 2):
+                (killed, *_) = (name for name, _, gpu in lab.log[::-1] if gpu == "7")
+                next(process for process in made.pool.processes if killed in process.args[2]).kill()
+                wait_for(lambda number=number: len(made.pool.failures) == number)
+                wait_for(lambda number=number: len(lab.log) == min(3, 2 + number))
         finally:
             (lab.folder / "hold").unlink()
-    assert lab.run().choice("lora").best == 0.02 and len(lab.log) == 2 + 5
+        ending.result(PATIENCE)
+    assert all("ended with exit code -9: it was killed, often" in text for text in made.pool.failures.values())
+    with user_error("2 runs failed"):
+        made.check_failures()
+    assert lab.run().choice("lora").best == 0.02 and len(lab.log) == 3 + 2 + 2
 
 
 def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
@@ -387,7 +438,7 @@ def test_interrupted_sweep_stops_its_training(lab):
 @pytest.mark.parametrize("path", [*(ROOT / "recipes").glob("s[tw]*s/**/*.yaml")], ids=lambda path: path.stem)
 def test_sweep_recipe_names_its_number_of_trainings(path):
     (made,) = parse((sweep.Sweep,), [str(path)])
-    total = made.num_trainings()
+    _, total = made.count()
     assert re.search(rf"\b{total} trainings", path.read_text()), total
 
 

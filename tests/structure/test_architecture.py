@@ -15,7 +15,7 @@ import loopdropout_trainer
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 terminal | errors renames arithmetic rewards plots memory bounds
-files limits gate_state gates library_fields read_yaml | looped fields | help lora arguments tokenizers | recipe
+files limits gate_state gates library_fields read_yaml | looped fields | help lora arguments tokenizers sweeps | recipe
 models data results handle | prompts | saving generation diagnostics
 training integrations | evaluation progress serving
 lm_eval cli runs workers | plan tables measuring | printing | job | __main__

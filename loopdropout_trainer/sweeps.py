@@ -1,0 +1,89 @@
+"""The folder of a sweep: its runs, and the file that says which learning rates it has chosen and how far it is.
+
+A run is in `METHOD/lr_X/seed_S` of the folder. Several sweeps can share a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from loopdropout_trainer.files import lock_file, read_json_object, write_file
+
+
+SETTINGS_FILE = "sweep_recipe.yaml"
+"""File in the folder of a run with the recipe that the sweep gives to its training."""
+
+SUMMARY_FILE = "summary.json"
+"""File in the folder of a sweep with `choices`, `full_grid`, `trainings` (each by method) and the table `accuracy`."""
+
+
+def list_runs(folder: str | Path) -> list[Path]:
+    """Return the folders of the runs that a sweep has started in a folder."""
+    return sorted(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
+
+
+def folder_of_run(run: str | Path) -> Path | None:
+    """Return the folder of the sweep of a run, or None for a run in another place, such as a copy."""
+    run = Path(run)
+    if not (run.name.startswith("seed_") and run.parent.name.startswith("lr_")):
+        return None
+    return run.parent.parent.parent
+
+
+def read_summary(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """Return the content of a sweep's summary, or an empty dict if there is no readable one, as in older folders."""
+    try:
+        return read_json_object(Path(folder, SUMMARY_FILE))
+    except (OSError, ValueError):
+        return {}
+
+
+def update_summary(folder: str | Path, **facts: Any) -> None:
+    """Write a sweep's summary. The facts of the methods of other sweeps in the folder stay.
+
+    Args:
+        folder: Folder of the sweep.
+        **facts: Mappings by method, or other values, which replace the former ones.
+    """
+    path = Path(folder, SUMMARY_FILE)
+    with lock_file(path):
+        summary = read_summary(folder)
+        for name, value in facts.items():
+            if isinstance(value, dict):
+                summary[name] = {**summary.get(name, {}), **value}
+            else:
+                summary[name] = value
+        write_file(path, json.dumps(summary, indent=1) + "\n")
+
+
+def only_chose_rate(summary: dict[str, dict[str, Any]], method: str, learning_rate: float) -> bool | None:
+    """Return whether the run of a method with a learning rate only served the choice of another one.
+
+    Args:
+        summary: From `read_summary`.
+        method: Name of the method in the sweep.
+        learning_rate: Learning rate of the run.
+
+    Returns:
+        The answer, or None if the sweep has left no summary about the method.
+    """
+    if summary.get("full_grid", {}).get(method):
+        return False
+    if method not in summary.get("choices", {}):
+        return None
+    best = summary["choices"][method]["best"]
+    return best is not None and learning_rate != best
+
+
+def describe_progress(folder: str | Path) -> str:
+    """Return a sentence about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
+    trainings = read_summary(folder).get("trainings", {}).values()
+    num_ended, total = (sum(numbers) for numbers in zip((0, 0), *trainings, strict=True))
+    if num_ended == total:
+        return ""
+    return (
+        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended. The same `loopdropout sweep` "
+        "command continues it."
+    )
