@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from helpers.files import GOLDEN
 from helpers.golden import FAMILIES
-from helpers.processes import kill_all
+from helpers.processes import SERVER, kill_all
 from helpers.tiny import TINY, adapted, steady, tiny_ouro
 from helpers.tokenizer import make_tokenizer
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, merge_and_save
@@ -25,6 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts 
 # For this process, which has read the variable already.
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
+SERVER.begin()
 
 
 @pytest.fixture(autouse=True)

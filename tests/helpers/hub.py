@@ -45,6 +45,7 @@ class Hub(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is one packet: the system would hold a second one back for 40 ms
 
     def log_message(self, *words):
         pass

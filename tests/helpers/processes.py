@@ -1,8 +1,11 @@
-"""Programs that tests start: as forks of a server that has imported everything.
+"""Programs that tests start: as forks of a server, which has imported everything.
 
 A new interpreter spends seven seconds of a core on imports before it does anything. A fork of the server is a process of its
 own as well - it has its own streams, folder, environment and signals, and can be killed - and begins at once. What only a new
 interpreter shows asks for one: `fresh=True`. Programs that need the same environment when they import share an `Interpreter`.
+
+The server is itself a fork of the process of the tests, made before the first test. Later the threads of torch and Arrow run
+there, and a fork in the middle of their work could wait for a lock that nobody in the fork holds.
 """
 
 import gc
@@ -10,6 +13,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import socket
@@ -17,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from helpers.files import ROOT
@@ -28,14 +34,17 @@ os.environ.setdefault("NLTK_DATA", str(ROOT / "tests" / "nltk_data"))  # IFEval'
 CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 ENVIRONMENT = {**os.environ, **CPU, "PYTHONPATH": str(ROOT)}
 
-# The server finds what it imports by this variable.
+# Interpreters find what they import by this variable.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
-SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = [
-    "helpers.fixtures",
+FORK = multiprocessing.get_context("fork")
+# What a training imports.
+IMPORTED = [
     "helpers.trainers",
+    "loopdropout_trainer.diagnostics",
     "loopdropout_trainer.evaluation",
+    "loopdropout_trainer.job",
     "loopdropout_trainer.training.sft",
+    "deepspeed",
 ]
 
 PATIENCE = 900  # seconds, for a busy machine
@@ -43,25 +52,100 @@ PATIENCE = 900  # seconds, for a busy machine
 _started = []
 
 
+class Server:
+    """A process that forks others, and tells their exit codes."""
+
+    def __init__(self):
+        self._exit_codes = {}  # by the process's number
+
+    def begin(self):
+        """Become two processes. No test may have run."""
+        for module in IMPORTED:
+            importlib.import_module(module)
+        self._connection, of_server = FORK.Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # xdist has a thread, which waits for the next test
+            number = os.fork()
+        if number == 0:
+            self._connection.close()
+            try:
+                _serve(of_server)
+            finally:
+                os._exit(0)
+        of_server.close()
+
+    def start(self, function, given, keywords):
+        """Call a function in a new process, and return the process's number."""
+        self._connection.send((sys.path, pickle.dumps((function, given, keywords))))
+        while (message := self._connection.recv())[1] is not None:
+            self._exit_codes.update([message])
+        return message[0]
+
+    def exit_code(self, number):
+        """The exit code of a process, or None while it runs."""
+        while self._connection.poll():
+            self._exit_codes.update([self._connection.recv()])
+        return self._exit_codes.get(number)
+
+
+def _serve(connection):
+    """Be the server until the process of the tests ends.
+
+    It answers each call with `(number, None)`, and tells `(number, exit code)` when the process has ended.
+    """
+    gc.freeze()
+    running = {}  # processes by their sentinels, which are ready when they end
+    while True:
+        for ready in wait([connection, *running]):
+            if ready is connection:
+                try:
+                    path, call = connection.recv()
+                except EOFError:
+                    return
+                process = FORK.Process(target=_call, args=(path, call))
+                process.start()
+                running[process.sentinel] = process
+                connection.send((process.pid, None))
+            else:
+                process = running.pop(ready)
+                process.join()
+                connection.send((process.pid, process.exitcode))
+
+
+def _call(path, call):
+    sys.path[:] = path  # pytest adds folders while it collects
+    function, given, keywords = pickle.loads(call)
+    function(*given, **keywords)
+
+
+SERVER = Server()
+
+
+class Fork:
+    """A process of the server."""
+
+    def __init__(self, function, given, keywords):
+        self.pid = SERVER.start(function, given, keywords)
+        _started.append(self)
+
+    def poll(self):
+        """Return the exit code, or None while it runs."""
+        return SERVER.exit_code(self.pid)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+
 def fork(function, *given, **keywords):
     """Start a function in a process of its own, a fork of the server; return the process."""
-    SERVER.set_forkserver_preload(PRELOADED)  # again: the package's own sweeps set what their server imports
-    process = SERVER.Process(target=_call, args=(function, given, keywords))
-    process.start()
-    _started.append(process)
-    return process
-
-
-def _call(function, given, keywords):
-    gc.freeze()  # what the server has imported
-    function(*given, **keywords)
+    return Fork(function, given, keywords)
 
 
 def kill_all():
     """Kill what a test has started and not waited for, since it has failed."""
     while _started:
         process = _started.pop()
-        if isinstance(process, subprocess.Popen) or process.is_alive():  # else its number may be another one's by now
+        if process.poll() is None:  # else its number may be another one's by now
             process.kill()
 
 
@@ -77,8 +161,8 @@ def wait_for(condition, program=None):
 
 def ended(process):
     """Wait for the end of a process of `fork`, and return its exit code."""
-    process.join(PATIENCE)
-    return process.exitcode
+    wait_for(lambda: process.poll() is not None)
+    return process.poll()
 
 
 class Program:
@@ -105,8 +189,7 @@ class Program:
     @property
     def exit_code(self):
         """None while it runs."""
-        fresh = isinstance(self._process, subprocess.Popen)
-        return self._process.poll() if fresh else self._process.exitcode
+        return self._process.poll()
 
     def _read(self, stream):
         path = Path(self._streams[stream])
@@ -186,7 +269,7 @@ def run_forks(modules):
         importlib.import_module(module)
     gc.freeze()
     for line in sys.stdin:
-        process = multiprocessing.get_context("fork").Process(target=_become, args=json.loads(line))
+        process = FORK.Process(target=_become, args=json.loads(line))
         process.start()
         process.join(PATIENCE)
         process.kill()

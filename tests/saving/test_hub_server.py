@@ -6,7 +6,7 @@ import pytest
 
 from helpers.files import ROOT
 from helpers.hub import running_hub
-from helpers.processes import ENVIRONMENT, Interpreter, python
+from helpers.processes import ENVIRONMENT, IMPORTED, Interpreter, python
 
 
 TRAIN = """
@@ -106,7 +106,7 @@ def run(hub, tmp_path_factory):
         own = {**env, "HF_TOKEN": token}
         return python(*words, cwd=cwd, env=own, fresh=True) if fresh else interpreter.run(*words, cwd=cwd, env=own)
 
-    with Interpreter("loopdropout_trainer.evaluation", "loopdropout_trainer.training.sft", env=env) as interpreter:
+    with Interpreter(*IMPORTED, env=env) as interpreter:
         yield run_as
 
 

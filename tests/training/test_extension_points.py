@@ -150,8 +150,16 @@ def train(cls, config, tokenizer, point, fields):
     return trainer
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("point", [*METHODS, *ARGUMENTS])
+def cases():
+    """Each extension point in the default mode and in one of the others. With the remaining modes it is slow."""
+    default, *others = MODES
+    for number, point in enumerate([*METHODS, *ARGUMENTS]):
+        for mode in MODES:
+            is_fast = mode in (default, others[number % len(others)])
+            yield pytest.param(point, mode, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("point", "mode"), cases())
 def test_extension_point_equals_trl(config, tokenizer, point, mode):
     """Both trainers have the same logs and weights, raise the same errors, and show user code the same shapes."""
     try:

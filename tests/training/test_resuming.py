@@ -280,9 +280,9 @@ def test_training_is_not_continued_to_fewer_steps(make_trainer, micro_batches):
         with user_error(message):
             shorter.train(resume_from_checkpoint=True)
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
-    for checkpoint in folder.glob("checkpoint-*"):  # to the same length from every step
+    for step in {1, steps - 1, steps}:  # to the same length
         resumed = make_trainer(num_train_epochs=(steps - 0.5) / steps, **fields)
-        resumed.train(str(checkpoint))
+        resumed.train(str(folder / f"checkpoint-{step}"))
         assert resumed.state.global_step == steps
 
 
