@@ -84,7 +84,8 @@ class Job:
             )
         check_trackers(training.report_to)
         check_devices(training)
-        # `recipe.yaml` repeats the run. With `resume_from_checkpoint: false` from there, a repetition would begin again.
+        # Somebody may repeat the run from its `recipe.yaml`. Whether to resume is decided at each start: `false` from the
+        # recipe would discard the checkpoints of an interrupted repetition.
         unsaved = ("hub_token", "resume_from_checkpoint")
         recipe = {name: value for name, value in settings.items() if name not in unsaved}
         is_decided = settings.get("resume_from_checkpoint") is not None
@@ -98,7 +99,7 @@ class Job:
             run.args.run_name = f"{run.title}, {run.args.run_name or f'seed {run.args.seed}, {run.args.output_dir}'}"
             run.args.resume_from_checkpoint = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
         conflicts = [run.find_conflict() for run in self.runs]
-        self.conflict = next(filter(None, conflicts), None)
+        self.conflict = next(filter(None, conflicts), None)  # of the first run that has one
         if self.conflict is not None and not script.dry_run:
             raise UserError(self.conflict)
         self.tasks: list[Task | Group] = []

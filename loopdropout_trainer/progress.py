@@ -140,9 +140,9 @@ def log_table(args: TrainingArguments, name: str, table: pd.DataFrame) -> None:
 
 
 def finish_run(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Log results to the run of a training, and end the run. The next training then starts another run.
+    """Log the curves of a training to its run in W&B, Trackio or MLflow, and end that run. The next training starts another.
 
-    The results are `CURVES`. The step of a point is the depth or the loop.
+    The curves are the results in `CURVES`. In place of the step, a point has its depth or its loop.
 
     Args:
         trainer: Trainer after its training.
@@ -150,7 +150,7 @@ def finish_run(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     args = trainer.args
     modules = {name: sys.modules[name] for name in args.report_to if name in sys.modules}
-    if "mlflow" in modules:  # transformers has ended its run
+    if "mlflow" in modules:  # transformers has ended its run, which is opened again for the curves
         ended = modules["mlflow"].last_active_run()
         if ended and ended.info.run_name == args.run_name:
             modules["mlflow"].start_run(run_id=ended.info.run_id)

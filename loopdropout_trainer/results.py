@@ -194,8 +194,9 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
     """
-    trained = {row["folder"] for row in rows if row["task"] == "training"}  # also by the base model's loss there
-    is_own = [row["folder"] in trained and not row.get("adapter") for row in rows]
+    # A folder is a run's if it has a result of a training, even if only the held-out loss of the base model is left of it.
+    run_folders = {row["folder"] for row in rows if row["task"] == "training"}
+    is_own = [row["folder"] in run_folders and not row.get("adapter") for row in rows]
     own_keys = {_measurement(row) for row, own in zip(rows, is_own, strict=True) if own}
     shown, repeated = [], []
     for row, own in zip(rows, is_own, strict=True):

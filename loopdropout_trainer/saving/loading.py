@@ -27,6 +27,7 @@ from loopdropout_trainer.saving.authors_format import CONFIG_FILE
 from loopdropout_trainer.saving.base_model import check_base, describe_difference
 from loopdropout_trainer.saving.facts import MODELS, Source
 from loopdropout_trainer.saving.metadata import write_metadata
+from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
 from loopdropout_trainer.tokenizers import add_end_tokens, end_tokens
 
@@ -268,7 +269,7 @@ def save_adapter_metadata(model: PeftModel, folder: str | Path, **settings: Any)
     """
     settings["eos_token_id"] = end_tokens(model.get_base_model())
     for adapter in model.peft_config:
-        own = Path(folder) if adapter == "default" else Path(folder, adapter)
+        own = adapter_folder(folder, adapter)
         if adapter == model.active_adapters[0]:
             write_metadata(own, settings)
         config = own / CONFIG_FILE

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def adapter_folder(folder: str | Path, adapter: str) -> Path:
+    """Return where PEFT saves an adapter: `default` in the folder itself, and another one in the subfolder with its name."""
+    return Path(folder) if adapter == "default" else Path(folder, adapter)
+
+
 def holds_adapter(folder: Path) -> bool:
     """Return whether a folder itself holds an adapter, which other files must not be mixed with."""
     return (folder / CONFIG_FILE).is_file()

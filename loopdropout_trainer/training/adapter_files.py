@@ -28,6 +28,7 @@ from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run, upload
+from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.training.stopping import check_finite
 
 
@@ -127,7 +128,7 @@ class AdapterFilesMixin:
         if adapter == "default" or self.is_deepspeed_enabled or self.is_fsdp_enabled:  # which have files of their own
             super()._load_best_model()
         else:
-            self.model.load_adapter(str(Path(self.state.best_model_checkpoint, adapter)), adapter)
+            self.model.load_adapter(str(adapter_folder(self.state.best_model_checkpoint, adapter)), adapter)
 
     def _load_callback_state(self) -> None:
         """Restore the user's callbacks, if `restore_callback_states_from_checkpoint` is set.

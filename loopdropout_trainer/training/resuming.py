@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from loopdropout_trainer.saving.checkpoints import (
     list_checkpoints,
     load_state,
 )
+from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_source
 
 
@@ -256,10 +256,7 @@ def _find_other_settings(checkpoint: Checkpoint, facts: Mapping[str, Any], now: 
 def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:
     """Raise UserError if the adapter of a model has other tensors than the adapter of a checkpoint."""
     adapter = model.active_adapters[0]
-    folder = Path(checkpoint)
-    if adapter != "default":  # PEFT saves other adapters in subfolders
-        folder = folder / adapter
-    file = folder / WEIGHTS_FILE
+    file = adapter_folder(checkpoint, adapter) / WEIGHTS_FILE
     if not file.is_file():  # DeepSpeed and FSDP have files of their own
         return
     with safe_open(file, "pt") as saved:
