@@ -30,6 +30,10 @@ SHAPES = {"LoRA": "o", "Loop Dropout": "s", "base model": "D"}
 """Markers of the methods that most figures have."""
 GRAY = "#768390"
 """Color of texts, which is readable on white and on black."""
+LINES = ("solid", "dashed", "dotted", "dashdot")
+"""Lines of the settings of one method, which have one color."""
+MOST_TICKS = 12
+"""Number of values up to which the horizontal axis of lines has a tick and a marker for each."""
 
 
 def decorate(
@@ -72,6 +76,22 @@ def _choose_colors(methods: Iterable[str]) -> dict[str, str]:
     return colors
 
 
+def _choose_lines(labels: Iterable[str]) -> list[str]:
+    """Return a line for each label, which tells the settings of one method apart."""
+    kinds: dict[str, list[str]] = {}
+    lines = []
+    for label in labels:
+        settings = kinds.setdefault(label.split(", ")[0], [])
+        lines.append(LINES[len(settings) % len(LINES)])
+        settings.append(label)
+    return lines
+
+
+def mark_training_depth(depth: float) -> p9.geom_vline:
+    """Return a dotted line at the training depth, which is wider than the line of the grid behind it."""
+    return p9.geom_vline(xintercept=depth, linetype="dotted", color=GRAY, size=1.1)
+
+
 def line_plot(
     data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str, gain_over: Mapping[str, str] | None = None
 ) -> p9.ggplot | Compose:
@@ -79,36 +99,46 @@ def line_plot(
 
     The vertical axis of a panel begins at zero, unless all values would be in its upper half. Then its label says so.
 
+    Lines of one method have its color, and their kind tells its settings apart.
+
     Args:
-        data: columns `panel`, `label`, which begins with the method or its name, `mean`, `sd` and the column named `x`.
+        data: columns `panel`, `label`, which begins with the method or its name, `mean`, `sd` and the column named `x`. The
+            band has the limits `low` and `high` instead, if there are such columns.
         axes: columns `x_label` and `y_label`. The index has the panels.
         title: Title of the figure.
         gain_over: A label and the label that it is compared with. Their differences are printed between their points.
     """
+    if "low" not in data:
+        data = data.assign(low=data["mean"] - data["sd"], high=data["mean"] + data["sd"])
     labels = [*data["label"].unique()]
     by_method = _choose_colors(label.split(", ")[0] for label in labels)
     colors = [by_method[label.split(", ")[0]] for label in labels]
     others = cycle("^v<>P*X")
     shapes = [SHAPES[label] if label in SHAPES else next(others) for label in labels]
+    lines = _choose_lines(labels)
     panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
     plots = []
     for place, (axis, own) in enumerate(panels):
         ticks = sorted(own[x].unique())
-        x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
-        low = (own["mean"] - own["sd"]).min()
-        high = (own["mean"] + own["sd"]).max()
+        has_few = len(ticks) <= MOST_TICKS
+        x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 and has_few else p9.scale_x_continuous
+        low, high = own["low"].min(), own["high"].max()
         begin = low if 0 < high / 2 < low < high else 0
         plot = (
             p9.ggplot(own, p9.aes(x, "mean", color="label", fill="label", shape="label"))
-            + p9.geom_ribbon(p9.aes(ymin="mean - sd", ymax="mean + sd"), alpha=0.2, color="none")
+            + p9.geom_ribbon(p9.aes(ymin="low", ymax="high"), alpha=0.2, color="none")
             + p9.geom_line(size=1.1)
-            + p9.geom_point(size=2)
             + p9.scale_color_manual(colors, limits=labels)
             + p9.scale_fill_manual(colors, limits=labels)
             + p9.scale_shape_manual(shapes, limits=labels)
-            + x_scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
             + p9.expand_limits(y=[begin, high or 1])
         )
+        if {*lines} != {"solid"}:
+            plot += p9.aes(linetype="label")
+            plot += p9.scale_linetype_manual(lines, limits=labels)
+        if has_few:
+            plot += p9.geom_point(size=2)
+            plot += x_scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
         for ours, other in (gain_over or {}).items():
             texts = _gain_texts(own, x, ours, other)
             plot += p9.expand_limits(x=ticks[-1] + 0.35 * (ticks[-1] - ticks[0]))  # room for the last text

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from loopdropout_trainer.diagnostics import compare_answers
-from loopdropout_trainer.results import DEVELOPMENT, read_samples
+from loopdropout_trainer.results import read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
-from loopdropout_trainer.tables import OWN_FAMILY, load_results, overview_figure
+from loopdropout_trainer.tables import OWN_FAMILY, describe_examples, load_results, overview_figure
 
 
 if TYPE_CHECKING:
@@ -84,13 +84,6 @@ def print_losses(results: pd.DataFrame) -> None:
     for task, own in readouts.groupby("task", sort=False):
         title = f"Loss on {describe_examples(task, own)}, read out after each loop, in nats per token"
         print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}")
-
-
-def describe_examples(task: str, rows: pd.DataFrame) -> str:
-    """Return the examples that losses were measured on, with their number of target tokens."""
-    examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
-    sizes = " or ".join(f"{n:,.0f}" for n in sorted({*rows["n"]}))  # tokenizers differ
-    return f"{examples} ({sizes} tokens)"
 
 
 def show_results(runs: Sequence[Run]) -> None:

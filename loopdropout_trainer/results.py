@@ -49,6 +49,9 @@ DEVELOPMENT = "development"
 EVALUATION_FOLDER = "evaluation"
 """Subfolder of a run for the results of `evaluate`."""
 
+DIAGNOSTICS_FOLDER = "diagnostics"
+"""Subfolder of a run for the results of `diagnose`."""
+
 COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loops", "gates", "n")
 """The columns of every result.
 
@@ -205,6 +208,36 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
         else:
             repeated.append(row)
     return shown, repeated
+
+
+def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Divide results into those that are shown, and losses of a sweep's run that only served the choice of a learning rate.
+
+    The run of the first seed has them, also if the recipe of the final runs does not ask for them. If `diagnose` has measured
+    all seeds since, on its own number of examples, the seeds can only be compared by its results.
+
+    Args:
+        rows: Results of `read_results` with the column `run`, the folder of their training.
+    """
+    later = {_measurement(row) for row in rows if row.get("adapter")}
+    shown, of_choice = [], []
+    for row in rows:
+        is_of_choice = (
+            row.get("task") == DEVELOPMENT
+            and row["metric"] in LOOP_METRICS
+            and not row.get("adapter")
+            and "/lr_" in str(row.get("recipe_run_name"))
+            and not row.get("recipe_single_loop_batches")
+        )
+        if is_of_choice and _measurement(row) in later:
+            of_choice.append(row)
+        else:
+            shown.append(row)
+    return shown, of_choice
+
+
+LOOP_METRICS = ("loss", "loss_reduction", "readout_loss", "readout_token_accuracy")
+"""Metrics that `single_loop_batches` measures."""
 
 
 def split_replaced(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -32,9 +32,11 @@ from loopdropout_trainer.results import (
     read_recipe,
     read_results,
     read_samples,
+    split_choices,
     split_repeated,
     split_replaced,
 )
+from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.sweeps import describe_progress, folder_of_run, only_chose_rate, read_summary
 
 
@@ -68,6 +70,7 @@ OF_BASE_LOSS = OF_BASE | {
 }
 """Settings that the held-out loss of the base model depends on."""
 
+REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
 LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
@@ -92,6 +95,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         row["run"] = training_folder(row, runs)
         _set_recipe(row)
     rows, replaced = split_replaced(rows)
+    rows, of_choice = split_choices(rows)
     rows, repeated = split_repeated(rows)
     for row in rows:
         row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
@@ -102,7 +106,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
-    results.attrs["left_out"] = describe_left_out({REPEATED: repeated, REPLACED: replaced})
+    results.attrs["left_out"] = describe_left_out({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
     return results
 
 
@@ -124,6 +128,7 @@ def _set_recipe(row: dict[str, Any]) -> None:
 REPEATED = (
     "the trainings measured the same themselves, perhaps on other examples. The numbers are in results.jsonl there."
 )
+OF_CHOICE = "they only served the choice of a learning rate. `diagnose` has measured all seeds alike."
 REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
 
 
@@ -486,19 +491,76 @@ def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decim
     return pd.DataFrame(texts, numbers.index)
 
 
+def split_reductions(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return the loss reductions with the adapter in one loop only, in groups that were measured on the same examples.
+
+    Returns:
+        The results by a description of their examples. The group with the most results is the first one.
+    """
+    reductions = results[results["metric"] == "loss_reduction"]
+    groups = {}
+    for (task, _, depth), rows in reductions.groupby(["task", "n", "num_loops"], sort=False, dropna=False):
+        groups[f"{describe_examples(task, rows)} at K = {depth:g}"] = rows
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def describe_examples(task: str, rows: pd.DataFrame) -> str:
+    """Return the examples that losses were measured on, with their number of target tokens."""
+    examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
+    sizes = " or ".join(f"{n:,.0f}" for n in sorted({*rows["n"]}))  # tokenizers differ
+    return f"{examples} ({sizes} tokens)"
+
+
+def reduction_numbers(reductions: pd.DataFrame) -> pd.DataFrame:
+    """Return the loss reductions (%) by method and active loop in the columns `mean`, `sd` and `num_seeds`.
+
+    Args:
+        reductions: A group of `split_reductions`.
+    """
+    lines = []
+    for (label, gates), rows in labelled(reductions).groupby(["label", "gates"], sort=False):
+        loops = "all loops" if gates == "unit" else gates
+        lines.append({"method": label, "adapter in": loops, **mean_numbers(average(rows))})
+    return pd.DataFrame(lines).set_index(["method", "adapter in"])
+
+
+def reduction_table(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers of `reduction_numbers` as texts, mean ± SD with one column for each loop, and the number of seeds."""
+    texts = numbers.apply(lambda row: format_mean(row["mean"], row["sd"], 1), axis=1)
+    loops = numbers.index.get_level_values("adapter in").unique()
+    table = texts.unstack("adapter in").reindex(numbers.index.get_level_values("method").unique())[loops]
+    seeds = numbers["num_seeds"].groupby("method", sort=False).agg(["min", "max"]).astype(int).astype(str)
+    table["seeds"] = seeds["min"].where(seeds["min"] == seeds["max"], seeds["min"] + " to " + seeds["max"])
+    return table.fillna("").rename_axis(columns=None)
+
+
 # Figures (plots.py is imported in the functions, because sweeps do not need plotnine)
 
 
+BOUNDS = {"accuracy": (0, 100), "last_number": (0, 100), "loss": (0, math.inf), "eval_loss": (0, math.inf)}
+"""Smallest and largest values of metrics, in which the band of one SD of a figure ends."""
+
+
 def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Return `mean` and `sd` over seeds for each value of the columns `by`, with panels and labels in their order."""
+    """Return `mean`, `sd` and the band from `low` to `high` over seeds for each value of the columns `by`.
+
+    Panels and labels are in their order.
+    """
     lines = []
     for key, part in rows.groupby(by, sort=False):
         values = average(part)
-        lines.append([*key, values.mean(), values.std()])
-    data = pd.DataFrame(lines, columns=[*by, "mean", "sd"])
+        lines.append([*key, values.mean(), values.std(), *BOUNDS.get(part["metric"].iloc[0], (-math.inf, math.inf))])
+    data = pd.DataFrame(lines, columns=[*by, "mean", "sd", "least", "most"])
     for name in {"panel", "label"}.intersection(by):
         data[name] = pd.Categorical(data[name], data[name].unique())
-    return data.fillna({"sd": 0.0})
+    return add_bands(data.fillna({"sd": 0.0}))
+
+
+def add_bands(data: pd.DataFrame) -> pd.DataFrame:
+    """Return points with the band from `low` to `high`: one SD around the mean, between the values `least` and `most`."""
+    low = (data["mean"] - data["sd"]).clip(lower=data["least"])
+    high = (data["mean"] + data["sd"]).clip(upper=data["most"])
+    return data.drop(columns=["least", "most"]).assign(low=low, high=high)
 
 
 def overview_figure(results: pd.DataFrame) -> Any:
@@ -509,9 +571,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
     Args:
         results: from `load_results`.
     """
-    import plotnine as p9
-
-    from loopdropout_trainer.plots import line_plot
+    from loopdropout_trainer.plots import line_plot, mark_training_depth
 
     task = tasks_of(results.query("metric == 'accuracy'"))[0]
     own = results.query("task == @task")
@@ -520,9 +580,10 @@ def overview_figure(results: pd.DataFrame) -> Any:
     accuracy = own.query("metric == 'accuracy'")
     if len(by_number):
         accuracy = pd.concat([accuracy.query("method != 'base model'"), by_number])
-    reductions = results.query("metric == 'loss_reduction'")
-    if task in {*reductions["task"]}:  # a run can have those of its reference solutions and of held-out examples
-        reductions = reductions.query("task == @task")
+    groups = split_reductions(results)
+    # A run can have those of its reference solutions and of held-out examples, or of different numbers of them.
+    of_task = [rows for rows in groups.values() if task in {*rows["task"]}]
+    reductions = next(iter(of_task or groups.values()), results.iloc[:0])
     panels = {
         "K loops at inference": accuracy[accuracy["loop"].isna()].assign(loop=accuracy["num_loops"]),
         "accuracy with the adapter in one loop": accuracy,
@@ -540,5 +601,40 @@ def overview_figure(results: pd.DataFrame) -> Any:
     data = points(labelled(rows), by)
     figure = line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
-        figure.items[0] += p9.geom_vline(xintercept=trained[0], linetype="dotted", color="#777777")
+        figure.items[0] += mark_training_depth(trained[0])
     return figure
+
+
+def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the training and held-out losses of runs by step, from the histories that their trainings have left.
+
+    Args:
+        results: From `load_results`.
+
+    Returns:
+        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `low` and `high` over seeds. It is empty without
+        histories.
+    """
+    trained = labelled(results[(results["task"] == "training") & (results["method"] != "base model")])
+    lines = []
+    for run, label in trained.drop_duplicates("run")[["run", "label"]].itertuples(index=False):
+        for log in read_history(run):
+            for panel, name in LOSSES.items():
+                if name in log:
+                    lines.append([panel, label, log["step"], log[name]])
+    losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value"])
+    curves = losses.groupby(["panel", "label", "step"], sort=False)["value"].agg(mean="mean", sd="std").reset_index()
+    curves = curves.sort_values(["panel", "step"], ascending=[False, True], kind="stable")
+    return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))
+
+
+LOSSES = {"training loss": "loss", "held-out loss": "eval_loss"}
+"""Panels of the loss curves, and the names of their losses in the history of a training."""
+
+
+def loss_figure(curves: pd.DataFrame) -> Any:
+    """Return a plotnine figure of the losses over the steps, from `loss_curves`."""
+    from loopdropout_trainer.plots import line_plot
+
+    axes = pd.DataFrame({"x_label": "step", "y_label": "loss (nats per token)"}, [*LOSSES])
+    return line_plot(curves, "step", axes, "Losses, mean ± SD over seeds")

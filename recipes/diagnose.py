@@ -3,6 +3,7 @@
     loopdropout diagnose outputs/quickstart outputs/quickstart/lora
     loopdropout diagnose gsm8k.yaml outputs/gsm8k --task gsm8k \\
         --diagnostics single_loop
+    loopdropout diagnose outputs/sweep
 
 The recipe is the recipe of the training, by default of the first adapter's
 training. Its other fields are ignored. Losses are measured on its held-out
@@ -10,12 +11,20 @@ examples, or on the reference solutions of a task. The results are added to
 `results.jsonl` in `output_dir`, or in its subfolder `diagnostics` if it is the
 folder of a training. A table of each diagnostic is printed, and for LoRA a
 sentence on its loss reductions with the adapter in one loop only.
+
+The folder of a sweep stands for all of its trained adapters. The results of each
+one are added to its own run, with the data of its own recipe, and the loss
+reductions are printed as mean and SD over seeds. The same command continues.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -43,14 +52,23 @@ from loopdropout_trainer.diagnostics import (
 )
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
+from loopdropout_trainer.files import read_json_object, write_file
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.results import DEVELOPMENT, compare_recipes, measurement_folder, write_results
+from loopdropout_trainer.results import (
+    DEVELOPMENT,
+    DIAGNOSTICS_FOLDER,
+    compare_recipes,
+    measurement_folder,
+    read_run,
+    write_results,
+)
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources
-from loopdropout_trainer.saving.facts import MODELS, Source
+from loopdropout_trainer.saving.facts import ALL_KINDS, MODELS, Source
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import find_base, find_source
+from loopdropout_trainer.sweeps import list_runs
 from loopdropout_trainer.training.config import LoopDropoutConfig
 
 
@@ -84,40 +102,153 @@ ARGUMENTS = (DiagnoseArguments, SourceArguments, SFTDataArguments)
 
 
 def main(argv: list[str] | None = None) -> None:
-    # Settings
-    argv = name_sources(argv, "adapters")
-    settings = read_settings(ARGUMENTS, argv, __doc__, TRAINING_TYPES)
-    args, model_args, data_args = build(ARGUMENTS, settings)
-    if args.task != DEVELOPMENT:  # it has its own data, so that options of other data are a mistake
-        read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*TRAINING_TYPES, SFTDataArguments))
-    args.output_dir = measurement_folder(args.output_dir, "diagnostics")
-    state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
-
-    # Models and data
-    with state.main_process_first():
-        sources = find_sources(args.adapters, model_args)
-        dtypes = {source.name: model_args.dtype or source.dtype or "bfloat16" for source in sources}
-        check_curvature(args.diagnostics, dtypes)
-        check_depths(args, sources)
-        check_data(args, sources, settings)
-        data = DiagnosedData(args, data_args, model_args.chat_template)
-
-    # Measurement
-    loader = ModelLoader(state.device, model_args.attn_implementation)
-    rows = []
-    for source in sources:
-        if state.is_main_process:
-            print(source.describe())
-        model = loader.load(source, dtypes[source.name], model_args.num_loops)
-        measured = measure(args, source, model, data.batches(source))
-        if state.is_main_process:
-            write_results(args.output_dir, measured)
-        rows += measured
-
-    # Tables
-    if state.is_main_process:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    sweep = find_sweep(argv)
+    if sweep is not None:
+        diagnose_sweep(sweep, argv[1:])
+        return
+    diagnosis = Diagnosis(argv)
+    rows = diagnosis.run()
+    if diagnosis.state.is_main_process:
         print_results(rows)
-        print(f"All results, also those without a table here, are in {args.output_dir}/results.jsonl")
+        print(f"All results, also those without a table here, are in {diagnosis.args.output_dir}/results.jsonl")
+
+
+class Diagnosis:
+    """The measurement of some models with one recipe.
+
+    Args:
+        argv: Command line without the script.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        argv = name_sources(argv, "adapters")
+        settings = read_settings(ARGUMENTS, argv, __doc__, TRAINING_TYPES)
+        args, model_args, data_args = build(ARGUMENTS, settings)
+        if args.task != DEVELOPMENT:  # it has its own data, so that options of other data are a mistake
+            read_settings((DiagnoseArguments, SourceArguments), argv, __doc__, (*TRAINING_TYPES, SFTDataArguments))
+        args.output_dir = measurement_folder(args.output_dir, DIAGNOSTICS_FOLDER)
+        self.settings, self.args, self.model_args, self.data_args = settings, args, model_args, data_args
+        self.state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
+        with self.state.main_process_first():
+            self.sources = find_sources(args.adapters, model_args)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The settings that a measurement depends on, and the trainings of the models, as JSON returns them."""
+        facts = {name: value for name, value in self.settings.items() if name not in ("adapters", "output_dir")}
+        facts["trainings"] = [[source.training_id, source.columns.get("step")] for source in self.sources]
+        return json.loads(json.dumps(facts, default=str))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the same was measured before to its end."""
+        try:
+            return read_json_object(Path(self.args.output_dir, FACTS_FILE)) == self.facts
+        except (OSError, ValueError):
+            return False
+
+    def run(self) -> list[dict[str, Any]]:
+        """Measure the models, write the results, and return them."""
+        args, state = self.args, self.state
+        dtypes = {source.name: self.model_args.dtype or source.dtype or "bfloat16" for source in self.sources}
+        with state.main_process_first():
+            check_curvature(args.diagnostics, dtypes)
+            check_depths(args, self.sources)
+            check_data(args, self.sources, self.settings)
+            data = DiagnosedData(args, self.data_args, self.model_args.chat_template)
+        loader = ModelLoader(state.device, self.model_args.attn_implementation)
+        rows = []
+        for source in self.sources:
+            if state.is_main_process:
+                print(source.describe())
+            model = loader.load(source, dtypes[source.name], self.model_args.num_loops)
+            measured = measure(args, source, model, data.batches(source))
+            if state.is_main_process:
+                write_results(args.output_dir, measured)
+            rows += measured
+        if state.is_main_process:
+            write_file(Path(args.output_dir, FACTS_FILE), json.dumps(self.facts, indent=1) + "\n")
+        return rows
+
+
+FACTS_FILE = "diagnosed.json"
+"""File next to the results with the `facts` of the last measurement that has ended."""
+
+
+def find_sweep(argv: list[str]) -> Path | None:
+    """Return the folder of the sweep that the first word of a command line names, or None."""
+    if not argv or argv[0].startswith("-") or argv[0].endswith((".yaml", ".yml")):
+        return None
+    source = find_source(argv[0], accept=ALL_KINDS)
+    return source.folder if source.kind == "sweep" else None
+
+
+def diagnose_sweep(sweep: Path, options: list[str]) -> None:
+    """Measure each trained adapter of a sweep, write its results into the folder of its run, and print the loss reductions.
+
+    Args:
+        sweep: Folder of the sweep.
+        options: Command line without the folder.
+    """
+    check_sweep_options(options)
+    reasons = {run: find_missing(run) for run in list_runs(sweep)}
+    diagnoses = {run: Diagnosis([str(run), *options]) for run, reason in reasons.items() if reason is None}
+    if not diagnoses:
+        raise UserError(f"The sweep in {sweep} has no trained adapter yet.")
+    is_main_process = PartialState().is_main_process
+    for number, (run, missing) in enumerate(reasons.items(), start=1):
+        reason = missing
+        if reason is None and diagnoses[run].is_done:
+            reason = "it was measured before"
+        if is_main_process:
+            name = f"{number} of {len(reasons)}: {run.relative_to(sweep)}"
+            print(name if reason is None else f"{name} is skipped, because {reason}.", flush=True)
+        if reason is None:
+            diagnoses[run].run()
+    if is_main_process:
+        print_reductions(sweep, [diagnosis.args.output_dir for diagnosis in diagnoses.values()])
+
+
+def check_sweep_options(options: list[str]) -> None:
+    """Raise UserError for a further name or an option that a whole sweep does not take."""
+    if options and not options[0].startswith("-"):
+        raise UserError(f"Measure one sweep at a time, without other names, got also {options[0]}.")
+    for name in ("output_dir", "adapters"):
+        if any(word.split("=")[0] == f"--{name}" for word in options):
+            raise UserError(f"`{name}` must be left out for a sweep, because each run has results of its own.")
+
+
+def find_missing(run: Path) -> str | None:
+    """Return why a run of a sweep has no trained adapter, as the end of a sentence, or None."""
+    status = read_run(run).get("status")
+    if status == "non-finite":
+        return "its training stopped at a gradient or a weight that was not finite"
+    if status is None:
+        return "its training has not begun, or has failed"
+    source = find_source(run, accept=ALL_KINDS)
+    if source.is_adapter:
+        return None
+    return f"it has no adapter, and its training has the status {status!r}"
+
+
+def print_reductions(sweep: Path, folders: list[str]) -> None:
+    """Print the loss reductions of a sweep in the folders of their results as mean ± SD over seeds."""
+    from loopdropout_trainer.printing import print_table
+    from loopdropout_trainer.tables import (
+        REDUCTION_TITLE,
+        final_results,
+        load_results,
+        reduction_numbers,
+        reduction_table,
+        split_reductions,
+    )
+
+    groups = split_reductions(final_results(load_results(*folders)))
+    for examples, rows in groups.items():
+        print_table(REDUCTION_TITLE.format(examples), reduction_table(reduction_numbers(rows)))
+    print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
+    print(f"\nNext:\n  loopdropout report {sweep}   # the same table as a file, next to losses and accuracies")
 
 
 def measure(
@@ -222,6 +353,15 @@ class DiagnosedData:
         return examples
 
 
+def shorten_folders(names: pd.Series) -> pd.Series:
+    """Return the names of adapters without the folder that all of them are in."""
+    folders = names.dropna().unique()
+    if not all(map(os.path.isabs, folders)):  # a repository on the Hub
+        return names
+    common = os.path.commonpath([os.path.dirname(folder) for folder in folders])
+    return names.map(lambda folder: os.path.relpath(folder, common), na_action="ignore")
+
+
 def print_results(rows: list[dict]) -> None:
     """Print a table of each diagnostic, and the profile of LoRA."""
     from loopdropout_trainer.printing import print_by_method, print_loss_reductions, print_losses
@@ -230,7 +370,7 @@ def print_results(rows: list[dict]) -> None:
     if "adapter" in results:
         is_shared = results.groupby("method")["adapter"].transform("nunique") > 1
         is_of_adapter = results["adapter"].notna()  # the base model has results of its own
-        results.loc[is_shared & is_of_adapter, "method"] += ", " + results["adapter"]
+        results.loc[is_shared & is_of_adapter, "method"] += ", " + shorten_folders(results["adapter"])
     curvatures = results.query("metric == 'curvature'")
     print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}")
     print_losses(results)

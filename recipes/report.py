@@ -68,6 +68,7 @@ from loopdropout_trainer.tables import (
     LOSS_TITLE,
     NUMBERS,
     OWN_FAMILY,
+    REDUCTION_TITLE,
     accuracy_numbers,
     accuracy_table,
     average,
@@ -77,6 +78,8 @@ from loopdropout_trainer.tables import (
     final_results,
     labelled,
     load_results,
+    loss_curves,
+    loss_figure,
     loss_numbers,
     loss_table,
     mean_numbers,
@@ -85,7 +88,10 @@ from loopdropout_trainer.tables import (
     overview_figure,
     paired_gains,
     points,
+    reduction_numbers,
+    reduction_table,
     select,
+    split_reductions,
 )
 
 
@@ -555,7 +561,7 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
 
 
 def summarize(results: pd.DataFrame, output_dir: Path) -> None:
-    """Make the tables of costs, held-out losses and accuracies, and the figure of all runs."""
+    """Make the tables of costs, losses, accuracies and loss reductions, and the figures of all runs."""
     costs = results[results["metric"].isin(COSTS)]
     if len(costs):
         numbers = mean_costs(costs)
@@ -571,9 +577,10 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         notes += explain_equal(losses)
         save_table(losses, loss_table(losses), LOSS_TITLE, output_dir / "held_out_loss", notes)
     has_accuracy = "accuracy" in {*results["metric"]}
-    if not (len(costs) or len(losses) or has_accuracy):
+    groups = split_reductions(results)
+    if not (len(costs) or len(losses) or groups or has_accuracy):
         metrics = ", ".join(sorted(results["metric"].unique()))
-        print(f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}.")
+        print(f"There is no accuracy, loss or cost of a training to report, only {metrics}.")
     if has_accuracy:
         note = (
             "The 95% intervals and p-values are over seeds (t test), or over problems if there is one seed (McNemar's exact "
@@ -583,6 +590,13 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         notes = [note, *explain_equal(numbers)]
         save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", notes)
         draw_figure(overview_figure(results), output_dir / "overview")
+    for number, (examples, reductions) in enumerate(groups.items(), start=1):
+        numbers = reduction_numbers(reductions)
+        path = output_dir / ("loss_reduction" if number == 1 else f"loss_reduction_{number}")
+        save_table(numbers, reduction_table(numbers), REDUCTION_TITLE.format(examples), path)
+    curves = loss_curves(results)
+    if len(curves):
+        draw_figure(loss_figure(curves), output_dir / "losses")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -76,6 +76,15 @@ def name_metric(metric: str | None) -> str:
     """Return the name of `metric_for_best_model` in sentences."""
     metric = metric or "loss"
     return "held-out loss" if metric.removeprefix("eval_") == "loss" else metric
+
+
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the logged values of the training in a folder by step, or an empty list if it has left no readable state."""
+    try:
+        history = read_json_object(Path(folder, STATE_FILE)).get("log_history", [])
+    except (OSError, ValueError):
+        return []
+    return [log for log in history if isinstance(log, dict) and isinstance(log.get("step"), int)]
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:

@@ -14,6 +14,7 @@ from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.hub import split_revision
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter
+from loopdropout_trainer.sweeps import describe_progress, list_runs
 
 
 if TYPE_CHECKING:
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
     from loopdropout_trainer.prompts import PromptFormat
 
-Kind = Literal["base model", "merged model", "standalone model", "adapter", "unfinished run"]
+Kind = Literal["base model", "merged model", "standalone model", "adapter", "unfinished run", "sweep"]
 MODELS: tuple[Kind, ...] = ("base model", "merged model", "standalone model")
 """Kinds that are loaded without another model."""
 LOADABLE: tuple[Kind, ...] = (*MODELS, "adapter")
+WITHOUT_MODEL: tuple[Kind, ...] = ("unfinished run", "sweep")
+"""Kinds that are not loaded."""
 ALL_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Gates = Literal["none", "at any depth", "at its own depth"]
@@ -39,7 +42,7 @@ class Source:
     Attributes:
         name: Name as typed.
         kind: "base model", "merged model", "standalone model" (merged, with the code of its class), "adapter", or
-            "unfinished run" (a run that has only checkpoints, or nothing yet).
+            "unfinished run" (a run that has only checkpoints, or nothing yet), "sweep" (a folder with the runs of a sweep).
         folder: Absolute folder of the model's or adapter's files, a snapshot for a repository on the Hub.
         repository: Name of the repository on the Hub, or None for a folder.
         commit: Resolved commit of `repository`.
@@ -211,7 +214,9 @@ class Source:
             "run": str(self.run) if self.recipe and self.run != self.folder else None,
             "base model": self._base_text(),
         }
-        if self.kind != "unfinished run":  # of which only the recipe is known
+        if self.kind == "sweep":
+            facts["runs"] = f"{len(list_runs(self.folder))}. {describe_progress(self.folder)}".rstrip()
+        if self.kind not in WITHOUT_MODEL:  # of an unfinished run only the recipe is known
             facts |= {
                 "rule": self.rule,
                 "method": self._method_text(),

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, check_name
+from loopdropout_trainer.errors import UserError, check_name, count
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results import (
@@ -31,10 +31,11 @@ from loopdropout_trainer.results import (
 )
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE, to_metadata
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, list_checkpoints, newest_checkpoint, warn_once
-from loopdropout_trainer.saving.facts import LOADABLE, MODELS, Kind, Source
+from loopdropout_trainer.saving.facts import LOADABLE, MODELS, WITHOUT_MODEL, Kind, Source
 from loopdropout_trainer.saving.hub import download_small_files, split_revision
 from loopdropout_trainer.saving.metadata import METADATA_FILE, read_metadata
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter, holds_adapter, read_saved_adapter
+from loopdropout_trainer.sweeps import list_runs
 
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def find_source(
     files = _find_files(given.resolve(), text, metadata)
     if files.kind not in accept:
         raise UserError(_refusal(files.kind, text, given))
-    if files.kind == "unfinished run":
+    if files.kind in WITHOUT_MODEL:
         run, recipe = recipe_path(given).parent, read_recipe(given)
         return Source(text, files.kind, given.resolve(), repository, commit, run=run, recipe=recipe)
     if files.folder != given.resolve():  # a named adapter
@@ -140,6 +141,8 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
     is_run = any((folder / file).is_file() for file in (RECIPE_FILE, RUN_FILE, METADATA_FILE))
     if is_checkpoint(folder) or is_run or list_checkpoints(folder):
         return Files("unfinished run", folder)
+    if list_runs(folder):
+        return Files("sweep", folder)
     raise UserError(
         f"The folder {name} holds neither a model nor an adapter: it has no config.json and no {CONFIG_FILE}, and it is not a "
         "run."
@@ -180,6 +183,12 @@ def _refusal(kind: Kind, name: str, folder: Path) -> str:
         return (
             f"The run in {name} has no model yet, because it is not finished. Its newest complete checkpoint is {newest}. Use "
             "that folder, or continue the training with `--resume_from_checkpoint true`."
+        )
+    if kind == "sweep":
+        runs = list_runs(folder)
+        return (
+            f"{name} is a sweep of {count(len(runs), 'run')}. Name one of them, such as {runs[0]}. Whole sweeps are read by "
+            f"`loopdropout report {name}` and `loopdropout diagnose {name}`."
         )
     if kind == "adapter":
         return (

@@ -29,6 +29,7 @@ from loopdropout_trainer.plots import GRAY, line_plot, save_figure
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.checkpoints import load_state
+from loopdropout_trainer.tables import points
 
 
 report, sweep = load_script("recipes/report.py"), load_script("recipes/sweep.py")
@@ -427,9 +428,9 @@ def test_report_summarizes_runs(quickstart, tmp_path, capsys):
     text = (tmp_path / "report/costs.md").read_text()
     assert "training in s" in text and "train_seconds" not in text and "label" not in text
     files = {path.name for path in (tmp_path / "report").iterdir()}
-    assert files == {f"{name}.{ending}" for name in ("accuracy", "costs") for ending in ("csv", "md", "tex")} | {
-        f"overview.{ending}" for ending in ("png", "pdf", "svg")
-    }
+    assert files == {
+        f"{name}.{ending}" for name in ("accuracy", "costs", "loss_reduction") for ending in ("csv", "md", "tex")
+    } | {f"overview.{ending}" for ending in ("png", "pdf", "svg")}
 
 
 def test_missing_costs_are_dashes(tmp_path, capsys):
@@ -584,10 +585,13 @@ def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
     write(tmp_path / "evaluation", [{"value": 50.0}])
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     assert "Costs" not in capsys.readouterr().out and not (tmp_path / "report/costs.csv").exists()
-    write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "loss_reduction"}])
+    write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "curvature"}])
     report.main([str(tmp_path / "diagnostics"), "--output_dir", str(tmp_path / "report")])
     out = capsys.readouterr().out
-    assert out == "There is no accuracy, held-out loss or cost of a training to report, only loss_reduction.\n"
+    assert out.endswith("There is no accuracy, loss or cost of a training to report, only curvature.\n")
+    write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "loss_reduction"}])
+    report.main([str(tmp_path / "diagnostics"), "--output_dir", str(tmp_path / "report")])
+    assert "There is no" not in capsys.readouterr().out and (tmp_path / "report/loss_reduction.csv").is_file()
 
 
 def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
@@ -698,6 +702,68 @@ def test_overview_figure_has_three_panels(quickstart):
         (single, "accuracy (%)"),
         (single, "loss reduction (%)"),
     ]
+
+
+def test_settings_of_a_method_differ_in_their_line():
+    """They share the color of the method, and the legend has both."""
+    axes = pd.DataFrame({"x_label": "x", "y_label": "y"}, [""])
+    data = pd.DataFrame({"label": LABELS, "panel": "", "loop": 1, "mean": 1.0, "sd": 0.0})
+    plot = line_plot(data, "loop", axes, "")
+    (scale,) = (scale for scale in plot.scales if scale.aesthetics == ["linetype"])
+    assert dict(zip(LABELS, scale.palette(4), strict=True)) == {
+        "LoRA, p = 1": "solid",
+        "LoRA, p = 2": "dashed",
+        "Loop Dropout": "solid",
+        "Mine": "solid",
+    }
+    plot = line_plot(data.query("label != 'LoRA, p = 2'"), "loop", axes, "")
+    assert not [scale for scale in plot.scales if scale.aesthetics == ["linetype"]]
+
+
+def test_band_of_accuracies_stays_between_0_and_100(tmp_path):
+    """A loss reduction can be negative."""
+    for seed, value in ((1, 0.0), (2, 9.0)):
+        rows = [{"value": value}, {"value": 100 - value, "num_loops": 2}]
+        rows.append({"metric": "loss_reduction", "value": value, "gates": "loop 1"})
+        write(tmp_path / str(seed), rows, seed=seed)
+    data = points(report.load_results(tmp_path), ["metric", "num_loops"]).set_index(["metric", "num_loops"])
+    sd = 9 / math.sqrt(2)
+    for place, band in {
+        ("accuracy", 4): [0, 4.5 + sd],
+        ("accuracy", 2): [95.5 - sd, 100],
+        ("loss_reduction", 4): [4.5 - sd, 4.5 + sd],
+    }.items():
+        assert [*data.loc[place, ["low", "high"]]] == pytest.approx(band)
+
+
+def test_training_depth_is_wider_than_the_grid(quickstart):
+    panel = report.overview_figure(report.load_results(quickstart)).items[0]
+    (line,) = (layer.geom for layer in panel.layers if type(layer.geom).__name__ == "geom_vline")
+    assert line.aes_params["size"] > 1 and line.aes_params["linetype"] == "dotted"
+    assert to_hex(line.aes_params["color"]) == GRAY  # without the transparency of the grid
+
+
+@pytest.mark.parametrize("num_steps", [4, 40])
+def test_report_draws_the_losses_of_trainings(tmp_path, capsys, num_steps):
+    """Mean and SD over seeds at each step, also of runs without a benchmark."""
+    for method, shift in (("LoRA", 0.0), ("Loop Dropout", 0.5)):
+        for seed in (1, 2):
+            run = tmp_path / f"{method} {seed}"
+            write(run, [{"task": "training", "metric": "eval_loss", "value": 1.0, "seed": seed}], method=method)
+            history = [{"step": step, "loss": step + seed + shift} for step in range(1, num_steps + 1)]
+            history += [{"step": num_steps, "eval_loss": 3.0 * seed}, {"step": num_steps, "train_loss": 9.0}]
+            (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert f"Wrote {tmp_path}/report/losses.png, .pdf and .svg\n" in capsys.readouterr().out
+    assert (tmp_path / "report/losses.png").is_file() and not (tmp_path / "report/overview.png").exists()
+    curves = report.loss_curves(report.load_results(tmp_path))
+    of_lora = curves.query("label == 'LoRA'").set_index(["panel", "step"])[["mean", "sd"]]
+    assert [*of_lora.loc["training loss", "mean"]] == pytest.approx([step + 1.5 for step in range(1, num_steps + 1)])
+    assert [*of_lora.loc["held-out loss", num_steps]] == pytest.approx([4.5, 3 / math.sqrt(2)])
+    plot = report.loss_figure(curves)
+    assert_readable(plot)
+    has_markers = any(type(layer.geom).__name__ == "geom_point" for layer in plot.items[0].layers)
+    assert has_markers == (num_steps == 4) and [*curves["panel"].unique()] == ["training loss", "held-out loss"]
 
 
 def test_figures_are_transparent(tmp_path):

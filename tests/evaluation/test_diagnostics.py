@@ -22,7 +22,7 @@ from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.results import read_results, write_results
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.tables import load_results
+from loopdropout_trainer.tables import load_results, split_reductions
 
 
 LOOPS = ["loop 1", "loop 2", "loop 3", "loop 4"]
@@ -222,7 +222,103 @@ def test_diagnose_prints_each_adapter_of_a_method(saved, tmp_path, capsys):
     printed, rows = capsys.readouterr().out, read_results(tmp_path / "out")
     for path in map(str, adapters):
         (rho,) = values(rows, "loss_reduction", adapter=path, gates="unit")
-        assert f" {rho:.1f}\n" in printed and f"LoRA, {path}: The loss reduction" in printed
+        assert f" {rho:.1f}\n" in printed and f"LoRA, {Path(path).name}: The loss reduction" in printed
+
+
+@pytest.fixture
+def sweep(saved, tmp_path):
+    """A sweep with two seeds of two methods, a run that failed, and a run whose loss was not finite."""
+    folder = tmp_path / "mine"
+    recipe = (saved / "lora" / "recipe.yaml").read_text()
+    for number, (name, method) in enumerate((("lora", "LoRA"), ("loop_dropout", "Loop Dropout"))):
+        for seed in (1, 2):
+            run = folder / name / "lr_0.001" / f"seed_{seed}"
+            model = adapted(tiny_ouro(), 2 * number + seed)
+            model.peft_config["default"].base_model_name_or_path = str(saved / "base")
+            model.save_pretrained(run)
+            facts = {"method": method, "seed": seed, "step": 3, "training_id": f"{name}{seed}"}
+            save_adapter_metadata(model, run, num_loops=4, **facts)
+            row = {
+                "metric": "num_tokens",
+                "task": "training",
+                "num_loops": 4,
+                "value": 1.0,
+                "training": f"{name}{seed}",
+            }
+            write_results(run, [{**row, "method": method, "seed": seed, "step": 3}])
+            settings = f"run_name: mine/{name}/lr_0.001/seed_{seed}\nlearning_rate: 0.001\nrule: {name}\n"
+            for file in ("recipe.yaml", "sweep_recipe.yaml"):
+                (run / file).write_text(recipe + settings)
+            (run / "run.json").write_text('{"status": "finished"}')
+    for rate, files in {"0.01": {}, "0.02": {"run.json": '{"status": "non-finite"}'}}.items():
+        run = folder / "lora" / f"lr_{rate}" / "seed_1"
+        run.mkdir(parents=True)
+        for file, text in {"sweep_recipe.yaml": recipe, "recipe.yaml": recipe, **files}.items():
+            (run / file).write_text(text)
+    return folder
+
+
+def test_diagnose_measures_each_adapter_of_a_sweep(sweep, tmp_path, capsys):
+    """Into its own run, and `report` shows the mean and SD over seeds. The same command continues."""
+    script, words = load_script("recipes/diagnose.py"), [str(sweep), "--diagnostics", "single_loop"]
+    script.main(words)
+    printed = capsys.readouterr().out
+    assert "lora/lr_0.01/seed_1 is skipped, because its training has not begun, or has failed." in printed
+    assert "lora/lr_0.02/seed_1 is skipped, because its training stopped at a gradient" in printed
+    report = load_script("recipes/report.py")
+    report.main([str(sweep), "--output_dir", str(tmp_path / "report")])
+    capsys.readouterr()
+    saved_table = (tmp_path / "report/loss_reduction.md").read_text()
+    for name, method in (("lora", "LoRA"), ("loop_dropout", "Loop Dropout")):
+        found = []
+        for seed in (1, 2):
+            rows = read_results(sweep / name / f"lr_0.001/seed_{seed}/diagnostics")
+            assert {row["seed"] for row in rows} == {seed}
+            found.append(values(rows, "loss_reduction", gates="loop 4"))
+        mean, sd = np.mean(found), np.std(found, ddof=1)
+        line = next(line for line in printed.splitlines() if line.startswith(f"{method} "))
+        assert f"{mean:.1f} ± {sd:.1f}" in line and line.endswith(" 2") and str(sweep) not in line
+        assert f"{mean:.1f} ± {sd:.1f}" in next(
+            row for row in saved_table.splitlines() if row.startswith(f"| {method}")
+        )
+    shutil.rmtree(sweep / "lora/lr_0.001/seed_2/diagnostics")
+    script.main(words)
+    again = capsys.readouterr().out
+    assert again.count("is skipped, because it was measured before") == 3
+    assert again[again.index("Loss reduction") :] == printed[printed.index("Loss reduction") :]
+    script.main([*words, "--num_examples", "2"])
+    assert "measured before" not in capsys.readouterr().out
+
+
+def test_diagnosed_seeds_of_a_sweep_are_measured_alike(sweep, capsys):
+    """The run that chose the learning rate has losses of fewer examples, for which the final recipe does not ask."""
+    run = sweep / "lora/lr_0.001/seed_1"
+    own = {"metric": "loss_reduction", "task": "development", "unit": "%", "num_loops": 4, "n": 9, "training": "lora1"}
+    own |= {"method": "LoRA", "seed": 1, "step": 3}
+    write_results(run, [{**own, "gates": f"loop {loop}", "loop": loop, "value": 1.0} for loop in range(1, 5)])
+    load_script("recipes/diagnose.py").main([str(sweep), "--diagnostics", "single_loop"])
+    results = load_results(sweep)
+    assert 9 not in {*results["n"]} and len({*results.query("metric == 'loss_reduction'")["n"]}) == 1
+    assert "because they only served the choice of a learning rate" in results.attrs["left_out"]
+    with (run / "recipe.yaml").open("a") as file:
+        file.write("single_loop_batches: 1\n")  # then they are the training's own
+    groups = split_reductions(load_results(sweep))
+    assert [len(rows) for rows in groups.values()] == [16, 4]
+
+
+def test_diagnose_of_a_sweep_explains_mistakes(sweep, tmp_path):
+    script = load_script("recipes/diagnose.py")
+    for more, message in {
+        "x": "Measure one sweep at a time, without other names, got also x",
+        "--output_dir x": "`output_dir` must be left out for a sweep",
+        "--learning_rate 1": "`learning_rate` is a field of trainings",
+    }.items():
+        with user_error(message):
+            script.main([str(sweep), *more.split()])
+    for name in ("lora", "loop_dropout"):
+        shutil.rmtree(sweep / name / "lr_0.001")
+    with user_error("has no trained adapter yet"):
+        script.main([str(sweep)])
 
 
 def test_diagnose_leaves_the_results_of_trainings(saved, tmp_path, capsys):

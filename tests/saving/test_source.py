@@ -393,6 +393,10 @@ WRONG = {
     "nothing yet": ("empty run", "has no model yet, and no complete checkpoint"),
     "incomplete": ("incomplete", "The checkpoint .* is not complete"),
     "something else": ("other", "holds neither a model nor an adapter"),
+    "sweep": (
+        "sweep",
+        "is a sweep of 1 run. Name one of them, such as .*lora/lr_0.1/seed_1. Whole sweeps are read by",
+    ),
 }
 
 
@@ -403,14 +407,21 @@ def test_wrong_names_end_in_the_same_sentence_in_all_commands(places, tmp_path, 
         "empty run": tmp_path / "empty",
         "incomplete": tmp_path / "run" / "checkpoint-1",
         "other": tmp_path / "x",
+        "sweep": tmp_path / "sweep",
     }
     for folder in folders.values():
         folder.mkdir(parents=True)
     shutil.copy(places["run"] / "recipe.yaml", folders["empty run"])
+    in_sweep = folders["sweep"] / "lora/lr_0.1/seed_1"
+    in_sweep.mkdir(parents=True)
+    (in_sweep / "sweep_recipe.yaml").touch()
     name = str({**folders, "stopped": places["stopped"]}.get(name, name))
     for command, words in COMMANDS.items():
         if command == "show" and case in ("stopped", "nothing yet", "incomplete"):
             assert "unfinished run" in repr(find_source(name, accept=ALL_KINDS))
+            continue
+        if case == "sweep" and command in ("show", "diagnose"):  # which read sweeps
+            assert find_source(name, accept=ALL_KINDS).lines()["runs"] == "1."
             continue
         with user_error(message):
             load_script(f"recipes/{command}.py").main(words(name, tmp_path / command))
