@@ -154,8 +154,9 @@ class LoopDropoutHandle:
 
     @torch.compiler.disable
     def _draw_gates(self, backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Draw the gates of a training pass, before it. `_reset_gates` removes them after it."""
         if not backbone.training or self.gate_state.batch.is_set:
-            return  # set gates are those of `use_gates`
+            return  # in evaluation, or inside of `use_gates`
         # Layers that are checkpointed run again with the gates that this pass has stored in them. A checkpoint around the
         # whole model would run this hook again instead, in the backward pass, and draw gates that the loss does not belong to.
         if is_checkpointed():

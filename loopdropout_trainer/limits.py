@@ -94,7 +94,7 @@ def bounded_rendering(turns: Any) -> Iterator[None]:
     except (TemplateError, UserError):
         raise
     except Exception as error:  # a template is a program, which can raise anything
-        if not limits.are_set:  # the error of a tokenizer
+        if not limits.are_set:  # `end_rendering` has removed them, so this is an error of the tokenizer
             raise
         limits.remove()  # the message needs memory, too
         if isinstance(error, MemoryError):

@@ -446,7 +446,8 @@ def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) 
     takes_mapping = any(dict in (kind, get_origin(kind)) for kind in types)
     values = []
     for word in words:
-        if is_text and not (takes_mapping and word.startswith("{")):
+        is_mapping = takes_mapping and word.startswith("{")
+        if is_text and not is_mapping:
             values.append(word)
         else:
             values.append(read_yaml(word, f"`{name}`"))

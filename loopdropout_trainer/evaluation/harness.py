@@ -129,7 +129,8 @@ def _collect(
     leaves = _leaves(task)
     numbers = evaluation["results"][leaves[0].task_name]
     keys = [key for key in numbers if "," in key and "_stderr," not in key]
-    main_metric, main_filter = keys[0].split(",", 1)
+    main_key = keys[0]  # a task lists its main metric first
+    main_metric, main_filter = main_key.split(",", 1)
     samples = _group_samples(leaves, evaluation)
     lines = pd.DataFrame([_make_line(sample, main_metric) for sample in samples[main_filter]])
     shared = {"task": name, **lm.columns}
@@ -143,7 +144,7 @@ def _collect(
         metric, filter_name = key.split(",", 1)
         values = [sample.get(metric) for sample in samples[filter_name]]
         if all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values):
-            rows.append(percentage("accuracy" if key == keys[0] else _name_metric(key, main_metric), values))
+            rows.append(percentage("accuracy" if key == main_key else _name_metric(key, main_metric), values))
         elif len(leaves) == 1:
             row = {"metric": _name_metric(key, main_metric), **shared, "n": len(lines)}
             rows.append({**row, "value": float(numbers[key]), "unit": ""})

@@ -64,7 +64,7 @@ def run_programs(responses: Sequence[Sequence[str]], problems: Sequence[Problem]
 
 
 def _run_missing(dataset: str, missing: Sequence[tuple[str, str]]) -> None:
-    """Find the verdicts on pairs of a problem's id and a completion."""
+    """Run the programs of pairs of a problem's id and a completion, and keep EvalPlus's verdicts in `_verdicts`."""
     sandboxed = sandbox_fault() is None
     sources = read_problems(dataset)
     with tempfile.TemporaryDirectory(prefix="programs_") as name:
