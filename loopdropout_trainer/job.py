@@ -28,6 +28,7 @@ from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.training.config import word_of
 from loopdropout_trainer.training.distributed import check_devices
+from loopdropout_trainer.training.examples import check_assistant_loss
 
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class Job:
                 "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
                 "merged model to another repository by `loopdropout merge`."
             )
+        template = getattr(training, "chat_template_path", None)  # of SFT in Python
+        if template is not None:
+            raise UserError(f"`chat_template` must be set instead of `chat_template_path`, got {template!r}.")
         check_trackers(training.report_to)
         check_devices(training)
         # Somebody may repeat the run from its `recipe.yaml`. Whether to resume is decided at each start: `false` from the
@@ -144,6 +148,7 @@ class Job:
             loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
             lines.append(describe_examples(loaded, self.data_args, self.args))
             self._check_held_out(loaded.datasets)
+            check_assistant_loss(self.args, loaded.datasets["train"][0])
         finally:
             lines += describe_left_out(left_out)
             if lines and self.args.process_index == 0:

@@ -62,6 +62,11 @@ USUAL_NAMES = {
     "plot_loss": "report_to",
     "resume": "resume_from_checkpoint",
     "drop_p": "p",
+    "patience": "early_stopping_patience",
+    "torch_dtype": "dtype",
+    "load_in_4bit": "model_init_kwargs",
+    "dataset_test_split": "num_eval_examples",
+    "test_size": "num_eval_examples",
 }
 """Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
 

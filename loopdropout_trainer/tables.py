@@ -341,7 +341,10 @@ def _with_settings(names: pd.Series, results: pd.DataFrame) -> pd.Series:
     """Return the names of results, and the settings of their recipes in which the results of one name differ."""
     texts = names.copy()
     for _, rows in results.groupby(names):
-        for field in differing(rows.filter(regex="^(recipe_|checkpoint$)")):
+        fields = differing(rows.filter(regex="^recipe_"))
+        if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
+            fields.append("checkpoint")
+        for field in fields:
             values = rows[field].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
             settings = f", {field.removeprefix('recipe_')} = " + values
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.files import check_link
+from loopdropout_trainer.files import check_link, is_checkpoint
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.cards import read_card_fields
 from loopdropout_trainer.saving.loading import load
@@ -31,7 +31,10 @@ class MergeArguments:
     first_words = "ADAPTER"
 
     adapter: str = option(..., "Folder or Hub name (`user/name@branch`) of the adapter.")
-    output_dir: str | None = option(None, "Folder for the merged model. Default: `merged` in the adapter's folder.")
+    output_dir: str | None = option(
+        None,
+        "Folder for the merged model. Default: `merged` in the adapter's folder, and CHECKPOINT-merged next to a checkpoint.",
+    )
     model_name_or_path: str | None = option(
         None, "Hub name or folder of the base model. Default: as in adapter_config.json."
     )
@@ -72,6 +75,9 @@ def main(argv: list[str] | None = None) -> None:
     # Merging
     own_folder = Path(args.adapter) if source.repository is None else Path()
     output_dir = args.output_dir or own_folder / "merged"
+    if args.output_dir is None and is_checkpoint(own_folder.resolve()):  # which is deleted when newer ones are saved
+        own_folder = own_folder.resolve()
+        own_folder, output_dir = own_folder.parent, own_folder.with_name(f"{own_folder.name}-merged")
     if args.output_dir is None:
         check_link(output_dir, own_folder)  # a stranger's folder may have one
     merged = merge_and_save(

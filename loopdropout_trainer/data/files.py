@@ -45,6 +45,9 @@ def load_rows(source: DataSource) -> Dataset:
         reason = str(error.__cause__ or error)
         if not reason:
             empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
+            missing = [file for file in source.files if not Path(file).exists()]
+            if missing and not empty:
+                raise UserError(f"The file {', '.join(missing)} does not exist.") from None
             raise UserError(f"{', '.join(empty) or source} is empty.") from None
         raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from None
     if source.columns is None:

@@ -95,9 +95,12 @@ def _targets_inside(model: PreTrainedModel, peft_config: LoraConfig) -> Collecti
     unknown = [target for target, found in matches.items() if not found]  # PEFT ignores them if it knows others
     if unknown:
         known = sorted({_last_part(name) for name in inside})
+        hint = closest_match(unknown[0], known)
+        if unknown == ["all-linear"]:
+            hint = " Without target modules, all linear projections of the recurrent block are adapted."
         raise UserError(
             f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(unknown)}."
-            f"{closest_match(unknown[0], known)}"
+            f"{hint}"
         )
     if peft_config.layers_to_transform is not None:  # which PEFT ignores for full names
         return targets

@@ -82,6 +82,18 @@ def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedToken
         check_chat_template(tokenizer)
 
 
+def check_assistant_loss(args: TrainingArguments, example: Mapping[str, Any] | None) -> None:
+    """Raise UserError if only the assistant's turns are to be trained on, and an example is a text without turns."""
+    if not getattr(args, "assistant_only_loss", False) or example is None:
+        return
+    texts = [name for name in ("prompt", "completion", "text") if isinstance(example.get(name), str)]
+    if texts:
+        raise UserError(
+            f"`assistant_only_loss` must be false for examples without turns of an assistant, got the text `{texts[0]}`. Of a "
+            "pair of texts, only the completion is trained on."
+        )
+
+
 def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Set the chat template that `chat_template_path` names, if it is a file or one of the package's templates.
 

@@ -44,6 +44,7 @@ from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallba
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter, may_skip_loops
 from loopdropout_trainer.training.examples import (
+    check_assistant_loss,
     check_columns,
     check_containers,
     check_conversations,
@@ -211,6 +212,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         if not self.reads_columns(arguments):
             return
         check_columns(arguments, self.formats(args))
+        check_assistant_loss(args, read_first(arguments.get("train_dataset")))
         if getattr(args, "chat_template_path", None) is None:
             check_conversations(arguments, tokenizer)
 

@@ -31,7 +31,7 @@ from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
 from loopdropout_trainer.training.resuming import describe_resuming, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
-from loopdropout_trainer.training.stopping import ended_early, explain_write_errors
+from loopdropout_trainer.training.stopping import ended_early, explain_metrics, explain_write_errors
 
 
 class GateSamplingMixin(AdapterTrainingMixin):
@@ -165,7 +165,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 stack.enter_context(explain_write_errors(folder))
                 if self.args.should_save:
                     stack.enter_context(lock_folder(folder))
-                with ended_early(self, checkpoint):
+                with ended_early(self, checkpoint), explain_metrics(self):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 self.record_training(first_step)

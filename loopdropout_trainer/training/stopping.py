@@ -163,6 +163,21 @@ class EarlyStopCallback(EarlyStoppingCallback):
 
 
 @contextmanager
+def explain_metrics(trainer: Trainer) -> Iterator[None]:
+    """Turn transformers' error about a `metric_for_best_model` that an evaluation has not measured into one sentence."""
+    try:
+        yield
+    except KeyError as error:
+        if "`metric_for_best_model`" not in str(error):
+            raise
+        measured = trainer.state.log_history[-1]
+        names = [name.removeprefix("eval_") for name in measured if name.startswith("eval_")]
+        raise UserError(
+            f"`metric_for_best_model` must be one of {', '.join(names)}, got {trainer.args.metric_for_best_model!r}."
+        ) from None
+
+
+@contextmanager
 def ended_early(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
     """Let a training that continues from a checkpoint take no further step, if it has stopped early at that checkpoint.
 

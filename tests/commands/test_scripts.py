@@ -39,7 +39,7 @@ from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.tables import load_results
+from loopdropout_trainer.tables import accuracy_numbers, load_results
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 from loopdropout_trainer.training.stopping import TrainingInterrupted
@@ -329,8 +329,11 @@ def test_results_of_a_checkpoint_are_in_its_run(copy, tmp_path, monkeypatch):
     rows = read_results(copy / "evaluation")
     assert {row["step"] for row in rows} == {4} and {row["adapter"] for row in rows} == {str(checkpoint)}
     assert contents(checkpoint) == before and load_results(copy)["checkpoint"].isin([4]).sum() == len(rows)
-    load_script("recipes/merge.py").main([str(checkpoint), "--output_dir", str(tmp_path / "merged")])
-    assert "| arithmetic_easy_test | 4 |" in (tmp_path / "merged/README.md").read_text()
+    accuracy = accuracy_numbers(load_results(copy / "evaluation"))
+    assert {*accuracy.index.get_level_values("method")} == {"Loop Dropout, checkpoint = 4"}
+    load_script("recipes/merge.py").main([str(checkpoint)])
+    assert "| arithmetic_easy_test | 4 |" in (copy / "checkpoint-4-merged/README.md").read_text()
+    assert contents(checkpoint) == before
     monkeypatch.chdir(copy / "checkpoint-2")
     assert measurement_folder(".", "evaluation") == str(copy / "evaluation")
     alone = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint-4"))
@@ -579,6 +582,19 @@ MISTAKES = [
         "--num_eval_examples 0",
         "must be set, if `eval_strategy` is epoch, because there is no held-out example.",
     ),
+    (
+        "sft",
+        "--assistant_only_loss true",
+        "`assistant_only_loss` must be false for examples without turns of an assistant",
+    ),
+    ("sft", "--chat_template_path tulu2", "`chat_template` must be set instead of `chat_template_path`, got 'tulu2'."),
+    (
+        "sft",
+        "--lora_target_modules all-linear",
+        "got all-linear. Without target modules, all linear projections of the re",
+    ),
+    ("sft", "--preparation null --train_files [1].jsonl", "The file [1].jsonl does not exist."),
+    ("sft", "--patience 3", "`patience` is not a field of this script. Did you mean 'early_stopping_patience'?"),
     ("sft", "--benchmarks development --single_loop_batches 0 --num_eval_examples 0", "must have held-out examples"),
     ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
     ("sft", "--report_to wandbb", "`report_to`: wandbb is not supported, only "),

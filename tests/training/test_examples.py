@@ -129,3 +129,11 @@ def test_unknown_template_path_names_the_known_ones(make):
 def test_model_without_name_needs_its_tokenizer(config, dataset):
     with user_error("`processing_class` must be set, because the model has no name"):
         SFT(tiny_ouro(), config(), train_dataset=dataset)
+
+
+def test_loss_of_turns_needs_turns(make_sft, dataset):
+    """TRL raises a long error after it has loaded the model."""
+    with user_error(
+        "`assistant_only_loss` must be false for examples without turns of an assistant, got the text `prompt`"
+    ):
+        make_sft(rows=dataset, assistant_only_loss=True)

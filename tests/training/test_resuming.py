@@ -225,6 +225,12 @@ def test_best_checkpoint_needs_evaluations_in_our_words(config):
     config(**{**best, "save_strategy": "best", "save_steps": 6})
 
 
+def test_unmeasured_metric_is_explained(make_trainer):
+    fields = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    with user_error("`metric_for_best_model` must be one of loss, .*mean_token_accuracy, .*got 'accuracy'."):
+        make_trainer(metric_for_best_model="accuracy", **fields).train()
+
+
 def test_results_name_the_checkpoint_that_is_kept(make_trainer):
     """The best evaluation can have no checkpoint, so its step is not the step of the weights."""
     fields = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
