@@ -39,6 +39,7 @@ from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import Trainer
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
@@ -386,6 +387,13 @@ def result_columns(trainer: Trainer, method: str) -> dict[str, Any]:
     }
 
 
+def count_examples(dataset: Dataset) -> tuple[int, int | None]:
+    """Return the number of examples of a dataset, and the number of the rows that they are packed into, or None."""
+    if "seq_lengths" not in dataset.column_names:
+        return len(dataset), None
+    return sum(len(lengths) for lengths in dataset["seq_lengths"]), len(dataset)
+
+
 def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
     """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
 
@@ -399,8 +407,6 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     import numpy as np
     import torch
     from datasets import Dataset
-
-    from loopdropout_trainer.data.examples import count_examples
 
     history, num_steps = trainer.state.log_history, trainer.state.global_step
     last = {name: value for log in history for name, value in log.items()}

@@ -171,7 +171,7 @@ class Run(NamedTuple):
         if newest is None:
             return None
         state = load_state(newest)
-        if state.global_step >= state.max_steps or has_stopped_early(state, self.args):
+        if state.global_step >= state.max_steps or has_stopped_early(state, self.args.early_stopping_patience):
             return (
                 f"{folder} holds a training that took its last step, {state.global_step:,}, and ended before its adapter was "
                 "saved. Finish it with `--resume_from_checkpoint true`, or begin again with `--resume_from_checkpoint false`."

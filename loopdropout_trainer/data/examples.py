@@ -23,13 +23,6 @@ _SINGULAR = {"they have": "it has", "they repeat": "it repeats", "excludes them"
 """The words in reasons why examples are left out, for a single example."""
 
 
-def count_examples(dataset: Dataset) -> tuple[int, int | None]:
-    """Return the number of examples of a dataset, and the number of the rows that they are packed into, or None."""
-    if "seq_lengths" not in dataset.column_names:
-        return len(dataset), None
-    return sum(len(lengths) for lengths in dataset["seq_lengths"]), len(dataset)
-
-
 class LeftOut(NamedTuple):
     """A number of examples that are not trained on. Its text is "3 examples, because they repeat a held-out example".
 

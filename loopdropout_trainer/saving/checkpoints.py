@@ -21,8 +21,6 @@ from loopdropout_trainer.saving.integrity import find_damage
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
-    from loopdropout_trainer.training.config import GateConfig
-
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
@@ -54,9 +52,8 @@ def count_worse_evaluations(state: TrainerState) -> int:
     return saved["attributes"]["early_stopping_patience_counter"]
 
 
-def has_stopped_early(state: TrainerState, args: GateConfig) -> bool:
-    """Return whether the training of a checkpoint's state stopped there, because no evaluation was better for a while."""
-    patience = args.early_stopping_patience
+def has_stopped_early(state: TrainerState, patience: int | None) -> bool:
+    """Return whether a training stopped at the state of its checkpoint, by its `early_stopping_patience`."""
     return patience is not None and count_worse_evaluations(state) >= patience
 
 

@@ -17,10 +17,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from loopdropout_trainer.data.examples import count_examples
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.results import RESUMABLE, compare_recipes
+from loopdropout_trainer.results import RESUMABLE, compare_recipes, count_examples
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
 from loopdropout_trainer.saving.checkpoints import (

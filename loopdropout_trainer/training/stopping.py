@@ -185,7 +185,7 @@ def ended_early(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
     """
     args = trainer.args
     state = load_state(checkpoint) if checkpoint else None
-    if state is None or not has_stopped_early(state, args):
+    if state is None or not has_stopped_early(state, args.early_stopping_patience):
         yield
         return
     wanted = args.max_steps
