@@ -7,8 +7,8 @@
 Without `--tables` it summarizes all runs below the folders: accuracy by depth,
 differences to LoRA with 95% intervals, costs, and one figure. A table or figure
 of the paper is a YAML file in recipes/tables/, which has the paper's numbers
-too. Tables are written as Markdown, LaTeX and CSV, figures as PNG, PDF and SVG.
-Missing runs are listed.
+too. Tables are written as Markdown, LaTeX and CSV, figures as PNG, PDF and SVG,
+by default to `report` in the folder of the runs. Missing runs are listed.
 """
 
 # Columns of results.jsonl that the tables, figures, the summary, sweep.py and docs/replication filter on. Every result has
@@ -58,7 +58,7 @@ import pandas as pd
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.diagnostics import TOO_FEW
 from loopdropout_trainer.errors import UserError, count, run_script
-from loopdropout_trainer.files import recipe_names
+from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
@@ -112,7 +112,10 @@ class ReportArguments:
 
     folders: list[str] = option(..., "Folders of runs. All folders below them are read.")
     tables: list[str] = option([], "Names in recipes/tables, YAML files, or `all`. Default: a summary.")
-    output_dir: str = option("report", "Folder of the report.")
+    output_dir: str | None = option(
+        None,
+        "Folder of the report. Default: `report` in the folder of the runs, or `report_A_B` here for folders A and B.",
+    )
 
 
 ARGUMENTS = (ReportArguments,)
@@ -599,10 +602,30 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         draw_figure(loss_figure(curves), output_dir / "losses")
 
 
+def find_output_dir(args: ReportArguments) -> Path:
+    """Return the folder of the report, and print it if the user has not set it."""
+    if args.output_dir is not None:
+        return Path(args.output_dir)
+    if len(args.folders) == 1:
+        folder = Path(args.folders[0], "report")
+    else:
+        names = "_".join(Path(name).resolve().name for name in args.folders)
+        folder = Path(f"report_{names[:100]}")
+    check_links(folder)
+    replaced = ", and replaces the report there" if folder.exists() else ""
+    print(f"The report is written to {folder}{replaced}.")
+    return folder
+
+
 def main(argv: list[str] | None = None) -> None:
     (args,) = parse(ARGUMENTS, name_words(argv, "folders"), __doc__)
-    results, output_dir = load_results(*args.folders), Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    results, output_dir = load_results(*args.folders), find_output_dir(args)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
+        ) from None
     final = final_results(results)
     for line in filter(None, [results.attrs["left_out"], *describe_rejected(results, final)]):
         print(line)

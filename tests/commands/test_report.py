@@ -433,6 +433,20 @@ def test_report_summarizes_runs(quickstart, tmp_path, capsys):
     } | {f"overview.{ending}" for ending in ("png", "pdf", "svg")}
 
 
+def test_reports_of_different_folders_do_not_replace_each_other(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("a", 10.0), ("b", 20.0)):
+        write(tmp_path / name / "run", [{"value": value}], method=name)
+    for words, folder in (["a"], "a/report"), (["b"], "b/report"), (["a", "b"], "report_a_b"):
+        for replaced in ("", ", and replaces the report there"):
+            report.main(words)
+            assert capsys.readouterr().out.startswith(f"The report is written to {folder}{replaced}.\n")
+        assert {*pd.read_csv(f"{folder}/accuracy.csv")["method"]} == {*words}
+    (tmp_path / "file").touch()
+    with user_error("`output_dir` must be a folder that can be written, got file/x .Not a directory."):
+        report.main(["a", "--output_dir", "file/x"])
+
+
 def test_missing_costs_are_dashes(tmp_path, capsys):
     """A training that took no step has no time."""
     row = {"task": "training", "metric": "train_seconds", "value": 9.0}
