@@ -310,6 +310,11 @@ def read_run(output_dir: str | Path) -> dict[str, Any]:
         return {}
 
 
+def has_trained(output_dir: str | Path) -> bool:
+    """Return whether `run.json` says that a training has ended in a folder. Its measurements may be missing."""
+    return read_run(output_dir).get("status") in ("trained", "finished")
+
+
 def is_finished(output_dir: str | Path) -> bool:
     """Return whether the run in a folder has finished."""
     return read_run(output_dir).get("status") == "finished"

@@ -13,8 +13,8 @@ from loopdropout_trainer.results import (
     RESUMABLE,
     UNCOMPARED,
     find_difference,
+    has_trained,
     is_finished,
-    read_run,
 )
 from loopdropout_trainer.saving.checkpoints import find_shortening, has_stopped_early, load_state, newest_checkpoint
 from loopdropout_trainer.saving.integrity import find_damage
@@ -67,7 +67,7 @@ class Run(NamedTuple):
     @property
     def has_ended(self) -> bool:
         """Whether `run.json` says that a training has ended, of the present length or a shorter one."""
-        return read_run(self.args.output_dir).get("status") in ("trained", "finished")
+        return has_trained(self.args.output_dir)
 
     @property
     def is_complete(self) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.results import read_run
+from loopdropout_trainer.results import has_trained, read_run
 
 
 class Runs(Protocol):
@@ -70,7 +70,8 @@ class Workers:
         Raises:
             UserError: If two runs in a row fail with the same message, because the others would fail, too.
         """
-        self.start, (self.done_before, _) = time.monotonic(), self.runs.count()
+        self.start = time.monotonic()
+        self.done_before, _ = self.runs.count()
         environments = _gpus() if self.number > 1 else [{}]
         gpus = islice(cycle(environments), self.number)
         with ThreadPoolExecutor(self.number) as pool:
@@ -108,7 +109,7 @@ class Workers:
 
     def _train(self, run: Any, gpu: dict[str, str], lock: int) -> None:
         path = self.runs.folder(run) / "log.txt"
-        was_trained = read_run(path.parent).get("status") in ("trained", "finished")
+        was_trained = has_trained(path.parent)
         with open(path, "a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 self.runs.command(run),

@@ -56,10 +56,9 @@ SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_
 """Settings of a run that the sweep makes. The list is made by hand, because the fields do not say so: a sweep averages over
 `seed`, for example, but keeps `gate_seed`."""
 
-FINAL_ONLY = names_of("measurement", "output") - {
-    f.name for f in fields(BenchmarkArguments) if f.name != "eval_num_loops"
-}
-"""Settings that the runs that choose a learning rate leave out."""
+_OF_TASKS = {field.name for field in fields(BenchmarkArguments)} - {"eval_num_loops"}
+FINAL_ONLY = names_of("measurement", "output") - _OF_TASKS
+"""Settings that the runs that choose a learning rate leave out. They are measured on a task, but not at other depths."""
 
 NON_FINITE = (-math.inf, -math.inf)
 
@@ -237,7 +236,7 @@ class Sweep:
             scores = {rate: self.score(SweepRun(method, rate, self.seeds[0], True)) for rate in rates}
             if None in scores.values() or max(scores.values()) == NON_FINITE:
                 return Choice(rates, None)
-            best = max(scores, key=scores.get)
+            best = max(scores, key=scores.get)  # the smallest one of equal scores, because the rates ascend
             if best not in (rates[0], rates[-1]) or len(rates) == limit:
                 return Choice(rates, best, self._remark(scores, best))
             if best == rates[0]:
@@ -343,25 +342,28 @@ class Sweep:
         return (score, -loss) if score > -math.inf else None
 
     def is_done(self, run: SweepRun) -> bool:
-        """Return whether a run has finished with its settings.
+        """Return whether a run has finished with its settings, or need not: it has its score, or its loss is not finite.
 
         Raises:
             UserError: if the run in the folder has other training settings.
         """
         folder = self.folder(run)
         path = folder / SETTINGS_FILE
-        if run in self.done or not path.exists():
-            return run in self.done
+        if run in self.done:
+            return True
+        if not path.exists():
+            return False
         saved, new = load_recipe(path), self.run_settings(run)
         if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
             raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
         score = self.score(run)
-        has_chosen = run.selects and score is not None
+        has_score = run.selects and score is not None
         # A run may have further results, of fields that are no longer set.
         is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
-        if is_measured or has_chosen or score == NON_FINITE:
+        is_done = is_measured or has_score or score == NON_FINITE
+        if is_done:
             self.done.add(run)
-        return run in self.done
+        return is_done
 
     # Training
 
