@@ -137,28 +137,33 @@ def is_of_training(row: Mapping[str, Any]) -> bool:
 
 
 def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the results of the adapter in a run's folder: its training's own, and what a later `evaluate` has added.
+    """Return the results of the adapter in a run's folder: those of its training, and those that `evaluate` added later.
 
-    A checkpoint in a run has only the second ones, next to those of the run.
+    A checkpoint in a run has only the second ones. They are next to those of the run.
     """
     own = read_own_results(folder)
     run = _run_of_checkpoint(folder)
     if run is not None:
-        of_run = read_own_results(run / EVALUATION_FOLDER)
         step = checkpoint_step(Path(folder).resolve())
-        return own + [row for row in of_run if checkpoint_step(row.get("adapter") or "") == step or _is_of_base(row)]
+        for row in _read_evaluated(run):
+            if checkpoint_step(row.get("adapter") or "") == step or _is_of_base(row):
+                own.append(row)
+        return own
     training = next(filter(is_of_training, own), None)
     if training is None:
         return own
     measured = {_measurement(row) for row in own}
     added = []
-    for row in read_own_results(Path(folder, EVALUATION_FOLDER)):
+    for row in _read_evaluated(folder):
         is_of_adapter = all(row.get(name) == training.get(name) for name in ("training", "method", "seed", "step"))
-        if row.get("readout") is not None or not (is_of_adapter or _is_of_base(row)):
-            continue  # the readout of an earlier loop is not the answer of the model
-        if _measurement(row) not in measured:
+        if (is_of_adapter or _is_of_base(row)) and _measurement(row) not in measured:
             added.append(row)
     return own + added
+
+
+def _read_evaluated(run: str | Path) -> list[dict[str, Any]]:
+    """Return the results of `evaluate` in a run's folder. The readout of an earlier loop is not the answer of the model."""
+    return [row for row in read_own_results(Path(run, EVALUATION_FOLDER)) if row.get("readout") is None]
 
 
 def _is_of_base(row: Mapping[str, Any]) -> bool:

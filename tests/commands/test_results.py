@@ -76,6 +76,17 @@ def test_run_results_after_a_longer_training(tmp_path):
     assert not any(map(results.is_of_training, [base_loss, later])) and results.is_of_training(OF_TRAINING)
 
 
+def test_results_of_a_checkpoint_have_no_readouts(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("seed: 3\n")
+    checkpoint = tmp_path / "checkpoint-10"
+    checkpoint.mkdir()
+    later = {**ROW, "adapter": str(checkpoint)}
+    others = [{**later, "readout": 2}, {**later, "adapter": str(tmp_path / "checkpoint-20")}]
+    write_results(tmp_path / "evaluation", [later, *others, {**ROW, **BASE}])
+    found = [{**row, "folder": None} for row in results.read_run_results(checkpoint)]
+    assert found == [{**row, "folder": None} for row in (later, {**ROW, **BASE})]
+
+
 def test_results_after_another_training_of_equal_length(tmp_path):
     base_loss = {**OF_TRAINING, **BASE, "metric": "eval_loss", "training": None}
     write_results(tmp_path, [OF_TRAINING, base_loss, {**ROW, "training": "t1"}], step=10, training="t1")
