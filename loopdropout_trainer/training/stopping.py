@@ -157,8 +157,8 @@ class EarlyStopCallback(EarlyStoppingCallback):
             count(self.early_stopping_patience, "evaluation"),
         )
         logger.warning(
-            f"Training stopped early, after step {state.global_step:,} of {state.max_steps:,}, because the {metric} of the "
-            f"last {evaluations} was not better than before.{kept}"
+            f"Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} without a "
+            f"better {metric}.{kept}"
         )
 
 

@@ -288,7 +288,10 @@ def test_early_stop_is_an_end(tmp_path, log, monkeypatch, capsys):
     kept = r"checkpoint-2 \(held-out loss [\d.]+\), trained 4 of 6 steps, stopped early"
     assert re.search(rf"(?m)^Loop Dropout: Kept {kept}$", text) and is_finished(folder)
     assert re.search(rf"\| Kept weights \| {kept} \|", (folder / "README.md").read_text())
-    assert "stopped early, after step 4 of 6, because the held-out loss of the last 1 evaluation was not" in log.text
+    assert (
+        "stopped early, at step 4 of 6, after 1 evaluation without a better held-out loss. The weights of step 2 are kept."
+        in log.text
+    )
     assert read_run(folder)["stopped_early_at"] == 4 and find_source(folder).columns["step"] == 2
     weights = adapter(folder)
     load_script("recipes/report.py").main([str(folder), "--output_dir", str(tmp_path / "report")])

@@ -165,9 +165,7 @@ def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log
     whole = make()
     whole.train()
     assert whole.state.global_step == 3 * steps and whole.state.best_global_step == steps
-    assert (
-        f"stopped early, after step {3 * steps} of 20, because the held-out loss of the last 2 evaluations" in log.text
-    )
+    assert f"stopped early, at step {3 * steps} of 20, after 2 evaluations without a better held-out loss" in log.text
     logged = whole.state.log_history
     for steps_left in ({*range(2 * steps, 3 * steps + 1)}, set()):  # killed before the last checkpoint, and behind it
         if steps_left:
