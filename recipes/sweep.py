@@ -170,7 +170,7 @@ class Sweep:
     def _make_recipes(self, definition: str | dict) -> dict[bool, dict]:
         """Return the settings of a method's runs without learning rate and seed, by `selects`."""
         recipe, own = self._read_method(definition)
-        has_held_out = bool(recipe.get("num_eval_examples") or recipe.get("eval_files"))
+        has_held_out = _has_held_out(override(recipe, own))
         if self.chose_loss and not self.full_grid and not has_held_out:
             raise UserError(
                 "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
@@ -182,7 +182,7 @@ class Sweep:
         for name in SET_BY_SWEEP & final.keys():
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
         make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
-        return {True: self._make_selecting_recipe(override(recipe, own)), False: final}
+        return {True: self._make_selecting_recipe(override(recipe, own), has_held_out), False: final}
 
     def _read_method(self, definition: str | dict) -> tuple[dict, dict]:
         """Return the recipe that a method starts from, with the sweep's settings, and the method's own settings."""
@@ -194,14 +194,13 @@ class Sweep:
         recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
         return {**override(recipe, self.settings), "evaluate_base": False}, own
 
-    def _make_selecting_recipe(self, recipe: dict) -> dict:
+    def _make_selecting_recipe(self, recipe: dict, has_held_out: bool) -> dict:
         """Return the recipe of the runs that choose a learning rate, which are measured on what chooses only."""
         first = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
         first["evaluate_base"] = False
         first["benchmarks"] = [] if self.select_on == "eval_loss" else [self.select_on]
         if "own_benchmarks" in self.measure:
             first["own_benchmarks"] = self.measure["own_benchmarks"]
-        has_held_out = bool(first.get("num_eval_examples") or first.get("eval_files"))
         if has_held_out and self.script not in ("dpo", "grpo"):
             first["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
         return first
@@ -543,6 +542,13 @@ def _print_lowest(losses: pd.DataFrame) -> None:
 
 
 ARGUMENTS = (Sweep,)
+
+
+def _has_held_out(recipe: dict) -> bool:
+    """Return whether a training with this recipe has held-out examples. Some preparations hold out examples by default."""
+    from loopdropout_trainer.data.arguments import count_held_out
+
+    return bool(recipe.get("eval_files") or count_held_out(recipe))
 
 
 def _rounded(rate: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,12 +110,8 @@ class DataArguments:
 
     @property
     def num_held_out(self) -> int:
-        """Number of examples to hold out from the source of the training examples. Without a number, the preparation's."""
-        if self.eval_files:
-            return 0  # the files hold them
-        if self.num_eval_examples is not None:
-            return self.num_eval_examples
-        return PREPARATIONS[self.preparation].num_eval_examples
+        """Number of examples to hold out from the source of the training examples."""
+        return count_held_out(vars(self))
 
     @property
     def prompt_format(self) -> str | None:
@@ -126,6 +123,18 @@ class DataArguments:
         """Text of the prompt template."""
         name = self.prompt_template or PREPARATIONS[self.preparation].prompt_template
         return PROMPT_TEMPLATES.get(name, name)
+
+
+def count_held_out(recipe: Mapping[str, Any]) -> int:
+    """Return the number of examples to hold out from the training examples of a recipe. Without one, the preparation's."""
+    if recipe.get("eval_files"):
+        return 0  # the files hold them
+    if recipe.get("num_eval_examples") is not None:
+        return recipe["num_eval_examples"]
+    for name, preparation in PREPARATIONS.items():
+        if name == recipe.get("preparation"):
+            return preparation.num_eval_examples
+    return 0  # the training raises an error for an unknown preparation
 
 
 class SFTDataArguments(DataArguments):

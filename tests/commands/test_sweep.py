@@ -195,8 +195,11 @@ def test_sweep_whose_settings_remove_the_benchmarks_chooses_by_loss(lab):
 def test_sweep_without_any_score_asks_for_held_out_examples(lab):
     recipe = {name: value for name, value in RECIPE.items() if name not in ("benchmarks", "num_eval_examples")}
     lab.recipe.write_text(yaml.safe_dump(recipe))
-    with user_error("`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss"):
-        lab.sweep()
+    message = "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss"
+    for settings in ({"num_eval_examples": 0}, {"preparation": None, "train_files": ["a.jsonl"]}):
+        with user_error(message):
+            lab.sweep(settings=settings)
+    assert lab.sweep().recipes["lora"][True]["single_loop_batches"]  # `preparation: arithmetic` holds out 200 examples
 
 
 TIES = [
