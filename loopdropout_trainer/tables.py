@@ -321,7 +321,7 @@ def format_p(p: float) -> str:
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label` and `setting`: a name, and the settings of its recipe or the checkpoints in which its results differ.
+    """Add `label` and `setting`: a name, and the settings, checkpoints or sweeps in which its results differ.
 
     The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. The
     name in `setting` is the method.
@@ -338,10 +338,10 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
 
 
 def _with_settings(names: pd.Series, results: pd.DataFrame) -> pd.Series:
-    """Return the names of results, and the settings of their recipes in which the results of one name differ."""
+    """Return the names of results, and the settings of their recipes or the sweeps in which the results of one name differ."""
     texts = names.copy()
     for _, rows in results.groupby(names):
-        fields = differing(rows.filter(regex="^recipe_"))
+        fields = differing(rows.filter(regex="^(recipe_|sweep$)"))
         if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
             fields.append("checkpoint")
         for field in fields:
@@ -483,7 +483,7 @@ def accuracy_table(numbers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:
-    """Return numbers as texts: mean ± SD over seeds, the difference to LoRA, and its p-value."""
+    """Return numbers as texts: mean ± SD over seeds, the difference to LoRA, its p-value, and different numbers of seeds."""
     gains = [Gain(*row) for row in numbers[[*Gain.__annotations__]].itertuples(index=False)]
     means = zip(numbers["mean"], numbers["sd"], strict=True)
     texts = {
@@ -491,6 +491,9 @@ def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decim
         "minus LoRA": [gain.text(gain_decimals) if math.isfinite(gain.difference) else "" for gain in gains],
         "p": numbers["p"].map(format_p),
     }
+    of_base = numbers.index.get_level_values("method").str.startswith("base model")
+    if numbers.loc[~of_base, "num_seeds"].nunique() > 1:  # as after a failed run
+        texts["seeds"] = numbers["num_seeds"].map("{:.0f}".format).where(~of_base, "")
     return pd.DataFrame(texts, numbers.index)
 
 

@@ -531,11 +531,16 @@ class Sweep:
 def _print_lowest(losses: pd.DataFrame) -> None:
     """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
 
+    Methods with different numbers of seeds, as after a failed run, are not compared, because seeds differ.
+
     Args:
         losses: From `loss_numbers`.
     """
     means = losses["mean"].sort_values(kind="stable")
-    if len(means):
+    if losses["num_seeds"].nunique() > 1:
+        seeds = ", ".join(f"{name}: {number:.0f}" for name, number in losses["num_seeds"].items())
+        print(f"The held-out losses are not compared, because the methods have different numbers of seeds ({seeds}).")
+    elif len(means):
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""
         print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")

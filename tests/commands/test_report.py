@@ -544,13 +544,29 @@ def test_summary_has_tasks_together_and_no_rejected_rates(tmp_path, capsys):
     assert [*table[["task", "K", "method"]].itertuples(index=False, name=None)] == places
 
 
-def write_runs(folder, rates_and_seeds):
-    """Write the held-out losses of runs of the sweep `mine`, by learning rate and seed."""
+def write_runs(folder, rates_and_seeds, sweep="mine"):
+    """Write the held-out losses of runs of a sweep, by learning rate and seed."""
     for rate, seeds in rates_and_seeds.items():
         for seed in seeds:
-            run_name = f"mine/lora/lr_{rate:g}/seed_{seed}"
+            run_name = f"{sweep}/lora/lr_{rate:g}/seed_{seed}"
             row = {"metric": "eval_loss", "task": "training", "value": 1000 * rate + seed, "seed": seed}
             write(folder / run_name, [row], {"run_name": run_name, "learning_rate": rate})
+
+
+def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
+    """Each with its number of seeds, if they differ."""
+    write_runs(tmp_path, {0.001: [1, 2]})
+    write_runs(tmp_path, {0.001: [1]}, "other")
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    printed = capsys.readouterr().out
+    assert re.search(r"LoRA, sweep = mine +2.5000 ± 0.7071 +2 *\n", printed)
+    assert re.search(r"LoRA, sweep = other +2.0000 +1 *\n", printed)
+    report.main([str(tmp_path / "mine"), "--output_dir", str(tmp_path / "report")])
+    assert "seeds\n" not in capsys.readouterr().out
+    losses = report.loss_numbers(report.load_results(tmp_path))
+    sweep._print_lowest(losses)
+    text = "The held-out losses are not compared, because the methods have different numbers of seeds"
+    assert f"{text} (LoRA, sweep = mine: 2, LoRA, sweep = other: 1).\n" in capsys.readouterr().out
 
 
 def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):
@@ -878,8 +894,8 @@ def test_report_shows_held_out_losses_and_its_files(tmp_path, capsys):
         write_results(folder / f"{method}{seed}", [{**each, "num_loops": 4, "gates": "unit"} for each in (row, cost)])
     report.main([str(folder), "--output_dir", str(tmp_path / "report")])
     printed = capsys.readouterr().out
-    assert re.search(r"LoRA +0\.6000 ± 0\.1414", printed) and re.search(
-        r"Loop Dropout +0\.2500 +-0\.2500 *\n", printed
+    assert re.search(r"LoRA +0\.6000 ± 0\.1414 +2 *\n", printed) and re.search(
+        r"Loop Dropout +0\.2500 +-0\.2500 +1 *\n", printed
     )
     assert f"Wrote {tmp_path}/report/held_out_loss.md, .tex and .csv\n" in printed
     assert (tmp_path / "report/held_out_loss.md").is_file()
