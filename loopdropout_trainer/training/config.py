@@ -316,6 +316,8 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
             raise UserError(
                 f"`packing_strategy` must be 'bfd', which does not cut examples in two, got {self.packing_strategy!r}."
             )
+        if self.packing and self.max_length is None:
+            raise UserError("`max_length` must be set if `packing` is true, because it is the length of a packed row.")
         super().__post_init__()
 
     def make_depth_sampler(self) -> FixedDepth:

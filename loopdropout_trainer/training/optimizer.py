@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.utils import is_liger_kernel_available
 
-from loopdropout_trainer.errors import UserError, first_line
+from loopdropout_trainer.errors import UserError, first_line, short_repr
 
 
 class OptimizerMixin:
@@ -31,7 +31,13 @@ class OptimizerMixin:
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Create the learning rate schedule, with its warmup one step ahead if `warmup_from_first_step` is set."""
         is_given = self.lr_scheduler is not None
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        try:
+            scheduler = super().create_scheduler(num_training_steps, optimizer)
+        except (TypeError, ValueError) as error:  # of missing, wrong or unknown fields of the schedule
+            raise UserError(
+                f"`lr_scheduler_kwargs` must fit `lr_scheduler_type` {self.args.lr_scheduler_type.value}, got "
+                f"{short_repr(self.args.lr_scheduler_kwargs)} ({first_line(error)})."
+            ) from error
         if is_given or not self.args.warmup_from_first_step:
             return scheduler
         if not isinstance(scheduler, LambdaLR):

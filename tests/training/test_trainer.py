@@ -232,6 +232,15 @@ ON_PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "ste
         ({"rule": "lora_dropout"}, "must be trained with `LoRADropoutSFTTrainer`"),
         ({"rule": "learned", "depth_sampling": "uniform"}, "`depth_sampling` must be 'fixed'"),
         ({"packing": True, "packing_strategy": "wrapped"}, "`packing_strategy` must be 'bfd'"),
+        ({"packing": True, "max_length": None}, "`max_length` must be set if `packing` is true"),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr"},
+            "`lr_scheduler_kwargs` must fit .* cosine_with_min_lr, got None .One of",
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 2}},
+            "`lr_scheduler_kwargs` must fit .* polynomial, got {'powr': 2} .*unexpected keyword argument 'powr'",
+        ),
         ({"depth_sampling": "poisson", "depth_sampling_args": {"rate": -1}}, "`rate` must be .* got -1"),
         ({"depth_sampling": "lognormal_poisson", "depth_sampling_args": {"rate": -1}}, "`rate` must be .* got -1"),
         ({"warmup_from_first_step": True, **ON_PLATEAU}, "`warmup_from_first_step` must be false"),
