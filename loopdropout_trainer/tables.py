@@ -399,7 +399,8 @@ def describe_rejected(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
     """Return sentences about the runs that `final_results` has left out, and about sweeps that are not finished."""
     lines = []
     trained = results[results["sweep"].notna()]
-    num_rejected = len({*trained["run"]} - {*final["run"]})
+    kept = final[final["method"] != "base model"]  # whose results stay, next to those of each run
+    num_rejected = len({*trained["run"]} - {*kept["run"]})
     if num_rejected:
         runs = count(num_rejected, "run")
         lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")

@@ -550,7 +550,15 @@ def write_runs(folder, rates_and_seeds, sweep="mine"):
         for seed in seeds:
             run_name = f"{sweep}/lora/lr_{rate:g}/seed_{seed}"
             row = {"metric": "eval_loss", "task": "training", "value": 1000 * rate + seed, "seed": seed}
-            write(folder / run_name, [row], {"run_name": run_name, "learning_rate": rate})
+            base = {
+                **row,
+                "metric": "loss",
+                "task": "development",
+                "method": "base model",
+                "gates": "none",
+                "seed": None,
+            }
+            write(folder / run_name, [row, base], {"run_name": run_name, "learning_rate": rate})
 
 
 def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
