@@ -58,7 +58,11 @@ class RunningLoop:
     skips_updates: bool = False
 
 
-@dataclass(eq=False)
+MOST_SHOWN = 8
+"""Number of examples whose gates `repr` shows."""
+
+
+@dataclass(eq=False, repr=False)
 class GatedBatch:
     """The gates of one micro-batch, or of a block of `use_gates`.
 
@@ -105,6 +109,24 @@ class GatedBatch:
             used_modules = used.flatten(0, 1).any(dim=0)  # [M]
             self.unused_modules = (~used_modules).tolist()
 
+    def __repr__(self) -> str:
+        """Return a line for each example with the loops in which its gates are on. `sampled` has all gates."""
+        if self.sampled is None:
+            return "GatedBatch with unit gates"
+        gates = self.sampled.detach().float().cpu()  # [K, N] or [K, N, M]
+        num_loops, num_examples = gates.shape[:2]
+        lowest, highest = f"{gates.min().item():.4g}", f"{gates.max().item():.4g}"
+        values = f"gates {lowest}" if lowest == highest else f"gates from {lowest} to {highest}"
+        size = "all examples" if num_examples == 1 else f"{num_examples} examples"
+        lines = [f"GatedBatch of {size} in {num_loops} loops, {values}. Loops in which they are on:"]
+        is_on = gates.reshape(num_loops, num_examples, -1).any(dim=2)  # [K, N], of any module
+        for example in range(min(num_examples, MOST_SHOWN)):
+            loops = [str(loop + 1) for loop in range(num_loops) if is_on[loop, example]]
+            lines.append(f"  example {example + 1}: {', '.join(loops) or 'none'}")
+        if num_examples > MOST_SHOWN:
+            lines.append(f"  and {num_examples - MOST_SHOWN} more, see `sampled`")
+        return "\n".join(lines)
+
     @property
     def is_set(self) -> bool:
         """Whether gates were given, also if all are one."""
@@ -133,7 +155,7 @@ class GatedBatch:
         if num_examples not in (1, shape[0]):
             raise UserError(
                 f"`gates` must have one column for each of the {shape[0]} examples or one column for all, got "
-                f"{num_examples} columns."
+                f"{num_examples} columns. Run a batch with other examples inside `use_gates`."
             )
         return None
 

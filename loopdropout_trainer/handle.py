@@ -14,10 +14,10 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples, is_checkpointed
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
-from loopdropout_trainer.looped import attach_looped_model
+from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
     add_gates,
@@ -58,6 +58,9 @@ def loop_dropout(
     """
     if isinstance(rule, str):
         rule = make_rule(rule, p=p)
+    if not isinstance(rule, GateRule):
+        raise UserError(f"`rule` must be a name, or a rule such as `ExactlyM(m=2)`, got {short_repr(rule)}.")
+    find_looped_model(model)  # raises an error for a trainer, or a model without loops
     return LoopDropoutHandle(model, rule, seed)
 
 

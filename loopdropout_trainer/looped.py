@@ -40,6 +40,7 @@ class LoopedModelMixin:
         reads_prompts: Whether the tokens of a prompt attend to each other in both directions, as `mark_prompts` marks them.
         optional_linears: Ends of the names of projections that an adapter has only if you name them.
         trained_with: Training settings of the adapter on the model, which are saved with it.
+        run_folder: Folder with the results of that training, or None if it is not known.
         base_revision: Commit of the repository on the Hub that the model was loaded from, or None if it is not known.
     """
 
@@ -49,6 +50,7 @@ class LoopedModelMixin:
     reads_prompts = False
     optional_linears: tuple[str, ...] = ()
     trained_with: Mapping[str, Any] = MappingProxyType({})
+    run_folder: str | None = None
     base_revision: str | None = None
 
     @property

@@ -57,11 +57,6 @@ class JobProgressCallback(ProgressCallback):
             self.evaluation_seconds = self.start - self.trained_at
         hidden = args.disable_tqdm or not state.is_world_process_zero
         self.training_bar = tqdm(desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden)
-        if state.global_step:
-            text = f"Continuing from checkpoint-{state.global_step} of {state.max_steps}"
-            if state.global_step >= state.max_steps:
-                text = f"checkpoint-{state.global_step} is of the last step, so nothing is left to train"
-            self.training_bar.write(text)
 
     def on_step_end(self, args, state, control, **kwargs):
         super().on_step_end(args, state, control, **kwargs)

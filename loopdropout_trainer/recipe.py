@@ -67,6 +67,9 @@ USUAL_NAMES = {
     "load_in_4bit": "model_init_kwargs",
     "dataset_test_split": "num_eval_examples",
     "test_size": "num_eval_examples",
+    "max_seq_length": "max_length",
+    "group_by_length": "train_sampling_strategy",
+    "evaluation_strategy": "eval_strategy",
 }
 """Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
 

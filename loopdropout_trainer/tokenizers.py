@@ -132,8 +132,7 @@ def load_tokenizer(
         set_chat_template(tokenizer, chat_template)
     if eos_token is not None:
         _set_token(tokenizer, "eos_token", eos_token)
-    if tokenizer.eos_token is None:
-        raise UserError(f"`eos_token` must be set, because the tokenizer of {name_or_path} has no end token.")
+    check_end_token(tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -183,6 +182,14 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"value is a Jinja file, or one of {_list_templates()}. In Python, pass "
             '`processing_class=load_tokenizer(name, chat_template="ouro")` from `loopdropout_trainer.tokenizers`, or set '
             "`chat_template_path` in a `LoopDropoutConfig`."
+        )
+
+
+def check_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless a tokenizer has a token that ends answers."""
+    if getattr(tokenizer, "eos_token", "") is None:
+        raise UserError(
+            f"`eos_token` must be set, because the tokenizer of {tokenizer.name_or_path} has no end token."
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import step_key
-from loopdropout_trainer.data.files import describe_row
+from loopdropout_trainer.data.files import describe_row, error_in_row
 from loopdropout_trainer.data.formats import find_features
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.data.sources import DataSource
@@ -134,7 +134,6 @@ class Examples(NamedTuple):
             try:
                 return function(example, **options)
             except UserError as error:
-                place = self.describe_row(index)
-                raise UserError(f"{place[0].upper()}{place[1:]}: {error}") from error
+                raise error_in_row(self.describe_row(index), error) from error
 
         return step

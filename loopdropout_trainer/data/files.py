@@ -79,6 +79,11 @@ def describe_row(source: DataSource, number: int) -> str:
     return f"row {number + 1:,} of {place}"
 
 
+def error_in_row(place: str, error: UserError) -> UserError:
+    """Return the error of an example with the place of its row, such as "row 4 of chats.jsonl"."""
+    return UserError(f"{place[0].upper()}{place[1:]}: {error}")
+
+
 def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:
     """Return the rows of JSONL, JSON, CSV (also .gz) or Parquet files, or a part of them, such as `train[:100]`."""
     from datasets import load_dataset_builder

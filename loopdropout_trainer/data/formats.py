@@ -72,12 +72,24 @@ def _enumerate(columns: Sequence[str]) -> str:
 
 def to_messages(value: Any) -> Any:
     """Rename the keys and roles of ShareGPT conversations. Return other values unchanged."""
+    turns = rename_keys(value)
+    if not isinstance(turns, list):
+        return turns
+    messages = []
+    for turn in turns:
+        has_other_role = isinstance(turn, dict) and turn.get("role") in _ROLES
+        messages.append({**turn, "role": _ROLES[turn["role"]]} if has_other_role else turn)
+    return messages
+
+
+def rename_keys(value: Any) -> Any:
+    """Rename the keys of ShareGPT conversations, as TRL does for its trainers. Return other values unchanged."""
     if not isinstance(value, list):
         return value
-    return [_to_message(turn) for turn in value]
+    return [_rename_keys_of(turn) for turn in value]
 
 
-def _to_message(turn: Any) -> Any:
+def _rename_keys_of(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return turn
     message = {key: item for key, item in turn.items() if key not in _KEYS}
@@ -85,8 +97,6 @@ def _to_message(turn: Any) -> Any:
         # A Parquet file with both spellings has all four keys in each turn, so the present name may be there and empty.
         if old in turn and message.get(new) is None:
             message[new] = turn[old]
-    if message.get("role") in _ROLES:
-        message["role"] = _ROLES[message["role"]]
     return message
 
 
@@ -98,17 +108,16 @@ def to_text(name: str, value: Any) -> Any:
     return str(value)
 
 
-def check_roles(value: Any, chat_template: Any) -> None:
+def check_roles(turns: Any, chat_template: Any) -> None:
     """Raise UserError if a turn of a conversation has a role that no chat template knows, which is a mistake.
 
     Many templates write any role, so the model would learn turns of an "assitant". A role that only the training's own
     template names, such as "developer", is right.
 
     Args:
-        value: Conversation, or another value, which has no roles.
+        turns: Conversation with TRL's keys, or another value, which has no roles.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    turns = to_messages(value)
     if not isinstance(turns, list):
         return
     for turn in turns:
@@ -118,22 +127,62 @@ def check_roles(value: Any, chat_template: Any) -> None:
         if role in USUAL_ROLES or str(role) in re.findall(r"\w+", str(chat_template)):
             continue
         roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
-        hint = closest_match(str(role), USUAL_ROLES)
+        hint = closest_match(_ROLES.get(str(role), str(role)), USUAL_ROLES)
         raise UserError(f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}")
+
+
+def check_turns(name: str, target: Any) -> None:
+    """Raise UserError if a column of conversations has a text, or a conversation has a turn without a role.
+
+    Args:
+        name: Name of the column.
+        target: Its value, a conversation with TRL's keys or another value.
+    """
+    if isinstance(target, str) and name in ("messages", "conversations"):
+        raise UserError(f"`{name}` must be a list of turns with `role` and `content`, got {short_repr(target)}.")
+    if not isinstance(target, list):
+        return
+    for turn in target:
+        if not isinstance(turn, dict) or "role" not in turn:
+            raise _wrong_turn(turn)
+
+
+def _wrong_turn(turn: Any) -> UserError:
+    return UserError(f"A turn must have a `role` and a text as `content`, got {short_repr(turn)}.")
+
+
+def check_complete(example: Mapping[str, Any]) -> None:
+    """Raise UserError unless the columns of an example are all texts, or all conversations, whose turns have a content.
+
+    TRL's trainers need it. A recipe leaves out examples without a text. A turn with tool calls needs no content.
+
+    Args:
+        example: Columns of an example, with TRL's keys in conversations.
+    """
+    for name, value in example.items():
+        for turn in value if isinstance(value, list) else ():
+            if turn.get("content") is None and not any(item for key, item in turn.items() if key != "role"):
+                raise _wrong_turn(turn)  # templates would write the word None
+        if not isinstance(value, str) and not (isinstance(value, list) and value):
+            raise UserError(
+                f"`{name}` must be a text or a list of turns with `role` and `content`, got {short_repr(value)}."
+            )
+    if len({type(value) for value in example.values()}) > 1:
+        kinds = [f"a {'text' if isinstance(value, str) else 'list'} as `{name}`" for name, value in example.items()]
+        raise UserError(
+            f"{_enumerate(example)} must be all texts or all lists of turns with `role` and `content`, got "
+            f"{' and '.join(kinds)}."
+        )
 
 
 def has_text(name: str, target: Any) -> bool:
     """Return whether a column has a text to train on: a text itself, or the assistant's turns of a conversation."""
-    if isinstance(target, str) and name in ("messages", "conversations"):
-        raise UserError(f"`{name}` must be a list of turns with `role` and `content`, got {short_repr(target)}.")
+    turns = to_messages(target)
+    check_turns(name, turns)
     if isinstance(target, str):
         return bool(target.strip())
     if not isinstance(target, list):
         return False
-    turns = to_messages(target)
-    for turn in turns:
-        if not isinstance(turn, dict) or "role" not in turn:
-            raise UserError(f"A turn must have a `role` and a text as `content`, got {short_repr(turn)}.")
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     return any(turn.get("tool_calls") or has_text("content", turn.get("content")) for turn in answers)
 

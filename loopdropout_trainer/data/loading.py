@@ -333,7 +333,7 @@ def _read_row(row: Row, args: DataArguments) -> Row:
 def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_template: Any) -> bool:
     row = _read_row(row, args)
     for name in columns:
-        check_roles(row[name], chat_template)
+        check_roles(to_messages(row[name]), chat_template)
     for name in columns:
         if row[name] is None or (name in TARGETS and not has_text(name, row[name])):
             return False

@@ -172,6 +172,10 @@ def check_layers(model: nn.Module) -> None:
     The forward of a layer must call its LoRA variant. PEFT's LoRA layers do so over linear and most quantized weights, unless
     their adapters are merged. Other tuners' layers and quantized layers with their own forward are not supported.
     """
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            "`model` must not be compiled. Give the model that `torch.compile` has got, whose gates it shares."
+        )
     if not isinstance(model, PeftModel):
         raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
     for config in model.peft_config.values():

@@ -17,7 +17,7 @@ from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_nam
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results import read_recipe, read_run_results, recipe_path
+from loopdropout_trainer.results import is_of_training, read_recipe, read_run_results, recipe_path
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, describe_steps, load_state, name_metric
 from loopdropout_trainer.saving.hub import is_hub_name
 
@@ -77,7 +77,7 @@ def write_model_card(
         "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
-        "Training data": data_description or ", ".join(map(str, map(_public, names))) or None,
+        "Training data": data_description or ", ".join(map(str, map(_public, names))) or metadata.get("training_data"),
         "Kept weights": kept_checkpoint,
         "Held-out loss (nats per token)": _held_out_loss(results, "unit") if scale == 1 else None,
         "Held-out loss (nats per token), base model": _held_out_loss(results, "none"),
@@ -119,6 +119,18 @@ def read_card_fields(folder: str | Path) -> dict[str, Any]:
         "results": read_run_results(folder),
         "kept_checkpoint": describe_kept_checkpoint(folder),
     }
+
+
+def read_card_of(model: PeftModel) -> dict[str, Any]:
+    """Return arguments of `write_model_card` from the training of the adapter on a model, or none without its results."""
+    looped = find_looped_model(model)
+    settings, folder = getattr(looped, "trained_with", {}), getattr(looped, "run_folder", None)
+    if folder is None or not Path(folder).is_dir():
+        return {}
+    fields = read_card_fields(folder)
+    trainings = [(row.get("training"), row["step"]) for row in fields["results"] if is_of_training(row)]
+    is_own = (settings.get("training_id"), settings.get("step")) in trainings  # and no later one in the same folder
+    return fields if is_own else {}
 
 
 def describe_kept_checkpoint(folder: str | Path) -> str | None:

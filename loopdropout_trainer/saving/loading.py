@@ -228,6 +228,7 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     check_base(source, model)
     looped = attach_looped_model(model)
     looped.trained_with = {**metadata, "initial_adapter": source.name} if is_trainable else metadata
+    looped.run_folder = str(source.results_folder)
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     num_loops = looped.num_loops
     source.check_run(num_loops)

@@ -33,6 +33,7 @@ from loopdropout_trainer.saving.cards import (
     base_name,
     name_repository,
     public_base_name,
+    read_card_of,
     without_folders,
     write_model_card,
 )
@@ -145,7 +146,8 @@ def merge_and_save(
         model: PEFT model over a looped model.
         output_dir: Folder for the merged model.
         processing_class: Tokenizer to save with the model.
-        card: Keyword arguments of `write_model_card`, as from `read_card_fields`. The recipe is saved, too.
+        card: Keyword arguments of `write_model_card`, as from `read_card_fields`. The recipe is saved, too. Default: from the
+            folder of the adapter's training.
         repo_id: Name on the Hub (`user/name`). The title and the code of the model card name it.
         scale: Factor of the update.
         standalone: Whether to write the code of this package's model class, so that transformers loads the model without this
@@ -157,7 +159,7 @@ def merge_and_save(
     Raises:
         UserError: If the adapter cannot be merged, or the folder holds an adapter or the base model.
     """
-    output_dir, card = Path(output_dir), card or {}
+    output_dir = Path(output_dir)
     if not isinstance(model, PeftModel):
         raise UserError(
             "`model` must be a PEFT model with an adapter, such as `trainer.model` or `load_model(folder)` of the adapter's "
@@ -166,6 +168,8 @@ def merge_and_save(
     base = model.get_base_model()
     if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
+    if card is None:
+        card = read_card_of(model)
     if standalone:
         check_code(base)
     if processing_class is not None:

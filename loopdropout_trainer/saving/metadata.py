@@ -30,6 +30,7 @@ _TYPES = {
     "dtype": str | None,
     "quantization": dict[str, Any] | None,
     "training_id": str | None,
+    "training_data": str | None,
     "initial_adapter": str | None,
     "method": str | None,
     "seed": int | None,

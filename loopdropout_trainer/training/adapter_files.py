@@ -23,7 +23,7 @@ from loopdropout_trainer.results import (
     training_results,
     write_results,
 )
-from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, write_model_card
+from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, read_card_of, write_model_card
 from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
@@ -86,7 +86,8 @@ class AdapterFilesMixin:
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
-                write_model_card(folder, self.model, repo_id=self.args.hub_model_id, revision=self.args.hub_revision)
+                repository = {"repo_id": self.args.hub_model_id, "revision": self.args.hub_revision}
+                write_model_card(folder, self.model, **repository, **read_card_of(self.model))
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir

@@ -15,7 +15,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.fields import check_fields, option
-from loopdropout_trainer.gates import GateRule, make_rule
+from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 from loopdropout_trainer.recipe import USUAL_NAMES, field_hint
 
@@ -35,7 +35,8 @@ class GateConfig:
 
     Args:
         rule (`str`, *optional*, defaults to `"loop_dropout"`):
-            Rule that draws the gates in training. `python -m loopdropout_trainer.gates` lists the rules and their fields.
+            Rule that draws the gates in training, by its name, or in Python also as an instance such as `ExactlyM(m=2)`.
+            `python -m loopdropout_trainer.gates` lists the rules and their fields.
         p (`float` or `list[float]`, *optional*):
             Drop probability of an adapter application, one number in [0, 1) or one for each loop. Defaults to the
             rule's own value, which is 0.5 for `loop_dropout`.
@@ -106,6 +107,8 @@ class GateConfig:
             return made
 
     def __post_init__(self):
+        self._take_numbers()
+        self._take_rule()
         check_fields(self)
         p = getattr(self.make_rule(), "p", None)
         self.p = list(p) if isinstance(p, tuple) else p
@@ -116,8 +119,39 @@ class GateConfig:
         if self.early_stopping_patience is not None:
             self._save_at_evaluations()
         check_best_checkpoint(self)
+        # TRL's default has the old name of transformers, which warns about it as if the user had given it.
+        is_given = "gradient_checkpointing" in self.given_names
+        if not is_given and getattr(self, "activation_checkpointing", False) is None:
+            self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
+
+    def _take_numbers(self) -> None:
+        """Make Python's numbers and lists of those of numpy and torch, which JSON and YAML do not know."""
+        for own in dataclasses.fields(self):
+            value = getattr(self, own.name)
+            if hasattr(value, "tolist"):
+                setattr(self, own.name, value.tolist())
+
+    def _take_rule(self) -> None:
+        """Take the name and the fields of a rule, as a recipe has them, if `rule` is a rule or its class."""
+        rule = self.rule
+        rule_class = rule if isinstance(rule, type) else type(rule)
+        if not issubclass(rule_class, GateRule):
+            return
+        if RULES.get(getattr(rule_class, "name", None)) is not rule_class:
+            raise UserError(f"`rule` must be a rule with `@register_rule`, got {rule_class.__name__}.")
+        self.rule = rule_class.name
+        if rule is rule_class:
+            return
+        if self.p is not None or self.rule_args:
+            raise UserError(
+                f"Set the fields of a rule in one place: `rule={short_repr(rule)}`, or its name with `p` and `rule_args`."
+            )
+        values = {own.name: getattr(rule, own.name) for own in dataclasses.fields(rule) if own.init}
+        self.p = values.pop("p", None)
+        self.rule_args = values or None
+        self.given_names |= {"p", "rule_args"}
 
     def _save_at_evaluations(self) -> None:
         """Save a checkpoint at each evaluation and keep the best one, as early stopping needs, unless the user has set it."""
@@ -146,6 +180,10 @@ class GateConfig:
         if "p" in fields:
             raise UserError("Set the field `p`, not `rule_args.p`.")
         if self.p is not None:
+            if self.rule in RULES and "p" not in RULES[self.rule].__dataclass_fields__:
+                raise UserError(
+                    f"`rule: {self.rule}` has no field 'p', got {short_repr(self.p)}. Leave `p` out, or set it to None."
+                )
             fields = {"p": self.p, **fields}
         return make_rule(self.rule, **fields)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from trl import DPOTrainer
@@ -11,6 +11,7 @@ from loopdropout_trainer.data.formats import PREFERENCES
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
+from loopdropout_trainer.training.examples import name_datasets
 from loopdropout_trainer.training.reference import check_reference
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
@@ -42,6 +43,11 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
 
     def after_init(self) -> None:
         super().after_init()
+        for title, dataset in name_datasets(vars(self)):
+            if isinstance(dataset, Sized) and len(dataset) == 0:
+                raise UserError(
+                    f"`max_length` must be larger, because TRL leaves out all examples of {title}, got {self.args.max_length}."
+                )
         if self.ref_model is not None:
             attach_looped_model(self.ref_model).prepare_fused_loss()
         # A separate reference model starts from evaluation's state, so the policy does, too.

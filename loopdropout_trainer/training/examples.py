@@ -6,11 +6,23 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
-from loopdropout_trainer.data.formats import wrong_columns
+from loopdropout_trainer.data.files import error_in_row
+from loopdropout_trainer.data.formats import (
+    check_complete,
+    check_roles,
+    check_turns,
+    find_format,
+    rename_keys,
+    wrong_columns,
+)
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, set_chat_template, unknown_template
 
 
@@ -76,6 +88,59 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
             raise wrong_columns(title, readable, example, fix)
 
 
+def check_rows(arguments: Mapping[str, Any], formats: Collection[Sequence[str]], chat_template: Any) -> None:
+    """Raise UserError for the first row that TRL cannot read, or whose turns have a role that is a mistake.
+
+    Streams are not read, because they can be endless.
+
+    Args:
+        arguments: Arguments of a trainer.
+        formats: Columns of each format that the trainer reads.
+        chat_template: Text of the chat template of the training.
+    """
+    for place, row in _iterate_rows(arguments, formats):
+        try:
+            example = {name: rename_keys(value) for name, value in row.items()}
+            for name, turns in example.items():
+                check_turns(name, turns)
+                check_roles(turns, chat_template)
+            check_complete(example)
+        except UserError as error:
+            raise error_in_row(place, error) from None
+
+
+def explain_row(
+    arguments: Mapping[str, Any], formats: Collection[Sequence[str]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise UserError for the first conversation that the chat template of a tokenizer cannot write. TRL names no row."""
+    for place, row in _iterate_rows(arguments, formats):
+        turns = {name: rename_keys(value) for name, value in row.items()}
+        if not all(isinstance(value, list) for value in turns.values()):
+            continue
+        conversations = list(turns.values())  # of columns without a prompt
+        if "prompt" in turns:
+            conversations = [turns["prompt"] + value for name, value in turns.items() if name != "prompt"]
+            conversations = conversations or [turns["prompt"]]
+        try:
+            for conversation in conversations:
+                render_chat(tokenizer, conversation)
+        except UserError as error:
+            raise error_in_row(place, error) from None
+
+
+def _iterate_rows(
+    arguments: Mapping[str, Any], formats: Collection[Sequence[str]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the columns of each row that TRL makes tokens of, with the place of the row, such as "row 4 of ..."."""
+    for title, dataset in name_datasets(arguments):
+        example = read_first(dataset)
+        if not isinstance(dataset, Dataset) or example is None or "input_ids" in example:
+            continue
+        columns = find_format(example, [*map(tuple, formats), ("conversations",)])
+        for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None) if columns else ()):
+            yield f"row {number + 1:,} of {title}", row
+
+
 def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if examples are conversations, and the tokenizer has no chat template."""
     if any(has_conversations(read_first(dataset)) for _, dataset in name_datasets(arguments)):
@@ -92,6 +157,32 @@ def check_assistant_loss(args: TrainingArguments, example: Mapping[str, Any] | N
             f"`assistant_only_loss` must be false for examples without turns of an assistant, got the text `{texts[0]}`. Of a "
             "pair of texts, only the completion is trained on."
         )
+
+
+def check_token_ids(title: str, dataset: Any, num_tokens: int) -> None:
+    """Raise UserError if examples have tokens that the model does not know, which would be an error of the GPU.
+
+    Args:
+        title: Name of the dataset in the message.
+        dataset: Examples with tokens. Streams and other datasets are not read.
+        num_tokens: Number of tokens that the model has embeddings for.
+    """
+    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+        return
+    column = dataset.data.column("input_ids")  # of all rows of the table, which may be more than those of the dataset
+    if not pa.types.is_integer(getattr(column.type, "value_type", pa.null())):
+        return
+    limits = pc.min_max(pc.list_flatten(column)).as_py()
+    if limits["min"] is None or (limits["min"] >= 0 and limits["max"] < num_tokens):
+        return
+    for number, row in enumerate(dataset.select_columns("input_ids").with_format(None)):
+        for token in row["input_ids"]:
+            if not 0 <= token < num_tokens:
+                place = f"row {number + 1:,} of {title}"
+                reason = (
+                    f"`input_ids` must be from 0 to {num_tokens - 1:,}, got {token:,}. Use the model's own tokenizer."
+                )
+                raise error_in_row(place, UserError(reason))
 
 
 def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -12,12 +12,13 @@ import pyarrow as pa
 from datasets import Dataset
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes, count_examples
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
@@ -71,6 +72,11 @@ class ResumptionCallback(TrainerCallback, ExportableState):
                 f"{before['digest']}), got {self.data['examples']:,} examples ({self.data['digest']}). Restore the data, or "
                 "start a new training in another `output_dir`."
             )
+        if is_resumed and state.is_world_process_zero:
+            text = f"Continuing from checkpoint-{state.global_step} of {state.max_steps}"
+            if state.global_step >= state.max_steps:
+                text = f"checkpoint-{state.global_step} is of the last step, so nothing is left to train"
+            tqdm.write(text)
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
         # In several processes, the loader that skips trained batches does not pass the epoch on to every sampler.
@@ -145,6 +151,23 @@ def describe_data(dataset: Any) -> dict[str, Any]:
     num_examples, num_packed_rows = count_examples(dataset)
     packed = {} if num_packed_rows is None else {"packed_rows": num_packed_rows}
     return {"examples": num_examples, **packed, "digest": digest.hexdigest()}
+
+
+_NAMES_OF_FORMATS = ("arrow", "csv", "generator", "json", "pandas", "parquet", "sql", "text")
+"""Names that `datasets` gives to data without a name."""
+
+
+def describe_training_data(trainer: Trainer) -> str | None:
+    """Return the name of the training data, if it has one, with the number of its examples and their digest.
+
+    Commands have the names of their files instead, so it is None for them, and for a stream.
+    """
+    data = trainer.resumption.data
+    if trainer.recipe is not None or not data:
+        return None
+    text = f"{count(data['examples'], 'example')} (digest {data['digest']})"
+    name = trainer.train_dataset.info.dataset_name
+    return text if name is None or name in _NAMES_OF_FORMATS else f"{name}, {text}"
 
 
 def describe_resuming(trainer: Trainer) -> str:

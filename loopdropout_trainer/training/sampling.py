@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -12,8 +13,14 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from loopdropout_trainer.errors import UserError
 
 
-def check_sampling(args: TrainingArguments) -> None:
-    """Raise UserError if the order of the examples would depend on more than the seed and the epoch."""
+def check_sampling(args: TrainingArguments, dataset: Any) -> None:
+    """Raise UserError if the order of the examples would depend on more than the seed and the epoch, or no batch is left."""
+    batch_size = args.per_device_train_batch_size
+    if args.dataloader_drop_last and isinstance(dataset, Sized) and len(dataset) < batch_size:
+        raise UserError(
+            f"`per_device_train_batch_size` must be at most {len(dataset)}, the number of training examples, if "
+            f"`dataloader_drop_last` is true, got {batch_size}."
+        )
     if args.train_sampling_strategy == "batch_rebalance":
         raise UserError(
             "`train_sampling_strategy` must be 'random', 'group_by_length' or 'sequential', got 'batch_rebalance', which "

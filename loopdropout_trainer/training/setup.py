@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from peft import PeftModel
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from loopdropout_trainer.data.bars import hide_short_bars
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
@@ -34,11 +37,12 @@ from loopdropout_trainer.lora import (
 )
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
+from loopdropout_trainer.recipe import USUAL_NAMES
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.facts import MODELS
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.tokenizers import load_tokenizer, warn_if_rebuilt
+from loopdropout_trainer.tokenizers import check_end_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
@@ -48,7 +52,10 @@ from loopdropout_trainer.training.examples import (
     check_columns,
     check_containers,
     check_conversations,
+    check_rows,
+    check_token_ids,
     choose_template,
+    explain_row,
     has_conversations,
     name_datasets,
     read_first,
@@ -76,15 +83,58 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def gated_init(self: AdapterTrainingMixin, *positional: Any, **keywords: Any) -> None:
+        _check_names(type(self), keywords, inspect.signature(init).parameters)
         bound = inspect.signature(init).bind(self, *positional, **keywords)
         bound.apply_defaults()
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         self.before_init(arguments)
-        with explain_imports(_name_of(arguments["model"])), hide_short_bars(num_rows=_count_examples(arguments)):
-            super(AdapterTrainingMixin, self).__init__(**arguments)
+        try:
+            with explain_imports(_name_of(arguments["model"])), hide_short_bars(num_rows=_count_examples(arguments)):
+                super(AdapterTrainingMixin, self).__init__(**arguments)
+        except (TemplateError, UserError):  # mostly of a chat template
+            if self.reads_columns(arguments):
+                explain_row(arguments, self.formats(arguments["args"]), arguments["processing_class"])
+            raise
         self.after_init()
 
     return gated_init
+
+
+_USUAL_ARGUMENTS = {
+    "tokenizer": "processing_class",
+    "dataset": "train_dataset",
+    "config": "args",
+    "lora_config": "peft_config",
+}
+"""Names of arguments that people type by habit, and the names that they have now."""
+
+
+def _check_names(trainer: type, given: Iterable[str], arguments: Collection[str]) -> None:
+    """Raise UserError for an unknown argument of a trainer, which names the argument or the field that helps."""
+    config = trainer.config_class
+    fields = {own.name for own in dataclasses.fields(config)}
+    for name in given:
+        if name in arguments:
+            continue
+        hint = closest_match(_USUAL_ARGUMENTS.get(name, name), arguments)
+        meant = name if name in fields else USUAL_NAMES.get(name)
+        if meant in fields:
+            hint = f" Set `{meant}` in a `{config.__name__}`, which is the argument `args`."
+        raise UserError(f"`{name}` is not an argument of {trainer.__name__}.{hint}")
+
+
+def _check_kinds(arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for a model, a list of callbacks or an adapter's configuration of another type."""
+    model, callbacks = arguments["model"], arguments["callbacks"]
+    for name, value in arguments.items():
+        if name != "args" and isinstance(value, TrainingArguments):
+            raise UserError(f"`{name}` must not be a {type(value).__name__}. Pass it as `args=...`.")
+    if not isinstance(model, str | Path | nn.Module):
+        raise UserError(f"`model` must be a looped model, a PEFT model over one, or a name, got {short_repr(model)}.")
+    if hasattr(model, "_orig_mod"):
+        raise UserError("`model` must not be compiled. Give the model itself, and set `torch_compile=True` in `args`.")
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise UserError(f"`callbacks` must be a list of callbacks, got {short_repr(callbacks)}.")
 
 
 def _count_examples(arguments: Mapping[str, Any]) -> float:
@@ -139,6 +189,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         draw_index: Index of the running draw.
         recipe: Recipe of the training, which is saved with its results. Default: made of the arguments.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
+        num_given: Numbers of examples of the datasets that TRL makes tokens of, by their names in messages.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
             {field}), `is_chat`, and `base_weights` (a digest).
     """
@@ -162,15 +213,18 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
     draw_index = 0
     training_id: str | None = None
     saved_facts: dict[str, Any]
+    num_given: dict[str, int]
 
     drawn = renamed_attribute("drawn", "last_gates")
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
         check_containers(arguments)
+        for title, dataset in name_datasets(arguments):
+            if isinstance(dataset, Sized) and len(dataset) == 0:
+                raise UserError(f"{title} must have at least one example.")
         dataset = arguments.get("train_dataset")
-        if isinstance(dataset, Sized) and len(dataset) == 0:
-            raise UserError("`train_dataset` must have at least one example.")
+        _check_kinds(arguments)
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
         check_devices(args)
         model = skeleton = arguments["model"] = model_path(arguments["model"])
@@ -209,12 +263,19 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         self._template_path = getattr(args, "chat_template_path", None)
         if self._template_path is not None:
             args.chat_template_path = choose_template(args, tokenizer)
+        self.num_given = {}
         if not self.reads_columns(arguments):
             return
+        for title, dataset in name_datasets(arguments):
+            if isinstance(dataset, Sized):
+                self.num_given[title] = len(dataset)
+        if self._template_path is None and getattr(args, "eos_token", None) is None:
+            check_end_token(tokenizer)
         check_columns(arguments, self.formats(args))
         check_assistant_loss(args, read_first(arguments.get("train_dataset")))
-        if getattr(args, "chat_template_path", None) is None:
+        if getattr(args, "chat_template_path", None) is None:  # else TRL copies another tokenizer's template
             check_conversations(arguments, tokenizer)
+            check_rows(arguments, self.formats(args), tokenizer.chat_template)
 
     def formats(self, args: GateConfig) -> Collection[Sequence[str]]:
         """Return the columns of each format of examples that TRL's trainer reads. Without any, columns are not checked."""
@@ -267,8 +328,11 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         """Put gates on the adapter."""
         if self._template_path is not None:
             self.args.chat_template_path = self._template_path
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        for title, dataset in name_datasets(vars(self)):
+            check_token_ids(title, dataset, vocabulary)
         check_processes(self.accelerator, self.args)
-        check_sampling(self.args)
+        check_sampling(self.args, self.train_dataset)
         self.check_packages()
         float32_adapter(self.model, self._given_weights)
         self._record_base()

@@ -13,8 +13,10 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
 from trl import SFTTrainer
 
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
@@ -28,10 +30,14 @@ from loopdropout_trainer.training.batches import (
     score_targets_only,
 )
 from loopdropout_trainer.training.config import LoopDropoutConfig
-from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
-from loopdropout_trainer.training.resuming import describe_resuming, find_resumable
+from loopdropout_trainer.training.distributed import IGNORED, EveryExampleOnceMixin
+from loopdropout_trainer.training.examples import name_datasets
+from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.stopping import ended_early, explain_metrics, explain_write_errors
+
+
+logger = logging.get_logger(__name__)
 
 
 class GateSamplingMixin(AdapterTrainingMixin):
@@ -169,7 +175,9 @@ class GateSamplingMixin(AdapterTrainingMixin):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 self.record_training(first_step)
-                self.looped.trained_with = {**self.looped.trained_with, "step": saved_step(self)}
+                facts = {"step": saved_step(self), "training_data": describe_training_data(self)}
+                self.looped.trained_with = {**self.looped.trained_with, **facts}
+                self.looped.run_folder = folder
             return output
         finally:
             self.stop_callback.restore_handlers()
@@ -221,8 +229,33 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         super().after_init()
         if self.padding_free:
             self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
+        self._check_lengths()
         if self.looped.reads_prompts:
             self._check_prompts()
+
+    def _check_lengths(self) -> None:
+        """Warn if TRL has left out examples whose prompt is longer than `max_length`, which it does not say.
+
+        Raises:
+            UserError: If no example of a dataset is left, or none has a token to train on, so that the loss would be zero.
+        """
+        length = self.args.max_length
+        for title, dataset in name_datasets(vars(self)):
+            is_prepared = isinstance(dataset, Dataset) and "labels" in dataset.column_names
+            if not is_prepared or title not in self.num_given:
+                continue
+            num_left, given = len(dataset), self.num_given[title]
+            if num_left < given and not self.args.packing:
+                logger.warning(
+                    f"{count(given - num_left, 'example')} of {title} of {given:,} are left out, because no token of their "
+                    f"first {length:,} tokens (`max_length`) is trained on."
+                )
+            rows = dataset.select_columns("labels").with_format(None)
+            if not any(label != IGNORED for row in rows for label in row["labels"][1:]):
+                raise UserError(
+                    f"{title} must have a token to train on, got {count(given, 'example')} without one, because their texts "
+                    f"are empty or their prompts have {length} tokens (`max_length`) or more."
+                )
 
     def _check_prompts(self) -> None:
         """Raise UserError, before the training, if the model cannot mark the prompt of an example. Streams are not read."""

@@ -2,14 +2,18 @@
 
 import copy
 import inspect
+import json
 import pickle
+import warnings
 
+import numpy as np
 import pytest
+import torch
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from helpers.errors import user_error
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
-from loopdropout_trainer.gates import LoopDropout
+from loopdropout_trainer.gates import ExactlyM, GateRule, LoopDropout
 from loopdropout_trainer.results import training_recipe
 
 
@@ -17,6 +21,36 @@ from loopdropout_trainer.results import training_recipe
 def test_p_is_one_number_or_one_for_each_loop(config, p, same):
     args = config(p=p)
     assert args.make_rule() == LoopDropout(same) and config(p=args.p).p == args.p
+
+
+class Unknown(GateRule):
+    """A rule of a user who forgot to register it."""
+
+
+@pytest.mark.parametrize("rule", [LoopDropout(0.25), LoopDropout((0.1, 0.2, 0.3, 0.4)), ExactlyM(2), LoopDropout])
+def test_rule_can_be_an_object(config, rule):
+    """The arguments keep its name and fields, as a recipe has them."""
+    args = config(rule=rule)
+    assert args.make_rule() == (rule() if rule is LoopDropout else rule)
+    copied = config(**{name: json.loads(json.dumps(getattr(args, name))) for name in ("rule", "p", "rule_args")})
+    assert copied.make_rule() == args.make_rule()
+    assert rule is LoopDropout or {"rule", "p", "rule_args"} <= {*args.given_fields()}
+
+
+@pytest.mark.parametrize("make", [np.float32, np.array, torch.tensor])
+def test_numbers_of_numpy_and_torch_become_pythons(config, make):
+    args = config(p=make(0.25), seed=make(3), learning_rate=make(0.5))
+    assert [type(value) for value in (args.p, args.seed, args.learning_rate)] in ([float, int, float], [float] * 3)
+    assert (args.p, args.seed, args.learning_rate) == (0.25, 3, 0.5)
+    assert config(p=make([0.25, 0.5, 0.5, 0.5]) if make is not np.float32 else 0.5).p in ([0.25, 0.5, 0.5, 0.5], 0.5)
+
+
+def test_checkpointing_by_default_gives_no_warning(config):
+    """TRL's default has the old name of a field of transformers. A user who sets it is warned by transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        args = LoopDropoutConfig("out", bf16=False)
+    assert args.gradient_checkpointing and getattr(args, "activation_checkpointing", True)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +67,11 @@ def test_p_is_one_number_or_one_for_each_loop(config, p, same):
         ),
         ({"K": 2}, r"Set `model_init_kwargs=\{'num_loops': 2\}`"),
         ({"lora_r": 8}, "Give the trainer a `LoraConfig` as `peft_config`"),
+        ({"max_seq_length": 8}, "Did you mean 'max_length'"),
+        ({"group_by_length": True}, "Did you mean 'train_sampling_strategy'"),
+        ({"rule": "lora", "p": 0.5}, "`rule: lora` has no field 'p', got 0.5. Leave `p` out, or set it to None."),
+        ({"rule": ExactlyM(2), "rule_args": {"m": 1}}, r"fields of a rule in one place: `rule=ExactlyM\(m=2\)`"),
+        ({"rule": Unknown()}, "`rule` must be a rule with `@register_rule`, got Unknown.$"),
     ],
 )
 def test_wrong_fields_raise(config, fields, message):

@@ -119,3 +119,10 @@ def test_references_that_do_not_fit_raise(make):
         add_gates(model, rule=make_rule(rule))
         with user_error("adapter must .*, because TRL copies it .* Set `ref_model`, or"):
             make(model, rule=rule)
+
+
+def test_prompts_longer_than_max_length_raise(config, tokenizer):
+    rows = Dataset.from_list([{"prompt": "1" * 20, "chosen": "2", "rejected": "3"}] * 2)
+    args = config(LoopDropoutDPOConfig, max_length=8)
+    with user_error("`max_length` must be larger, because TRL leaves out all examples of `train_dataset`, got 8"):
+        LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=rows, processing_class=tokenizer)

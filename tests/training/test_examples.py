@@ -15,6 +15,8 @@ from loopdropout_trainer import (
     LoopDropoutGRPOTrainer,
     LoopDropoutSFTTrainer,
 )
+from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from loopdropout_trainer.training.setup import with_gates
 
@@ -28,6 +30,44 @@ PAIRS = Dataset.from_list([{"chosen": TURNS, "rejected": TURNS}] * 4)
 SET_TEMPLATE = (
     r'`chat_template` must be set, .* or one of .*ouro .*`processing_class=load_tokenizer\(name, chat_template="ouro"'
 )
+
+
+QUESTION, ANSWER = TURNS
+WRITES_NO_CRITIC = (
+    "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critic') }}{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
+BROKEN = {
+    "role": (
+        {"messages": [QUESTION, {"role": "assitant", "content": "2"}]},
+        "A role must be .* 'assitant'. Did you mean 'assistant'?",
+    ),
+    "role of ShareGPT": (
+        {"messages": [{"role": "human", "content": "2"}]},
+        "A role must be .* got 'human'. Did you mean 'user'?",
+    ),
+    "template": (
+        {"messages": [{"role": "critic", "content": "2"}, ANSWER]},
+        "`chat_template` cannot render the conversation .*: no critic",
+    ),
+    "no role": ({"messages": [{"content": "2", "role": None}]}, "A role must be .* got None"),
+    "no content": (
+        {"messages": [QUESTION, {"role": "assistant", "content": None}]},
+        "A turn must have a `role` and a text as `content`",
+    ),
+    "no turns": ({"messages": []}, r"`messages` must be a text or a list of turns .*, got \[\]"),
+    "nothing": ({"messages": None}, "`messages` must be a text or a list of turns .*, got None"),
+    "no completion": (
+        {"prompt": "1", "completion": None},
+        "`completion` must be a text or a list of turns .*, got None",
+    ),
+    "no text": ({"text": None}, "`text` must be a text or a list of turns .*, got None"),
+    "unknown token": (
+        {"input_ids": [2, 258]},
+        "`input_ids` must be from 0 to 257, got 258. Use the model's own tokenizer",
+    ),
+}
+SOUND = {"messages": TURNS, "prompt": "1", "completion": "2", "text": "1", "input_ids": [2, 3]}
 
 
 class OwnPreparation(LoopDropoutSFTTrainer):
@@ -65,6 +105,78 @@ SFT, DPO, GRPO = LoopDropoutSFTTrainer, LoopDropoutDPOTrainer, LoopDropoutGRPOTr
 def test_wrong_columns_are_one_sentence(make, cls, columns):
     with user_error(f"`train_dataset` must have {columns}, got the columns question, answer. Rename columns by"):
         make(cls, QUESTIONS)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rows_are_named(make, tokenizer, monkeypatch, name):
+    monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
+    row, message = BROKEN[name]
+    rows = Dataset.from_list([{column: SOUND[column] for column in row}] * 3 + [row])
+    with user_error(f"^Row 4 of `train_dataset`: {message}"):
+        make(SFT, rows)
+    with user_error(f"^Row 2 of `eval_dataset`: {message}"):
+        make(SFT, rows.select([0, 1, 2]), rows.select([2, 3]))
+
+
+def test_broken_rows_have_the_sentence_of_a_recipe(make, tokenizer, monkeypatch, tmp_path):
+    """The place of the row is the only difference."""
+    monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
+    for name in ("role", "template"):
+        rows = Dataset.from_list([CHAT[0], BROKEN[name][0]])
+        file = str(tmp_path / f"{name}.jsonl")
+        rows.to_json(file)
+        with pytest.raises(UserError) as of_python:
+            make(SFT, rows)
+        with pytest.raises(UserError) as of_recipe:
+            load_datasets(DataArguments(train_files=[file]), tokenizer, max_length=99)
+        assert str(of_python.value) == str(of_recipe.value).replace(file, "`train_dataset`")
+
+
+@pytest.mark.parametrize(("cls", "column"), [(DPO, "chosen"), (DPO, "rejected"), (GRPO, "prompt")])
+def test_broken_rows_of_other_trainers_are_named(make, tokenizer, monkeypatch, cls, column):
+    monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
+    sound = PAIRS[0] if cls is DPO else PROMPTS[0]
+    with user_error("^Row 2 of `train_dataset`: A role must be .* 'assitant'. Did you mean 'assistant'?"):
+        make(cls, Dataset.from_list([sound, {**sound, column: [{"role": "assitant", "content": "2"}]}]))
+
+
+def test_text_with_a_conversation_raises(make, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
+    with user_error("^Row 1 of .*: `prompt` and `completion` must be all texts .* a list as `prompt` and a text as"):
+        make(SFT, Dataset.from_list([{"prompt": TURNS[:1], "completion": "2"}]))
+
+
+def test_examples_longer_than_max_length_are_counted(make, log):
+    rows = [{"prompt": "1 + 1 =" * length, "completion": "2"} for length in (1, 1, 9)]
+    assert len(make(SFT, Dataset.from_list(rows), max_length=10).train_dataset) == 2
+    assert "1 example of `train_dataset` of 3 are left out, because no token of their first 10 tokens" in log.text
+
+
+LONG = [{"prompt": "1 + 1 =" * 9, "completion": "2"}] * 2
+
+
+@pytest.mark.parametrize(("rows", "fields"), [(LONG, {}), (LONG, {"packing": True}), ([{"text": ""}] * 2, {})])
+def test_data_without_a_trained_token_raises(make, rows, fields):
+    """The loss would be zero in each step."""
+    rows, sound = Dataset.from_list(rows), Dataset.from_list([dict.fromkeys(rows[0], "1")])
+    message = r"must have a token to train on, got 2 examples without one, because .* 10 tokens \(`max_length`\)"
+    with user_error(f"`train_dataset` {message}"):
+        make(SFT, rows, max_length=10, **fields)
+    with user_error(f"`eval_dataset` {message}"):
+        make(SFT, sound, rows, max_length=10, **fields)
+    with user_error(r"`eval_dataset\['one'\]` must have at least one example"):
+        make(SFT, sound, {"one": sound.select([])})
+
+
+def test_more_examples_in_a_batch_than_there_are_raises(make):
+    with user_error("`per_device_train_batch_size` must be at most 2, .* if `dataloader_drop_last` is true, got 4"):
+        make(SFT, Dataset.from_list([{"text": "1"}] * 2), dataloader_drop_last=True)
+
+
+def test_tokenizer_without_end_token_raises(make, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_special_tokens_map", {**tokenizer._special_tokens_map, "eos_token": None})
+    with user_error("`eos_token` must be set, because the tokenizer of .* has no end token"):
+        make(SFT, Dataset.from_list([{"text": "1"}]))
 
 
 def test_wrong_columns_of_streams_and_held_out_examples(make):

@@ -231,3 +231,10 @@ def test_examples_of_the_page_draw_gates(title, dataset, tokenizer, tmp_path, mo
     exec(EXAMPLES[title], names)
     assert handles[0].num_draws > 0
     assert any(p.any() for name, p in names["model"].named_parameters() if "lora_B" in name)
+
+
+def test_wrong_arguments_of_a_handle_raise(make_sft):
+    with user_error("`rule` must be a name, or a rule such as `ExactlyM.m=2.`, got <class"):
+        loop_dropout(with_adapter(), rule=LoopDropout)
+    with user_error("`model` must be a looped model, .* Pass its `model`"):
+        loop_dropout(make_sft(), p=0.5)

@@ -1,11 +1,23 @@
 """What people do with a trainer and its model in a notebook: the right result, or one sentence."""
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
+from transformers import TrainerCallback
 
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro
 from helpers.trainers import assert_same_weights
-from loopdropout_trainer import merge_and_save
+from loopdropout_trainer import (
+    LoopDropoutDPOConfig,
+    LoopDropoutDPOTrainer,
+    LoopDropoutSFTTrainer,
+    merge_and_save,
+    use_gates,
+)
+from loopdropout_trainer.gate_state import GatedBatch
 
 
 def checkpoint_reentrant(model):
@@ -45,3 +57,78 @@ def test_merged_adapter_neither_trains_nor_merges_again(train, tmp_path, action)
         ACTIONS[action](trainer, tmp_path / "merged")
     trainer.model.unmerge_adapter()
     ACTIONS[action](trainer, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokenizer": None}, "`tokenizer` is not an argument of LoopDropoutSFTTrainer. Did you mean 'processing_class'?"),
+        ({"p": 0.5}, "`p` is not an argument .* Set `p` in a `LoopDropoutConfig`, which is the argument `args`"),
+        ({"max_seq_length": 8}, "Set `max_length` in a `LoopDropoutConfig`"),
+        ({"callbacks": TrainerCallback()}, "`callbacks` must be a list of callbacks, got <.*TrainerCallback"),
+        ({"model": None}, "`model` must be a looped model, a PEFT model over one, or a name, got None"),
+        ({"model": torch.compile(tiny_ouro())}, "`model` must not be compiled. .* `torch_compile=True` in `args`"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_raise(config, dataset, tokenizer, given, message):
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
+    with user_error(message):
+        LoopDropoutSFTTrainer(**{"model": tiny_ouro(), "args": config(), **data, **given})
+
+
+def test_arguments_at_the_place_of_others_raise(config, dataset):
+    """The second argument of TRL's trainers is not always `args`."""
+    with user_error("`ref_model` must not be a LoopDropoutDPOConfig. Pass it as `args=...`"):
+        LoopDropoutDPOTrainer(tiny_ouro(), config(LoopDropoutDPOConfig), train_dataset=dataset)
+
+
+def test_continued_training_says_so(train, make_sft, capsys):
+    fields = {"save_strategy": "steps", "save_steps": 2}
+    train(max_steps=2, **fields)
+    assert "Continuing" not in capsys.readouterr().out
+    make_sft(max_steps=4, **fields).train(resume_from_checkpoint=True)
+    assert capsys.readouterr().out.startswith("Continuing from checkpoint-2 of 4\n")
+
+
+def test_cards_of_python_have_the_facts_of_a_run(train, make_sft, tmp_path):
+    trainer = train(eval_strategy="steps", eval_steps=2)
+    trainer.save_model()
+    merge_and_save(trainer.model, tmp_path / "merged")
+    cards = [Path(folder, "README.md").read_text() for folder in (trainer.args.output_dir, tmp_path / "merged")]
+    loss = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log][-1]
+    for card in cards:
+        assert f"| Held-out loss (nats per token) | {loss:.4f} |" in card
+        assert re.search(r"\| Training data \| 48 examples \(digest \w{16}\) \|", card)
+        assert "## Recipe" in card and "learning_rate: 0.01" in card
+    untrained = make_sft()  # in the folder of the other training
+    untrained.save_model()
+    assert "Held-out loss" not in Path(untrained.args.output_dir, "README.md").read_text()
+
+
+def test_named_data_is_in_the_card(make_sft, dataset):
+    named = dataset.select(range(8))
+    named.info.dataset_name = "capybara"
+    trainer = make_sft(rows=named, max_steps=1)
+    trainer.train()
+    assert re.fullmatch(r"capybara, 8 examples \(digest \w+\)", trainer.looped.trained_with["training_data"])
+
+
+def test_last_gates_print_the_loops_of_each_example(train):
+    trainer = train(max_steps=1)
+    first, *examples = repr(trainer.last_gates).splitlines()
+    assert first == "GatedBatch of 4 examples in 4 loops, gates from 0 to 2. Loops in which they are on:"
+    for number, (line, gates) in enumerate(zip(examples, trainer.last_gates.gates.T, strict=True), start=1):
+        loops = (gates.nonzero() + 1).flatten().tolist()
+        assert line == f"  example {number}: {', '.join(map(str, loops)) or 'none'}"
+    modules = torch.zeros(2, 10, 3)
+    modules[1, 0, 2] = 0.5
+    *_, last = lines = repr(GatedBatch(modules)).splitlines()
+    assert (lines[1], lines[2], last) == ("  example 1: 2", "  example 2: none", "  and 2 more, see `sampled`")
+    assert repr(GatedBatch()) == "GatedBatch with unit gates" and "of all examples" in repr(
+        GatedBatch(torch.zeros(4, 1))
+    )
+
+
+def test_gates_of_a_compiled_model_name_the_model(train):
+    with user_error("`model` must not be compiled. Give the model that `torch.compile` has got"):
+        use_gates(torch.compile(train(max_steps=1).model), [1, 0, 0, 0]).__enter__()
