@@ -103,6 +103,9 @@ def test_cards_of_python_have_the_facts_of_a_run(train, make_sft, tmp_path):
     untrained = make_sft()  # in the folder of the other training
     untrained.save_model()
     assert "Held-out loss" not in Path(untrained.args.output_dir, "README.md").read_text()
+    train(eval_strategy="steps", eval_steps=2, seed=7)  # replaces the results there
+    trainer.save_model(str(tmp_path / "again"))
+    assert "Held-out loss" not in (tmp_path / "again" / "README.md").read_text()
 
 
 def test_named_data_is_in_the_card(make_sft, dataset):
