@@ -180,7 +180,10 @@ def check_links(folder: str | Path) -> None:
 
 def check_link(path: Path, folder: str | Path) -> None:
     """Raise UserError if a path inside a folder is a link that leaves the folder, a pipe or a device."""
-    mode = path.lstat().st_mode if os.path.lexists(path) else 0
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # another process may have deleted it since the folder was listed
+        return
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # in which writing may never end
         raise UserError(f"{path} must not be a pipe or a device, because files of the folder are replaced. Delete it.")
     if not stat.S_ISLNK(mode):

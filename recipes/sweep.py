@@ -579,10 +579,13 @@ def main(argv: list[str] | None = None) -> None:
     elif sweep.print_commands:
         print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        sweep.train_all()
-        sweep.write_summary()
-        sweep.check_failures()
+        former = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop is one sentence, as after Ctrl-C
+        try:
+            sweep.train_all()
+            sweep.write_summary()
+            sweep.check_failures()
+        finally:
+            signal.signal(signal.SIGTERM, former)
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ def test_failed_run_does_not_end_its_sweep(lab, capsys):
     """The sweep lists it with the last line of its log, and the next sweep trains only what is missing."""
     lab.set_world(fails=["lora/lr_0.01"])
     lab.sweep(methods=["lora", "loop_dropout"])
-    words = [lab.file, "--script", f"{lab.folder}/lab"]
+    words, handler = [lab.file, "--script", f"{lab.folder}/lab"], signal.getsignal(signal.SIGTERM)
     with user_error("^1 run failed. Fix the cause. The same command then trains what is missing.$"):
         sweep.main(words)
     out = capsys.readouterr().out
@@ -315,6 +315,7 @@ def test_failed_run_does_not_end_its_sweep(lab, capsys):
     sweep.main(words)
     assert sorted(lab.runs[8:]) == ["lora/lr_0.01/seed_101", "lora/lr_0.02/seed_101", "lora/lr_0.02/seed_102"]
     assert "Failed" not in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_sweep_stops_after_two_equal_failures(lab):

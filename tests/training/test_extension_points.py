@@ -159,7 +159,7 @@ def cases():
             yield pytest.param(point, mode, marks=() if is_fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("point", "mode"), cases())
+@pytest.mark.parametrize(("point", "mode"), [*cases()])
 def test_extension_point_equals_trl(config, tokenizer, point, mode):
     """Both trainers have the same logs and weights, raise the same errors, and show user code the same shapes."""
     try:
