@@ -142,7 +142,10 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> No
         raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(value)}.") from None
 
 
-def check_name(name: str, hint: Callable[[], str] = str) -> None:
+def check_name(
+    name: str,
+    hint: Callable[[], str] = str,  # str() is ""
+) -> None:
     """Raise UserError if a name is neither a folder nor of the form of a Hub name. `hint` returns the end of its message."""
     if not Path(name).is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name)):
         raise UserError(f"The folder {name} does not exist.{hint()}")

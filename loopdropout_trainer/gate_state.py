@@ -110,7 +110,10 @@ class GatedBatch:
             self.unused_modules = (~used_modules).tolist()
 
     def __repr__(self) -> str:
-        """Return a line for each example with the loops in which its gates are on. `sampled` has all gates."""
+        """Return a line for each of the first `MOST_SHOWN` examples with the loops in which its gates are on.
+
+        `sampled` has the gates of all examples.
+        """
         if self.sampled is None:
             return "GatedBatch with unit gates"
         gates = self.sampled.detach().float().cpu()  # [K, N] or [K, N, M]

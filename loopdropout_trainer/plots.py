@@ -102,8 +102,8 @@ def line_plot(
     Lines of one method have its color, and their kind tells its settings apart.
 
     Args:
-        data: columns `panel`, `label`, which begins with the method or its name, `mean`, `sd` and the column named `x`. The
-            band has the limits `low` and `high` instead, if there are such columns.
+        data: columns `panel`, `label`, which begins with the method or its name, `mean`, the column named `x`, and the limits
+            `low` and `high` of the band. Without these two columns, the band is one SD (column `sd`) around the mean.
         axes: columns `x_label` and `y_label`. The index has the panels.
         title: Title of the figure.
         gain_over: A label and the label that it is compared with. Their differences are printed between their points.
@@ -121,7 +121,6 @@ def line_plot(
     for place, (axis, own) in enumerate(panels):
         ticks = sorted(own[x].unique())
         has_few = len(ticks) <= MOST_TICKS
-        x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 and has_few else p9.scale_x_continuous
         low, high = own["low"].min(), own["high"].max()
         begin = low if 0 < high / 2 < low < high else 0
         plot = (
@@ -138,6 +137,7 @@ def line_plot(
             plot += p9.scale_linetype_manual(lines, limits=labels)
         if has_few:
             plot += p9.geom_point(size=2)
+            x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
             plot += x_scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
         for ours, other in (gain_over or {}).items():
             texts = _gain_texts(own, x, ours, other)

@@ -80,9 +80,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of recipes/report.py lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep), and
-    `checkpoint` (its step, if a checkpoint was measured). Two kinds of results are left out: those that repeat a measurement
-    of a training itself, and those of weights that a later training replaced. `attrs["left_out"]` has a line about each kind,
-    or is "".
+    `checkpoint` (its step, if a checkpoint was measured). Three kinds of results are left out: those that repeat a measurement
+    of a training itself, losses that only served the choice of a learning rate, and those of weights that a later training
+    replaced. `attrs["left_out"]` has a line about each kind, or is "".
 
     Raises:
         UserError: if there are no results.
@@ -399,7 +399,7 @@ def describe_rejected(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
     """Return sentences about the runs that `final_results` has left out, and about sweeps that are not finished."""
     lines = []
     trained = results[results["sweep"].notna()]
-    kept = final[final["method"] != "base model"]  # whose results stay, next to those of each run
+    kept = final[final["method"] != "base model"]  # `final` also keeps the base model's results of rejected runs
     num_rejected = len({*trained["run"]} - {*kept["run"]})
     if num_rejected:
         runs = count(num_rejected, "run")

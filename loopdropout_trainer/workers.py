@@ -1,4 +1,7 @@
-"""Workers of a sweep: each trains one run after the other in a subprocess, on a GPU of its own.
+"""Workers of a sweep: each trains one run after the other in a subprocess.
+
+Several workers use one GPU each, in turn if there are fewer GPUs than workers. A single worker leaves the choice to its
+trainings.
 
 The state of a run is its folder, so that several sweeps, also on several machines, can share the runs. A lock on
 `sweep.lock` in the folder says that somebody trains the run.
@@ -90,11 +93,12 @@ class Workers:
             pending = [run for run in self.runs.pending() if run not in self.failures]
             if not pending:
                 return
+            # One run, because afterwards other runs may be able to start.
             if not any(self._train_unless_locked(run, gpu) for run in pending):
                 self.stopped.wait(1)  # other workers train all of them
 
     def _train_unless_locked(self, run: Any, gpu: dict[str, str]) -> bool:
-        """Train a run, and return whether this worker did it, because no other one trains it or has finished it."""
+        """Train a run, unless another worker trains it or it is done. Return whether this worker trained it."""
         folder = self.runs.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "sweep.lock", "w") as lock:

@@ -193,6 +193,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
     """
     check_sweep_options(options)
     reasons = {run: find_missing(run) for run in list_runs(sweep)}
+    # All of them first, so that a wrong option is found before the first measurement.
     diagnoses = {run: Diagnosis([str(run), *options]) for run, reason in reasons.items() if reason is None}
     if not diagnoses:
         raise UserError(f"The sweep in {sweep} has no trained adapter yet.")

@@ -4,11 +4,13 @@
     loopdropout report outputs/sweeps --tables math_main figure_teaser
     loopdropout report outputs --tables all
 
-Without `--tables` it summarizes all runs below the folders: accuracy by depth,
-differences to LoRA with 95% intervals, costs, and one figure. A table or figure
-of the paper is a YAML file in recipes/tables/, which has the paper's numbers
-too. Tables are written as Markdown, LaTeX and CSV, figures as PNG, PDF and SVG,
-by default to `report` in the folder of the runs. Missing runs are listed.
+Without `--tables` it summarizes all runs below the folders: tables of costs,
+held-out losses, accuracies by depth and loss reductions, with differences to LoRA
+and their 95% intervals, and the figures `overview` and `losses`. A table or
+figure of the paper is a YAML file in recipes/tables/, which has the paper's
+numbers too. Tables are written as Markdown, LaTeX and CSV, figures as PNG, PDF
+and SVG, by default to `report` in the folder of the runs. Missing runs are
+listed.
 """
 
 # Columns of results.jsonl that the tables, figures, the summary, sweep.py and docs/replication filter on. Every result has

@@ -131,7 +131,7 @@ def count_held_out(recipe: Mapping[str, Any]) -> int:
         return 0  # the files hold them
     if recipe.get("num_eval_examples") is not None:
         return recipe["num_eval_examples"]
-    for name, preparation in PREPARATIONS.items():
+    for name, preparation in PREPARATIONS.items():  # compared, because a wrong value may not be hashable
         if name == recipe.get("preparation"):
             return preparation.num_eval_examples
     return 0  # the training raises an error for an unknown preparation

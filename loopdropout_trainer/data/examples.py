@@ -107,7 +107,7 @@ class Examples(NamedTuple):
     ) -> Examples:
         """Leave out the examples for which a function is false, and add their number and the reason to `left_out`."""
         key = step_key(self.key, function.__name__, reason)
-        if not len(self.rows):
+        if not len(self.rows):  # the result of `map` would have no column of flags
             return self._replace(key=key)
 
         def flag(row: Row) -> Row:

@@ -154,7 +154,8 @@ def _wrong_turn(turn: Any) -> UserError:
 def check_complete(example: Mapping[str, Any]) -> None:
     """Raise UserError unless the columns of an example are all texts, or all conversations, whose turns have a content.
 
-    TRL's trainers need it. A recipe leaves out examples without a text. A turn with tool calls needs no content.
+    TRL's trainers need it. A recipe leaves out examples without a text. A turn with another key that is not empty, such as
+    `tool_calls`, needs no content.
 
     Args:
         example: Columns of an example, with TRL's keys in conversations.

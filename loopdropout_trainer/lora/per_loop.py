@@ -90,4 +90,4 @@ class PerLoopLora(GatedLora, kind="per_loop"):
         )
 
     def merged_update(self, module: LoraLayer, adapter: str) -> Tensor:
-        self.check_mergeable({})
+        self.check_mergeable({})  # which always raises an error

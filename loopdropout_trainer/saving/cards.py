@@ -129,7 +129,8 @@ def read_card_of(model: PeftModel) -> dict[str, Any]:
         return {}
     fields = read_card_fields(folder)
     trainings = [(row.get("training"), row["step"]) for row in fields["results"] if is_of_training(row)]
-    is_own = (settings.get("training_id"), settings.get("step")) in trainings  # and no later one in the same folder
+    # Not if a later training in the folder has replaced them.
+    is_own = (settings.get("training_id"), settings.get("step")) in trainings
     return fields if is_own else {}
 
 
@@ -213,6 +214,7 @@ def _name_in_commands(block: str, repo_id: str, revision: str | None) -> str:
     lines = []
     for line in _without_branch(block, repo_id).splitlines():
         named = place.sub(repo_id, line)
+        # A user may have written a line with a branch that `_without_branch` does not know, such as a variable.
         if not place.search(line) or "revision" in line:
             lines.append(line)
         elif revision is None:  # the program of llama.cpp reads a repository only after `--remote`

@@ -45,7 +45,10 @@ def load_state(folder: str | Path) -> TrainerState:
 
 
 def count_worse_evaluations(state: TrainerState) -> int:
-    """Return the number of evaluations in a row without a better result, at the end of a training with early stopping."""
+    """Return the number of evaluations in a row without a better result, at the state of a training with early stopping.
+
+    It is the state of a checkpoint, or the state that a training begins with if it continues from one.
+    """
     saved = state.stateful_callbacks.get(EARLY_STOPPING)
     if not state.global_step or not isinstance(saved, dict):
         return 0
@@ -107,6 +110,7 @@ def newest_checkpoint(output_dir: str | Path) -> Checkpoint | None:
 
 def asks_for_newest(name: str | bool | None) -> bool:
     """Return whether `resume_from_checkpoint` asks for the newest checkpoint, by `True` or by "true" in a recipe."""
+    # A `Checkpoint` was found before, so it names one folder, also if that folder is called "true".
     return not isinstance(name, Checkpoint) and str(name).lower() == "true"
 
 

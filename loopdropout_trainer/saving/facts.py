@@ -41,8 +41,8 @@ class Source:
 
     Attributes:
         name: Name as typed.
-        kind: "base model", "merged model", "standalone model" (merged, with the code of its class), "adapter", or
-            "unfinished run" (a run that has only checkpoints, or nothing yet), "sweep" (a folder with the runs of a sweep).
+        kind: "base model", "merged model", "standalone model" (merged, with the code of its class), "adapter",
+            "unfinished run" (a run that has only checkpoints, or nothing yet), or "sweep" (a folder with the runs of a sweep).
         folder: Absolute folder of the model's or adapter's files, a snapshot for a repository on the Hub.
         repository: Name of the repository on the Hub, or None for a folder.
         commit: Resolved commit of `repository`.

@@ -126,7 +126,8 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
     several, `loop_dropout.json` is next to the trained one.
 
     Raises:
-        UserError: If the folder holds neither a model nor an adapter nor a run, or if several adapters could be meant.
+        UserError: If the folder holds neither a model nor an adapter, and is neither a run nor a sweep, or if several adapters
+            could be meant.
     """
     named = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}")) if not is_checkpoint(path.parent)]
     trained = [path for path in named if (path / METADATA_FILE).is_file()]
@@ -138,6 +139,7 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
         return Files(_find_kind(folder, metadata), folder)
     if named:
         return Files("adapter", _only(trained or named, name))
+    # Saving an adapter begins with `loop_dropout.json`, which is alone in the folder if the process was killed there.
     is_run = any((folder / file).is_file() for file in (RECIPE_FILE, RUN_FILE, METADATA_FILE))
     if is_checkpoint(folder) or is_run or list_checkpoints(folder):
         return Files("unfinished run", folder)

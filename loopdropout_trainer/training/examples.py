@@ -136,8 +136,11 @@ def _iterate_rows(
         example = read_first(dataset)
         if not isinstance(dataset, Dataset) or example is None or "input_ids" in example:
             continue
+        # TRL renames `conversations` in ShareGPT's spelling to `messages` before it looks for a format.
         columns = find_format(example, [*map(tuple, formats), ("conversations",)])
-        for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None) if columns else ()):
+        if not columns:
+            continue
+        for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
             yield f"row {number + 1:,} of {title}", row
 
 

@@ -184,7 +184,7 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
 
     Raises:
         UserError: If a training cannot continue from the checkpoint, is shorter, or belongs to other settings or another
-            adapter. Without a checkpoint, if the trainer has trained its model before.
+            adapter. If there is no checkpoint although one is asked for, and the trainer has trained its model before.
     """
     folder = trainer.args.output_dir
     if asks_for_newest(name):

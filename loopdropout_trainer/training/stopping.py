@@ -1,4 +1,4 @@
-"""The end of a training and its continuation: signals, numbers that are not finite, and folders that cannot be written."""
+"""The end of a training and its continuation: signals, early stops, NaN and infinity, and folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -152,10 +152,8 @@ class EarlyStopCallback(EarlyStoppingCallback):
         if not is_early or state.global_step >= state.max_steps or not state.is_world_process_zero:
             return
         kept = f" The weights of step {state.best_global_step:,} are kept." if state.best_model_checkpoint else ""
-        metric, evaluations = (
-            name_metric(args.metric_for_best_model),
-            count(self.early_stopping_patience, "evaluation"),
-        )
+        metric = name_metric(args.metric_for_best_model)
+        evaluations = count(self.early_stopping_patience, "evaluation")
         logger.warning(
             f"Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} without a "
             f"better {metric}.{kept}"
@@ -181,7 +179,8 @@ def explain_metrics(trainer: Trainer) -> Iterator[None]:
 def ended_early(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
     """Let a training that continues from a checkpoint take no further step, if it has stopped early at that checkpoint.
 
-    It was interrupted after its last checkpoint then. Inside of the block, the step of the checkpoint is its last one.
+    Such a training was interrupted between its last checkpoint and its end. Inside of the block, the step of the checkpoint is
+    its last one.
     """
     args = trainer.args
     state = load_state(checkpoint) if checkpoint else None
