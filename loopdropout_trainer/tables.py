@@ -119,10 +119,11 @@ def _set_recipe(row: dict[str, Any]) -> None:
             row.update(dict.fromkeys(next_to_result))
             row.update({f"recipe_{name}": value for name, value in recipe.items()})
     if row["method"] == "base model":
-        settings = OF_BASE_LOSS if row["metric"] == "eval_loss" else OF_BASE
-        for name in next_to_result:
-            if name not in settings:
-                row[name] = None
+        is_held_out_loss = row["metric"] == "eval_loss" or (row["metric"], row["task"]) == ("loss", DEVELOPMENT)
+        settings = OF_BASE_LOSS if is_held_out_loss else OF_BASE
+        for name in row:
+            if name.startswith("recipe_") and name not in settings:
+                row[name] = None  # also of the training whose adapter was measured next to the base model
 
 
 REPEATED = (

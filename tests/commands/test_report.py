@@ -398,6 +398,26 @@ def test_load_results_joins_evaluation_and_training(tmp_path):
     assert pd.isna(row["recipe_p"])
 
 
+def test_base_model_has_no_settings_of_the_adapter_next_to_it(tmp_path):
+    """`diagnose` names the adapter in the loss of the base model, which depends on the examples only."""
+    base = {
+        "task": "development",
+        "metric": "loss",
+        "method": "base model",
+        "gates": "none",
+        "seed": None,
+        "step": None,
+    }
+    for number, rate in enumerate((0.001, 0.002, 0.004)):
+        recipe = {"learning_rate": rate, "rule": "lora", "split_seed": number // 2}
+        write(tmp_path / f"{rate}", [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
+        row = {**base, "value": 2.0 + number // 2, "adapter": str(tmp_path / f"{rate}")}
+        write(tmp_path / f"{rate}/diagnostics", [row])
+    rows = report.load_results(tmp_path).query("method == 'base model'")
+    assert rows[["recipe_learning_rate", "recipe_rule"]].isna().all(axis=None)
+    assert [*report.labelled(rows)["label"].unique()] == [f"base model, split_seed = {seed}" for seed in (0, 1)]
+
+
 # The command
 
 
