@@ -16,7 +16,10 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 """File in the folder of a run with the recipe that the sweep gives to its training."""
 
 SUMMARY_FILE = "summary.json"
-"""File in the folder of a sweep with `choices`, `full_grid`, `trainings` (each by method) and the table `accuracy`."""
+"""File in the folder of a sweep with `choices`, `full_grid`, `trainings` and `finished` by method, and the table `accuracy`.
+
+If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
+"""
 
 
 def list_runs(folder: str | Path) -> list[Path]:
@@ -79,11 +82,15 @@ def only_chose_rate(summary: dict[str, dict[str, Any]], method: str, learning_ra
 
 def describe_progress(folder: str | Path) -> str:
     """Return a sentence about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
-    trainings = read_summary(folder).get("trainings", {}).values()
-    num_ended, total = (sum(numbers) for numbers in zip((0, 0), *trainings, strict=True))
-    if num_ended == total:
+    summary = read_summary(folder)
+    trainings, finished = summary.get("trainings", {}), summary.get("finished", {})
+    # The sweep itself decides it. The summary of an older version has the numbers only.
+    if all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
         return ""
+    num_ended = sum(ended for ended, _ in trainings.values())
+    total = sum(number for _, number in trainings.values())
+    missing = ", but measurements are missing" if num_ended == total else ""
     return (
-        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended. The same `loopdropout sweep` "
-        "command continues it."
+        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}. The same "
+        "`loopdropout sweep` command continues it."
     )

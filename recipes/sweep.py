@@ -84,6 +84,13 @@ class Choice(NamedTuple):
     remark: str = ""
 
 
+class Recipes(NamedTuple):
+    """The settings of a method's runs without learning rate and seed: of those that choose the rate, and of the final ones."""
+
+    selecting: dict[str, Any]
+    final: dict[str, Any]
+
+
 @dataclass
 class Sweep:
     """A sweep, whose state is in its folder.
@@ -115,7 +122,7 @@ class Sweep:
     script: str = option("sft", "Training script: sft, dpo or grpo.")
     output_dir: str = option("outputs/sweep", "Folder of all runs.")
     launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
-    workers: int = option(1, "Number of runs at a time, each on its own GPU.", at_least=1, at_most=1024)
+    workers: int = option(1, "Number of runs at a time, which divide the GPUs.", at_least=1, at_most=1024)
     print_commands: bool = option(False, "Print the commands of the runs that can start, and stop.")
     dry_run: bool = option(False, "Print the trainings, their folder and evaluation, and stop.")
 
@@ -129,9 +136,9 @@ class Sweep:
         if not self.learning_rates or not self.seeds:
             raise UserError("`learning_rates` and `seeds` must be set.")
         self.full_grid = self.full_grid or len(self.learning_rates) == 1
-        self.chose_loss = self.select_on is None and not self._has_benchmarks(methods)
+        self.loss_chooses_by_default = self.select_on is None and not self._has_benchmarks(methods)
         if self.select_on is None:
-            self.select_on = "eval_loss" if self.chose_loss else DEVELOPMENT
+            self.select_on = "eval_loss" if self.loss_chooses_by_default else DEVELOPMENT
         self.recipes = {name: self._make_recipes(definition) for name, definition in methods.items()}
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[SweepRun] = set()
@@ -167,11 +174,11 @@ class Sweep:
                 return True
         return False
 
-    def _make_recipes(self, definition: str | dict) -> dict[bool, dict]:
-        """Return the settings of a method's runs without learning rate and seed, by `selects`."""
+    def _make_recipes(self, definition: str | dict) -> Recipes:
+        """Return the settings of a method's runs."""
         recipe, own = self._read_method(definition)
         has_held_out = _has_held_out(override(recipe, own))
-        if self.chose_loss and not self.full_grid and not has_held_out:
+        if self.loss_chooses_by_default and not self.full_grid and not has_held_out:
             raise UserError(
                 "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
                 "learning rate."
@@ -182,7 +189,7 @@ class Sweep:
         for name in SET_BY_SWEEP & final.keys():
             raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
         make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
-        return {True: self._make_selecting_recipe(override(recipe, own), has_held_out), False: final}
+        return Recipes(self._make_selecting_recipe(override(recipe, own), has_held_out), final)
 
     def _read_method(self, definition: str | dict) -> tuple[dict, dict]:
         """Return the recipe that a method starts from, with the sweep's settings, and the method's own settings."""
@@ -207,8 +214,9 @@ class Sweep:
 
     def run_settings(self, run: SweepRun) -> dict:
         """Return the recipe of a run."""
+        recipes = self.recipes[run.method]
         return {
-            **self.recipes[run.method][run.selects],
+            **(recipes.selecting if run.selects else recipes.final),
             "learning_rate": run.learning_rate,
             "seed": run.seed,
             "run_name": f"{Path(self.output_dir).name}/{run.name}",
@@ -222,9 +230,10 @@ class Sweep:
     # Learning rates and runs
 
     def choice(self, method: str) -> Choice:
-        """Choose the learning rate with the best score of the first seed. Ties are broken by held-out loss, then by size.
+        """Choose the learning rate with the best score of the first seed.
 
-        While the best one is at the edge of its grid, `extend_grid` adds the next one, in the ratio of the outermost two.
+        Ties are broken by the held-out loss, then by the smaller rate. While the best one is at the edge of its grid,
+        `extend_grid` adds the next one, in the ratio of the outermost two.
         """
         factor = self.rate_factors.get(method, 1.0)
         rates = sorted(_rounded(factor * rate) for rate in self.learning_rates)
@@ -233,8 +242,10 @@ class Sweep:
             limit += 4
         while True:
             scores = {rate: self.score(SweepRun(method, rate, self.seeds[0], True)) for rate in rates}
-            if None in scores.values() or max(scores.values()) == NON_FINITE:
-                return Choice(rates, None)
+            if None in scores.values():
+                return Choice(rates, None, "Not every learning rate has a score.")
+            if max(scores.values()) == NON_FINITE:
+                return Choice(rates, None, "No learning rate has a finite score.")
             best = max(scores, key=scores.get)  # the smallest one of equal scores, because the rates ascend
             if best not in (rates[0], rates[-1]) or len(rates) == limit:
                 return Choice(rates, best, self._remark(scores, best))
@@ -273,15 +284,21 @@ class Sweep:
 
     def pending(self) -> list[SweepRun]:
         """Return the runs that have a learning rate and are not done, in the order of their seeds."""
-        runs = [run for method in self.recipes for run in self.runs(method)]
-        runs.sort(key=lambda run: self.seeds.index(run.seed))
-        return [run for run in runs if not self.is_done(run)]
+        runs = [run for method in self.recipes for run in self.pending_of(method)]
+        return sorted(runs, key=lambda run: self.seeds.index(run.seed))
+
+    def pending_of(self, method: str) -> list[SweepRun]:
+        """Return the runs of a method that have a learning rate and are not done. Without any, the method is finished."""
+        return [run for run in self.runs(method) if not self.is_done(run)]
 
     def num_trainings(self, method: str) -> int:
         """Return the number of trainings of a method, as far as it is known: an extended grid grows."""
-        num_rates, num_seeds = len(self.choice(method).rates), len(self.seeds)
+        choice = self.choice(method)
+        num_rates, num_seeds = len(choice.rates), len(self.seeds)
         if self.full_grid:
             return num_rates * num_seeds
+        if choice.best is None and not self.pending_of(method):  # no learning rate can be chosen
+            return num_rates
         return num_rates + num_seeds - 1  # the chosen run of the first seed is trained once
 
     def count(self) -> tuple[int, int]:
@@ -290,7 +307,10 @@ class Sweep:
         return sum(ended for ended, _ in trainings), sum(total for _, total in trainings)
 
     def count_by_method(self) -> dict[str, tuple[int, int]]:
-        """Return the number of trainings of each method that have ended, and of all of its trainings."""
+        """Return the number of trainings of each method that have ended, and of all of its trainings.
+
+        A training has ended here if one of its runs is done. Its final measurement may be missing.
+        """
         numbers = {}
         for method in self.recipes:
             ended = {run.name for run in self.runs(method) if self.is_done(run)}
@@ -301,14 +321,14 @@ class Sweep:
         """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""
         score = self.score(run)
         if run.selects:
-            return self._describe_score(score)
+            return self._name_score(score)
         for row in read_own_results(self.folder(run)):
             is_default = row["gates"] == "unit" and row["metric"] == "accuracy"
             if is_default and row["task"] != DEVELOPMENT:
                 return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
-        return self._describe_score(score)
+        return self._name_score(score)
 
-    def _describe_score(self, score: tuple[float, float] | None) -> str:
+    def _name_score(self, score: tuple[float, float] | None) -> str:
         if score is None:
             return ""
         if score == NON_FINITE:
@@ -341,7 +361,9 @@ class Sweep:
         return (score, -loss) if score > -math.inf else None
 
     def is_done(self, run: SweepRun) -> bool:
-        """Return whether a run has finished with its settings, or need not: it has its score, or its loss is not finite.
+        """Return whether a run has finished with its settings, or need not.
+
+        It need not if it only serves the choice and has its score, or if its loss is not finite.
 
         Raises:
             UserError: if the run in the folder has other training settings.
@@ -376,10 +398,13 @@ class Sweep:
         self.pool.train_all()
 
     def save_progress(self) -> None:
-        """Write the chosen learning rates and the number of trainings to the summary, which reports read."""
+        """Write the chosen learning rates, the number of trainings and if they are finished to the summary of reports."""
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
         grid = dict.fromkeys(self.recipes, self.full_grid)
-        update_summary(self.output_dir, choices=choices, full_grid=grid, trainings=self.count_by_method())
+        finished = {method: not self.pending_of(method) for method in self.recipes}
+        update_summary(
+            self.output_dir, choices=choices, full_grid=grid, trainings=self.count_by_method(), finished=finished
+        )
 
     def check_failures(self) -> None:
         """Print the runs that have failed.
@@ -395,11 +420,11 @@ class Sweep:
             )
 
     def command(self, run: SweepRun) -> list[str]:
-        """Write the recipe of a run, and return its command."""
+        """Write the recipe of a run, let a finished one be measured again, and return its command."""
         folder = self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         dump_recipe(self.run_settings(run), folder / SETTINGS_FILE)
-        if is_finished(folder):  # it is measured again
+        if is_finished(folder):
             write_run(folder, status="trained")
         launcher = shlex.split(self.launcher) or [sys.executable]
         script = Path(__file__).parent / f"{self.script}.py"
@@ -436,19 +461,19 @@ class Sweep:
         table = accuracy_table(accuracy_numbers(final))
         if len(table):
             print_table(ACCURACY_TITLE, table)
-        if self.chose_loss or not len(table):
+        if self.loss_chooses_by_default or not len(table):
             _print_lowest(loss_numbers(final[final["method"] != "base model"]))
         update_summary(self.output_dir, accuracy=table.reset_index().to_dict("records"))
         print(f"\nNext:\n  loopdropout report {self.output_dir}   # tables of losses, accuracies and costs")
 
     def _print_choices(self) -> None:
         """Print the chosen learning rate of each method."""
-        if self.chose_loss:
+        if self.loss_chooses_by_default:
             print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
         for method in self.recipes:
             choice = self.choice(method)
             if choice.best is None:
-                print(f"{method}: no learning rate is chosen, because not every candidate has a finite score.")
+                print(f"{method}: no learning rate is chosen. {choice.remark}")
             else:
                 print(f"{method}: learning rate {choice.best}. {choice.remark}".rstrip())
             self._print_scores(method, choice.rates)
@@ -456,7 +481,7 @@ class Sweep:
     def _print_scores(self, method: str, rates: list[float]) -> None:
         """Print the scores of a method's candidates."""
         for rate in rates:
-            print(f"  {rate:<10g} {self._describe_score(self.score(SweepRun(method, rate, self.seeds[0], True)))}")
+            print(f"  {rate:<10g} {self._name_score(self.score(SweepRun(method, rate, self.seeds[0], True)))}")
 
     def print_plan(self, command: str) -> None:
         """Print the trainings, their folder, their cost as far as it is known, and the command that starts the sweep."""
@@ -473,7 +498,7 @@ class Sweep:
             "learning rates": f"{rates}{' (and more at the edge of the grid)' if self.extend_grid else ''}",
             "seeds": way,
             "folder": f"{self.output_dir}/METHOD/lr_X/seed_S",
-            "each training": self._by_method(lambda method: describe_training_size(self.recipes[method][True])),
+            "each training": self._by_method(self._describe_size),
             "tokens": self._describe_tokens(),
             "choice": self._describe_choice(),
             "evaluation": self._by_method(self._describe_evaluation),
@@ -493,15 +518,25 @@ class Sweep:
             return next(iter(texts.values()))
         return "\n".join(f"{method}: {text}" for method, text in texts.items())
 
+    def _describe_size(self, method: str) -> str:
+        """Return the steps and the examples of a step of a method's trainings, which are those of a process of a launcher."""
+        size = describe_training_size(self.recipes[method].selecting)
+        return f"{size} and process" if self.launcher else size
+
     def _describe_tokens(self) -> str:
-        """Return the largest number of tokens of all trainings, if the recipes say it before the data are loaded."""
+        """Return the largest number of tokens of the trainings, if the recipes say it before the data are loaded.
+
+        The number of processes of a launcher and the length of an extended grid are not known.
+        """
         if self.script in ("dpo", "grpo"):  # whose examples have several completions
             return ""
-        bounds = {method: bound_tokens(self.recipes[method][True]) for method in self.recipes}
+        bounds = {method: bound_tokens(recipes.selecting) for method, recipes in self.recipes.items()}
         if None in bounds.values():
             return "known after the data are loaded"
         total = sum(bound * self.num_trainings(method) for method, bound in bounds.items())
-        return f"at most {total:,} in all trainings"
+        is_extended = self.extend_grid and not self.full_grid
+        trainings = "these trainings, without those of further learning rates" if is_extended else "all trainings"
+        return f"at most {total:,} in {trainings}{', for each process' if self.launcher else ''}"
 
     def _describe_choice(self) -> str:
         """Return the measurements that choose the learning rates."""
@@ -514,7 +549,7 @@ class Sweep:
 
     def _describe_evaluation(self, method: str) -> str:
         """Return the measurements of the final runs of a method, in plain words."""
-        recipe = dict(self.recipes[method][False])
+        recipe = dict(self.recipes[method].final)
         for name in ("benchmarks", "eval_num_loops"):
             if isinstance(recipe.get(name), str | int):  # a list of one value
                 recipe[name] = [recipe[name]]

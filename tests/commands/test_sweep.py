@@ -16,8 +16,9 @@ import yaml
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
 from helpers.processes import PATIENCE, Program, python, wait_for
-from loopdropout_trainer.recipe import load_recipe, parse
+from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
+from loopdropout_trainer.sweeps import describe_progress, read_summary
 
 
 sweep = load_script("recipes/sweep.py")
@@ -168,6 +169,46 @@ def test_unfinished_sweep_says_how_far_it_is_in_its_summary(lab):
     assert (summary["full_grid"], summary["trainings"]) == ({"lora": True}, {"lora": [4, 6]}) and grid.pool.failures
 
 
+def test_sweep_itself_says_if_it_is_finished(lab, capsys):
+    """Also if no learning rate can be chosen, and not yet if a training has ended whose measurement has failed."""
+    lab.set_world(diverging=[0.01, 0.02, 0.04])
+    lab.run().write_summary()
+    summary = read_summary(lab.out)
+    assert (summary["trainings"], summary["finished"]) == ({"lora": [3, 3]}, {"lora": True})
+    assert describe_progress(lab.out) == "" and not lab.sweep().pending()
+    assert "lora: no learning rate is chosen. No learning rate has a finite score.\n" in capsys.readouterr().out
+    lab.set_world()
+    other = str(lab.folder / "other")
+    lab.sweep(output_dir=other).write_summary()
+    assert "lora: no learning rate is chosen. Not every learning rate has a score.\n" in capsys.readouterr().out
+    lab.set_world(fails=["lr_0.02/seed_101"])
+    made = lab.sweep(output_dir=other)
+    for rate in (0.01, 0.02, 0.04):
+        path = Path(other, f"lora/lr_{rate}/seed_101")
+        path.mkdir(parents=True)
+        run = sweep.SweepRun("lora", rate, 101, True)
+        dump_recipe(made.run_settings(run), path / "sweep_recipe.yaml")
+        row = {"metric": "accuracy", "task": "development", "gates": "unit", "value": 60.0 - abs(rate - 0.02)}
+        write_results(path, [row])
+    made.train_all()
+    assert made.count() == (4, 4) and read_summary(other)["finished"] == {"lora": False}
+    text = "is not finished: 4 of 4 trainings have ended, but measurements are missing. The same"
+    assert text in describe_progress(other)
+    lab.set_world()
+    lab.run(output_dir=other)
+    assert describe_progress(other) == ""
+
+
+def test_plan_bounds_the_tokens_that_are_known(lab, capsys):
+    """A launcher's processes and the learning rates of an extended grid are not known before."""
+    lab.sweep(extend_grid=True)
+    sweep.main([lab.file, "--dry_run", "true", "--launcher", "accelerate launch"])
+    printed = capsys.readouterr().out
+    assert "1 step, 8 examples per step and process\n" in printed
+    text = "at most 32,768 in these trainings, without those of further learning rates, for each process\n"
+    assert text in printed
+
+
 @pytest.mark.parametrize("fields", [{"select_on": "eval_loss"}, {}], ids=["asked", "default"])
 def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "benchmarks": []}))
@@ -199,7 +240,8 @@ def test_sweep_without_any_score_asks_for_held_out_examples(lab):
     for settings in ({"num_eval_examples": 0}, {"preparation": None, "train_files": ["a.jsonl"]}):
         with user_error(message):
             lab.sweep(settings=settings)
-    assert lab.sweep().recipes["lora"][True]["single_loop_batches"]  # `preparation: arithmetic` holds out 200 examples
+    recipes = lab.sweep().recipes["lora"]  # `preparation: arithmetic` holds out 200 examples
+    assert recipes.selecting["single_loop_batches"]
 
 
 TIES = [
@@ -267,7 +309,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "seeds           101 with every learning rate, and 101, 102 with the one that is best on development\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
         "each training   1 step, 8 examples per step\n"
-        "tokens          at most 65,536 in all trainings\n"
+        "tokens          at most 65,536 in these trainings, without those of further learning rates\n"
         "choice          6 evaluations of development\n"
         "evaluation      2 final runs of each method:\n"
         "                evaluate arithmetic_hard\n"
