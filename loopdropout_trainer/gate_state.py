@@ -293,10 +293,14 @@ class GateState:
         gates of that moment. So the gradient of such a rerun is right only inside of the block of `use_gates` that its forward
         pass ran in. The forward pass adds one to the reruns that are due in its block, and the rerun subtracts one. These
         numbers cannot tell which pass runs again. So every rerun raises an error while a pass of another block may still run
-        again, be it a block around this one or one that has ended. Passes under unit gates are not counted.
+        again, be it a block around this one or one that has ended.
+
+        Passes under unit gates are not counted, because they may run outside of any block, where the search for a checkpoint
+        would cost every training time. So a rerun under gates also raises an error if no rerun is due in its block. It may be
+        one of such a pass, or the second backward pass of one graph.
 
         Raises:
-            UserError: If a pass runs again that may belong to another block.
+            UserError: If a pass runs again that may belong to another block, or to none.
         """
         in_block = self.num_reruns_due is not None or self.num_reruns_due_outside > 0  # of `use_gates` with gradient
         if not in_block and not self.has_missed_rerun:
@@ -319,6 +323,12 @@ class GateState:
             )
         elif self.num_reruns_due:
             self.num_reruns_due -= 1
+        elif self.gates is not None:
+            raise UserError(
+                "`backward()` of a pass outside of `use_gates` must not be called inside of a block if the whole model is "
+                "checkpointed, and of a pass inside only once, because the model runs again there under the gates of the "
+                "block. Or checkpoint the layers by `model.gradient_checkpointing_enable()`."
+            )
 
     def set_loop(self, loop: RunningLoop) -> None:
         """Set the running loop, and the tokens that run in it."""

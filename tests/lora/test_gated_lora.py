@@ -134,6 +134,28 @@ def test_checkpointed_model_does_not_take_the_gates_of_another_block(use_reentra
             loss_in_block().backward()
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_unit_pass_raises_in_a_block(use_reentrant):
+    """Its backward pass in a later block would run the model under other gates, which gave another gradient."""
+
+    def loss():
+        return checkpoint(lambda x: model(inputs_embeds=x).logits.square().mean(), embeds, use_reentrant=use_reentrant)
+
+    model = with_adapter(tiny_ouro(), scale=0.1).train()
+    model.config.use_cache = False
+    add_gates(model)
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    before = loss()
+    message = "`backward..` of a pass outside of `use_gates` must not be called inside of a block"
+    with use_gates(model, [2, 0, 0, 0]), user_error(message):
+        before.backward()
+    before = loss()
+    with use_gates(model, torch.ones(4)):
+        before.backward()  # at unit gates
+    with use_gates(model, [2, 0, 0, 0]):
+        loss().backward()
+
+
 @pytest.mark.parametrize(
     ("gates", "message"),
     [
