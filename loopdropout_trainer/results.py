@@ -136,22 +136,34 @@ def is_of_training(row: Mapping[str, Any]) -> bool:
     return row.get("task") == "training" and row.get("method") != "base model"
 
 
-def read_run_results(folder: str | Path) -> list[dict[str, Any]]:
+def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return the results of the adapter in a run's folder: those of its training, and those that `evaluate` added later.
 
-    A checkpoint in a run has only the second ones. They are next to those of the run.
+    A checkpoint in a run has only the second ones, which `evaluate` writes into the run's folder under the step's number.
+
+    Args:
+        folder: Folder of a run or of a checkpoint.
+        weights: Columns `training` and `step` of the adapter there, as in `Source.columns`. The results of a folder can also
+            be of another training: a later one whose adapter was not saved, or a former one that had a checkpoint of the same
+            step. They are left out then. None: the adapter is not known, and the results decide.
     """
     own = read_own_results(folder)
+    has_training = weights is not None and weights.get("training") is not None  # an older adapter has none
     run = _run_of_checkpoint(folder)
     if run is not None:
         step = checkpoint_step(Path(folder).resolve())
         for row in _read_evaluated(run):
-            if checkpoint_step(row.get("adapter") or "") == step or _is_of_base(row):
+            is_of_step = checkpoint_step(row.get("adapter") or "") == step
+            is_of_other_training = has_training and row.get("training") != weights["training"]
+            if _is_of_base(row) or is_of_step and not is_of_other_training:
                 own.append(row)
         return own
     training = next(filter(is_of_training, own), None)
     if training is None:
         return own
+    if has_training and any(training.get(name) != weights.get(name) for name in ("training", "step")):
+        own = [row for row in own if _is_of_base(row)]
+        training = {**training, **weights}
     measured = {_measurement(row) for row in own}
     added = []
     for row in _read_evaluated(folder):

@@ -108,15 +108,20 @@ def write_model_card(
     return folder / CARD_FILE
 
 
-def read_card_fields(folder: str | Path) -> dict[str, Any]:
-    """Return arguments of `write_model_card` from the folder of a run: its data, recipe, results and best checkpoint."""
+def read_card_fields(folder: str | Path, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return arguments of `write_model_card` from the folder of a run: its data, recipe, results and best checkpoint.
+
+    Args:
+        folder: Folder of a run or of a checkpoint.
+        weights: Argument of `read_run_results`.
+    """
     folder = Path(folder)
     recipe = read_recipe(folder)
     return {
         "dataset": [source.path for source in read_sources(recipe) if not source.files],
         "data_description": describe_data(recipe, without_folders=True) or None,
         "recipe": read_text(recipe_path(folder)) if recipe else None,
-        "results": read_run_results(folder),
+        "results": read_run_results(folder, weights),
         "kept_checkpoint": describe_kept_checkpoint(folder),
     }
 

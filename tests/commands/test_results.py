@@ -87,6 +87,23 @@ def test_results_of_a_checkpoint_have_no_readouts(tmp_path):
     assert found == [{**row, "folder": None} for row in (later, {**ROW, **BASE})]
 
 
+def test_results_of_weights_are_of_their_training(tmp_path):
+    """A former training had the same checkpoint, and the adapter of a later one may not have been saved."""
+    (tmp_path / "recipe.yaml").write_text("seed: 3\n")
+    checkpoint = tmp_path / "checkpoint-10"
+    checkpoint.mkdir()
+    evaluated = [{**ROW, "adapter": str(checkpoint), "training": name, "task": name} for name in ("t1", "t2")]
+    later = {**ROW, "adapter": str(tmp_path), "training": "t1", "task": "t1 at its end"}
+    write_results(tmp_path / "evaluation", [*evaluated, later, {**ROW, **BASE, "task": "base"}])
+    tasks = lambda *place: [row["task"] for row in results.read_run_results(*place)]
+    assert tasks(checkpoint, {"training": "t2", "step": 10}) == ["t2", "base"]
+    assert tasks(checkpoint, {"training": None}) == tasks(checkpoint) == ["t1", "t2", "base"]  # an older adapter
+    write_results(tmp_path, [{**OF_TRAINING, "training": "t2"}])
+    assert tasks(tmp_path, {"training": "t1", "step": 10}) == ["t1", "t1 at its end", "base"]
+    assert tasks(tmp_path, {"training": "t2", "step": 20}) == ["base"]
+    assert tasks(tmp_path, {"training": "t2", "step": 10}) == tasks(tmp_path) == ["training", "t2", "base"]
+
+
 def test_results_after_another_training_of_equal_length(tmp_path):
     base_loss = {**OF_TRAINING, **BASE, "metric": "eval_loss", "training": None}
     write_results(tmp_path, [OF_TRAINING, base_loss, {**ROW, "training": "t1"}], step=10, training="t1")

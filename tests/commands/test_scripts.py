@@ -17,7 +17,7 @@ import torch
 from peft import get_peft_model
 
 from helpers.errors import user_error
-from helpers.files import ROOT, load_script, write_lines
+from helpers.files import ROOT, load_script, read_lines, write_lines
 from helpers.results import expected_results
 from helpers.tiny import TINY, tiny_hrm
 from loopdropout_trainer import default_peft_config, load_model
@@ -33,6 +33,7 @@ from loopdropout_trainer.results import (
     read_recipe,
     read_results,
     read_run,
+    write_results,
     write_run,
 )
 from loopdropout_trainer.runs import Run
@@ -334,8 +335,13 @@ def test_results_of_a_checkpoint_are_in_its_run(copy, tmp_path, monkeypatch):
     assert contents(checkpoint) == before and load_results(copy)["checkpoint"].isin([4]).sum() == len(rows)
     accuracy = accuracy_numbers(load_results(copy / "evaluation"))
     assert {*accuracy.index.get_level_values("method")} == {"Loop Dropout, checkpoint = 4"}
+    # A former training had a checkpoint of the same step.
+    own = read_lines(copy / "evaluation/results.jsonl")
+    former = [{**row, "training": "former", "task": "former task"} for row in own]
+    write_results(copy / "evaluation", former)
     load_script("recipes/merge.py").main([str(checkpoint)])
-    assert "| arithmetic_easy_test | 4 |" in (copy / "checkpoint-4-merged/README.md").read_text()
+    card = (copy / "checkpoint-4-merged/README.md").read_text()
+    assert "| arithmetic_easy_test | 4 |" in card and "former task" not in card
     assert contents(checkpoint) == before
     monkeypatch.chdir(copy / "checkpoint-2")
     assert measurement_folder(".", "evaluation") == str(copy / "evaluation")
