@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from pathlib import Path
@@ -27,6 +27,8 @@ from loopdropout_trainer.files import write_file
 
 # lm-eval gives advice on custom data sets for each task that has one.
 logging.getLogger("lm_eval.api.task").addFilter(lambda record: "Custom kwargs" not in str(record.msg))
+
+logger = logging.getLogger(__name__)
 
 _GROUPS = ("subject", "level", "num_steps")
 
@@ -139,25 +141,40 @@ def _collect(
         row = {"metric": metric, **columns, **shared, "n": len(values)}
         return {**row, "value": 100 * float(np.mean(values)), "unit": "%"}
 
-    rows = []
+    by_key = {}
     for key in keys:
         metric, filter_name = key.split(",", 1)
         values = [sample.get(metric) for sample in samples[filter_name]]
         if all(isinstance(value, Real | np.bool_) and 0 <= value <= 1 for value in values):
-            rows.append(percentage("accuracy" if key == main_key else _name_metric(key, main_metric), values))
+            by_key[key] = percentage("accuracy" if key == main_key else _name_metric(key, main_metric), values)
         elif len(leaves) == 1:
             row = {"metric": _name_metric(key, main_metric), **shared, "n": len(lines)}
-            rows.append({**row, "value": float(numbers[key]), "unit": ""})
+            by_key[key] = {**row, "value": float(numbers[key]), "unit": ""}
+        else:
+            logger.warning(
+                f"`{metric}` of {name} is not reported, because {name} has several tasks and the values are not from 0 to 1. "
+                "Evaluate the tasks one by one."
+            )
+    rows = [*by_key.values()]
     if lines["completion"].notna().all():
         rows.append(percentage("missing", ~lines["answered"]))
+    if main_key in by_key and by_key[main_key]["metric"] == "accuracy":
+        for column, groups in _group_problems(lines):
+            rows += [percentage(f"accuracy_by_{column}", correct, group=str(group)) for group, correct in groups]
+    if output_dir is not None:
+        file = _write_samples(lm, name, lines, output_dir)
+        if main_key in by_key:  # whose values the samples have
+            by_key[main_key]["samples"] = file
+    return rows
+
+
+def _group_problems(lines: pd.DataFrame) -> Iterator[tuple[str, Iterable[tuple[Any, pd.Series]]]]:
+    """Yield the columns that divide the problems of a task into several groups, each with the groups and their values."""
     columns = [column for column in _GROUPS if column in lines] or ["task"]
     for column in columns:
         groups = lines.groupby(column, sort=False)["correct"]
         if len(groups) > 1:
-            rows += [percentage(f"accuracy_by_{column}", correct, group=str(group)) for group, correct in groups]
-    if output_dir is not None:
-        rows[0]["samples"] = _write_samples(lm, name, lines, output_dir)
-    return rows
+            yield column, groups
 
 
 def _group_samples(leaves: Iterable[Task], evaluation: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

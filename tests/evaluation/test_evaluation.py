@@ -150,7 +150,7 @@ def test_development_task_scores_held_out_examples(replay, preparation, answer):
     assert (accuracy["task"], accuracy["value"]) == ("development", pytest.approx(100 / 3))
 
 
-def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
+def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch, log):
     def load_subject(*, name, **options):
         """Generate one to three problems of a subject of MMLU."""
         answers = random.Random(name).choices(range(4), k=1 + len(name) % 3)
@@ -169,6 +169,12 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch):
     counts = Counter(sample["subject"] for sample in samples)
     assert len(counts) == 19 and {*counts.values()} == {1, 2, 3}
     assert {row["group"]: row["n"] for row in parts if row["metric"] == "accuracy_by_subject"} == counts
+    group = load_task("mmlu_stem")["mmlu_stem"]
+    for task in group.get_all_tasks():
+        task.process_results = lambda doc, results: {"acc": 3.0}  # such as a number of points
+    assert evaluate_tasks(lm, [group], output_dir=tmp_path) == []
+    assert "`acc` of mmlu_stem is not reported, because mmlu_stem has several tasks and the" in log.text
+    assert {sample["correct"] for sample in read_lines(tmp_path / "samples_mmlu_stem_K4_none.jsonl")} == {3.0}
 
 
 def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
