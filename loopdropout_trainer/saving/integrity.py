@@ -17,6 +17,7 @@ import xxhash
 
 from loopdropout_trainer.errors import UserError, find_write_error, short_repr
 from loopdropout_trainer.files import check_links, parse_json, read_json_object, read_text, sync_files, write_file
+from loopdropout_trainer.saving.saved_adapter import adapter_folder
 
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,9 @@ def saving(folder: str | Path, patterns: Iterable[str] = ("**/*",)) -> Iterator[
 
 
 def adapter_patterns(adapters: Iterable[str] = ()) -> list[str]:
-    """Return the patterns of adapters in the folder of a run. PEFT saves the adapter `x` in the subfolder `x`."""
-    subfolders = [f"{adapter}/" for adapter in adapters if adapter != "default"]
-    return [subfolder + pattern for subfolder in ("", *subfolders) for pattern in _ADAPTER_FILES]
+    """Return the patterns of the files of adapters in the folder of a run, relative to it. `default` is one of them."""
+    folders = [adapter_folder(".", adapter) for adapter in ("default", *adapters)]
+    return [(folder / pattern).as_posix() for folder in dict.fromkeys(folders) for pattern in _ADAPTER_FILES]
 
 
 def begin(folder: str | Path) -> None:

@@ -234,7 +234,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             self._check_prompts()
 
     def _check_lengths(self) -> None:
-        """Warn if TRL has left out examples whose prompt is longer than `max_length`, which it does not say.
+        """Warn if TRL has left out examples whose prompt fills `max_length`, which it does not say.
 
         Raises:
             UserError: If no example of a dataset is left, or none has a token to train on, so that the loss would be zero.
@@ -252,9 +252,11 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
                 )
             rows = dataset.select_columns("labels").with_format(None)
             if not any(label != IGNORED for row in rows for label in row["labels"][1:]):
+                reason = "their texts are empty"
+                if length is not None:
+                    reason += f" or their prompts have {length:,} tokens (`max_length`) or more"
                 raise UserError(
-                    f"{title} must have a token to train on, got {count(given, 'example')} without one, because their texts "
-                    f"are empty or their prompts have {length} tokens (`max_length`) or more."
+                    f"{title} must have a token to train on, got {count(given, 'example')} without one, because {reason}."
                 )
 
     def _check_prompts(self) -> None:

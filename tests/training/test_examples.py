@@ -164,6 +164,8 @@ def test_data_without_a_trained_token_raises(make, rows, fields):
         make(SFT, rows, max_length=10, **fields)
     with user_error(f"`eval_dataset` {message}"):
         make(SFT, sound, rows, max_length=10, **fields)
+    with user_error("got 2 examples without one, because their texts are empty."):
+        make(SFT, Dataset.from_list([{"text": ""}] * 2), max_length=None)
     with user_error(r"`eval_dataset\['one'\]` must have at least one example"):
         make(SFT, sound, {"one": sound.select([])})
 
