@@ -328,7 +328,10 @@ def read_run(output_dir: str | Path) -> dict[str, Any]:
 
 
 def has_trained(output_dir: str | Path) -> bool:
-    """Return whether `run.json` says that a training has ended in a folder. Its measurements may be missing."""
+    """Return whether `run.json` says that a training has ended in a folder. Its measurements may be missing.
+
+    A sweep counts only the trainings that are measured as far as it needs them (`Sweep.is_done`).
+    """
     return read_run(output_dir).get("status") in ("trained", "finished")
 
 

@@ -309,7 +309,7 @@ class Sweep:
     def count_by_method(self) -> dict[str, tuple[int, int]]:
         """Return the number of trainings of each method that have ended, and of all of its trainings.
 
-        A training has ended here if one of its runs is done. Its final measurement may be missing.
+        A training counts if one of its runs is done: it has its score, but its final measurement may be missing.
         """
         numbers = {}
         for method in self.recipes:
@@ -363,7 +363,8 @@ class Sweep:
     def is_done(self, run: SweepRun) -> bool:
         """Return whether a run has finished with its settings, or need not.
 
-        It need not if it only serves the choice and has its score, or if its loss is not finite.
+        It need not if it only serves the choice and has its score, or if its loss is not finite. `Run.is_complete` of a
+        training script is stricter: a run with a damaged adapter is not complete. The sweep still has its results.
 
         Raises:
             UserError: if the run in the folder has other training settings.

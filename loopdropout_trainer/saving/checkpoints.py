@@ -56,12 +56,18 @@ def count_worse_evaluations(state: TrainerState) -> int:
 
 
 def has_stopped_early(state: TrainerState, patience: int | None) -> bool:
-    """Return whether a training stopped at the state of its checkpoint, by its `early_stopping_patience`."""
+    """Return whether a training stopped at the state of its checkpoint, by its `early_stopping_patience`.
+
+    The state of a checkpoint does not say if the training has ended there. `find_early_stop` tells it of one that has.
+    """
     return patience is not None and count_worse_evaluations(state) >= patience
 
 
 def find_early_stop(state: TrainerState) -> int | None:
-    """Return the step after which a training that has ended has stopped early, or None if it took all of its steps."""
+    """Return the step after which a training that has ended has stopped early, or None if it took all of its steps.
+
+    It counts the steps, because callbacks of the user can stop a training, too.
+    """
     return state.global_step if state.global_step < state.max_steps else None
 
 

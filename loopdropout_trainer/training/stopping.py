@@ -19,6 +19,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count, find_write_error
 from loopdropout_trainer.saving.checkpoints import (
     count_worse_evaluations,
+    find_early_stop,
     has_stopped_early,
     load_state,
     name_metric,
@@ -148,8 +149,10 @@ class EarlyStopCallback(EarlyStoppingCallback):
         self.early_stopping_patience_counter = count_worse_evaluations(state)
 
     def on_train_end(self, args, state, control, **kwargs):
-        is_early = self.early_stopping_patience_counter >= self.early_stopping_patience
-        if not is_early or state.global_step >= state.max_steps or not state.is_world_process_zero:
+        is_patient = (
+            self.early_stopping_patience_counter < self.early_stopping_patience
+        )  # another callback may stop it
+        if is_patient or find_early_stop(state) is None or not state.is_world_process_zero:
             return
         kept = f" The weights of step {state.best_global_step:,} are kept." if state.best_model_checkpoint else ""
         metric = name_metric(args.metric_for_best_model)
