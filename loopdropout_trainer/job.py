@@ -6,6 +6,7 @@ trainings and measurements need are imported in the functions, so that mistakes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.measuring import evaluate, measure
 from loopdropout_trainer.plan import describe_examples, describe_left_out, print_next_commands, print_plan
 from loopdropout_trainer.recipe import build, dump_recipe, override
-from loopdropout_trainer.results import (
-    RECIPE_FILE,
-    write_run,
-)
+from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop, load_state
 from loopdropout_trainer.saving.integrity import adapter_patterns
@@ -40,6 +38,9 @@ if TYPE_CHECKING:
 
     from loopdropout_trainer.progress import JobProgressCallback
     from loopdropout_trainer.training.config import GateConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -148,6 +149,7 @@ class Job:
             loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
             lines.append(describe_examples(loaded, self.data_args, self.args))
             self._check_held_out(loaded.datasets)
+            self._hint_at_evaluation(loaded.datasets)
             check_assistant_loss(self.args, loaded.datasets["train"][0])
         finally:
             lines += describe_left_out(left_out)
@@ -161,6 +163,18 @@ class Job:
             raise UserError(
                 "`num_eval_examples` must be at least 1, or `eval_files` must be set, if `eval_strategy` is "
                 f"{word_of(self.args.eval_strategy)}, because there is no held-out example."
+            )
+
+    def _hint_at_evaluation(self, datasets: DatasetDict) -> None:
+        """Log that the training is not evaluated on the held-out examples that the user has asked for, and no task is."""
+        recipe, options = self.runs[0].recipe, self.script_args
+        is_asked_for = recipe.get("num_eval_examples") or recipe.get("eval_files")
+        is_used = DEVELOPMENT in (options.benchmarks or ()) or getattr(options, "single_loop_batches", 0)
+        is_chosen = recipe.get("eval_strategy") is not None
+        if is_asked_for and not is_used and not is_chosen and self.args.process_index == 0:
+            logger.warning(
+                "`eval_strategy` is not set, so the training is not evaluated on its %s. Set it to steps or epoch.",
+                count(len(datasets["eval"]), "held-out example"),
             )
 
     def load_tasks(self, held_out: Any) -> None:
@@ -288,12 +302,14 @@ class Job:
         """Load the tokenizer of the base model, with the recipe's chat template and end token."""
         from loopdropout_trainer.saving.facts import MODELS
         from loopdropout_trainer.saving.source import find_source
-        from loopdropout_trainer.tokenizers import load_tokenizer
+        from loopdropout_trainer.tokenizers import check_token, load_tokenizer
 
         model_args = self.model_args
         source = find_source(model_args.model_name_or_path, revision=model_args.model_revision, accept=MODELS)
         end_token = getattr(self.args, "eos_token", None)
-        return load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
+        tokenizer = load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
+        check_token(tokenizer, "pad_token", getattr(self.args, "pad_token", None))
+        return tokenizer
 
     # After the training
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.errors import UserError, count
+from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
 from loopdropout_trainer.runs import Run
@@ -59,16 +60,24 @@ def read_config(model: ModelArguments) -> dict[str, Any]:
 
 
 def find_rank(adapter: AdapterArguments) -> int | None:
-    """Return the rank of the adapter that is trained, or None if the adapter to start from cannot be read yet."""
+    """Return the rank of the adapter that is trained, or None if it starts from one on the Hub, which cannot be reached.
+
+    Raises:
+        UserError: If there is no adapter to start from.
+    """
     name = adapter.adapter_name_or_path
     if name is None:
         return adapter.lora_r
+    from loopdropout_trainer.saving.hub import is_hub_name
     from loopdropout_trainer.saving.source import find_source
 
     try:
         return find_source(name, accept=("adapter",), what="adapter").adapter.read_config().r
-    except (OSError, UserError):  # loading it says why
-        return None
+    except UserError as error:
+        is_on_hub = is_hub_name(name) and not Path(name).parent.is_dir()
+        if is_on_hub and is_unreachable(error):  # a plan needs no network
+            return None
+        raise
 
 
 def describe_model(model: ModelArguments, config: Mapping[str, Any]) -> str:

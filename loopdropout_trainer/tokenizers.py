@@ -193,6 +193,14 @@ def check_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def check_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str | None) -> None:
+    """Raise UserError if a special token that the user has set is not one of the tokenizer. `name`: the field."""
+    if token is not None and token not in tokenizer.get_vocab():
+        raise UserError(
+            f"`{name}` must be a token of the tokenizer {tokenizer.name_or_path}, got {short_repr(token)}."
+        )
+
+
 def _set_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str) -> None:
     if token not in tokenizer.get_vocab():
         raise UserError(

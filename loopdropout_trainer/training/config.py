@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.errors import UserError, short_repr
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     Probabilities = float | Sequence[float] | None
 else:
     Probabilities = list[float] | None  # HfArgumentParser accepts one type, and `__post_init__` also accepts a number
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -124,6 +127,8 @@ class GateConfig:
         if not is_given and getattr(self, "activation_checkpointing", False) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()
+        if self.process_index == 0:
+            warn_of_unused_steps(self)
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
 
     def _take_numbers(self) -> None:
@@ -248,6 +253,16 @@ class GateConfig:
 def word_of(choice: Any) -> Any:
     """Return the word of a choice of transformers, such as "epoch" for `IntervalStrategy.EPOCH`."""
     return getattr(choice, "value", choice)
+
+
+def warn_of_unused_steps(args: TrainingArguments) -> None:
+    """Warn if `eval_steps` is set, but the training is not evaluated by its steps."""
+    strategy = word_of(args.eval_strategy)
+    if args.eval_steps is not None and strategy != "steps":
+        logger.warning_once(
+            f"`eval_steps` has no effect, because `eval_strategy` is {strategy}. Set it to steps to evaluate every "
+            f"{args.eval_steps:g} steps."
+        )
 
 
 def check_best_checkpoint(args: TrainingArguments) -> None:

@@ -42,7 +42,7 @@ from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.facts import MODELS
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.tokenizers import check_end_token, load_tokenizer, warn_if_rebuilt
+from loopdropout_trainer.tokenizers import check_end_token, check_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
@@ -263,6 +263,9 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         self._template_path = getattr(args, "chat_template_path", None)
         if self._template_path is not None:
             args.chat_template_path = choose_template(args, tokenizer)
+        if getattr(args, "chat_template_path", None) is None:  # else TRL copies another tokenizer's tokens
+            for name in ("eos_token", "pad_token"):
+                check_token(tokenizer, name, getattr(args, name, None))
         self.num_given = {}
         if not self.reads_columns(arguments):
             return

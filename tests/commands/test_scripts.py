@@ -571,6 +571,18 @@ def test_documented_own_rule_trains(file, setting, words, p, tmp_path, monkeypat
     assert f"(p = {p})" in text and find_source(tmp_path / "run").facts()["p"] == p
 
 
+def test_held_out_examples_without_evaluation_are_named(tmp_path, log):
+    words = [f"quickstart.yaml {ONLY_TRAIN} --dry_run true --output_dir", tmp_path, "--single_loop_batches"]
+    run(*words, 0)
+    hint = "`eval_strategy` is not set, so the training is not evaluated on its 8 held-out examples. Set it to steps"
+    assert hint in log.text
+    log.clear()
+    run(*words, 1)
+    for use in ("--eval_strategy no", "--benchmarks development", "--num_eval_examples 0"):
+        run(*words, 0, use)
+    assert "is not evaluated" not in log.text
+
+
 # Mistakes. Each is one line on standard error, with exit code 2.
 
 
@@ -608,6 +620,17 @@ MISTAKES = [
     ("sft", "--lora_target_modules q_projj", "must be modules of the model, such as down_proj, "),
     ("sft", "--report_to wandbb", "`report_to`: wandbb is not supported, only "),
     ("sft", "--resume_from_checkpoint checkpoint-1", "`resume_from_checkpoint` must be true or the folder of a"),
+    ("sft", "--pad_token <pads>", "`pad_token` must be a token of the tokenizer "),
+    (
+        "sft",
+        "--dry_run true --adapter_name_or_path recipes/missing",
+        "There is no folder recipes/missing, and no adapter",
+    ),
+    (
+        "sft",
+        "--dry_run true --adapter_name_or_path recipes",
+        "The folder recipes holds neither a model nor an adapter",
+    ),
     ("sft", "--preview 0 1 2", "`preview` must have one value, got 0 1 2."),
     ("sft", "--preview 32", "`preview` must be from 0 to 31, got 32."),
     ("sft", f"--hub_tokn {TOKEN}", "`hub_tokn` is not a field of this script. Did you mean 'hub_token'?"),

@@ -79,6 +79,16 @@ def test_wrong_fields_raise(config, fields, message):
         config(**fields)
 
 
+def test_steps_without_evaluation_are_named(config, log):
+    config(eval_steps=7)
+    text = "`eval_steps` has no effect, because `eval_strategy` is no. Set it to steps to evaluate every 7 steps."
+    assert text in log.text
+    log.clear()
+    config(eval_steps=8, eval_strategy="steps")
+    config(eval_strategy="epoch")
+    assert "no effect" not in log.text
+
+
 @pytest.mark.parametrize("cls", [LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig])
 def test_unknown_fields_have_a_hint(config, cls):
     with user_error(f"`learing_rate` is not a field of {cls.__name__}. Did you mean 'learning_rate'?"):

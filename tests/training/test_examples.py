@@ -152,6 +152,12 @@ def test_examples_longer_than_max_length_are_counted(make, log):
     assert "1 example of `train_dataset` of 3 are left out, because no token of their first 10 tokens" in log.text
 
 
+@pytest.mark.parametrize("name", ["eos_token", "pad_token"])
+def test_special_tokens_must_be_known(make, name):
+    with user_error(f"`{name}` must be a token of the tokenizer .*, got '<missing>'."):
+        make(SFT, Dataset.from_list([{"text": "1"}] * 2), **{name: "<missing>"})
+
+
 LONG = [{"prompt": "1 + 1 =" * 9, "completion": "2"}] * 2
 
 
