@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.fields import check_fields, option
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
-from loopdropout_trainer.looped import MOST_LOOPS
+from loopdropout_trainer.looped import MOST_LOOPS, find_looped_model
 from loopdropout_trainer.rewards import REWARDS
 
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
 
 
 def attention_option() -> Any:
@@ -115,6 +115,16 @@ class SourceArguments:
         set_threads(self.num_threads)
 
 
+LORA_FIELDS = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "use_rslora": "use_rslora",
+}
+"""Fields of `AdapterArguments`, and the fields of PEFT's LoraConfig that they set. A recipe has no others."""
+
+
 @dataclass
 class AdapterArguments:
     """The LoRA adapter. The defaults are the paper's."""
@@ -143,14 +153,52 @@ class AdapterArguments:
 
         if self.adapter_name_or_path is not None:
             return None
-        return LoraConfig(
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            target_modules=self.lora_target_modules,
-            use_rslora=self.use_rslora,
-            task_type="CAUSAL_LM",
-        )
+        values = {field: getattr(self, name) for name, field in LORA_FIELDS.items()}
+        return LoraConfig(**values, task_type="CAUSAL_LM")
+
+
+_NOT_CHOSEN = {
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+}
+"""Fields of a LoraConfig that a recipe does without: the last three choose modules, which `lora_target_modules` names."""
+
+
+def describe_adapter(model: PeftModel) -> dict[str, Any]:
+    """Return the fields of `AdapterArguments` that make a new adapter like the active one of a model.
+
+    `lora_target_modules` is missing if all projections are adapted that are adapted by default.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    adapter = model.active_adapters[0]
+    config, looped = model.peft_config[adapter], find_looped_model(model)
+    values = {name: getattr(config, field) for name, field in LORA_FIELDS.items()}
+    layers = {name: module for name, module in looped.named_modules() if isinstance(module, LoraLayer)}
+    adapted = {name for name, module in layers.items() if adapter in module.lora_A}
+    targets = config.target_modules
+    is_pattern = isinstance(targets, str) or config.exclude_modules or config.layers_to_transform is not None
+    values["lora_target_modules"] = sorted(adapted if is_pattern else targets)
+    if adapted == set(looped.default_targets()):
+        del values["lora_target_modules"]
+    return values
+
+
+def find_unsaved_fields(config: LoraConfig) -> list[str]:
+    """Return the fields of a LoraConfig that have other values than by default, and that a recipe cannot hold."""
+    default = type(config)()
+    names = []
+    for field in fields(config):
+        value, usual = getattr(config, field.name), getattr(default, field.name)
+        is_known = field.name in _NOT_CHOSEN or field.name in LORA_FIELDS.values()
+        if not is_known and value != usual and (value or usual):
+            names.append(field.name)
+    return names
 
 
 @dataclass

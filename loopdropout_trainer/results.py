@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import loopdropout_trainer
-from loopdropout_trainer.arguments import names_of
+from loopdropout_trainer.arguments import describe_adapter, names_of
 from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.files import (
     checkpoint_step,
@@ -497,18 +497,14 @@ def training_recipe(trainer: Trainer) -> dict[str, Any]:
 
     It has the fields that the user has given, and not the values that the libraries have chosen for this machine.
     """
-    model, args = trainer.model, trainer.args
-    lora, facts = model.peft_config[model.active_adapters[0]], trainer.looped.trained_with
+    model, args, facts = trainer.model, trainer.args, trainer.looped.trained_with
     recipe = {
         "model_name_or_path": public_name(model.get_base_model().config.name_or_path),
         "model_revision": facts.get("base_revision"),
         "num_loops": trainer.num_loops,
         "dtype": facts.get("dtype"),
         "adapter_name_or_path": facts.get("initial_adapter"),
-        "lora_r": lora.r,
-        "lora_alpha": lora.lora_alpha,
-        "lora_dropout": lora.lora_dropout,
-        "use_rslora": lora.use_rslora,
+        **describe_adapter(model),
     }
     recipe = {name: value for name, value in recipe.items() if value is not None}
     given = {*args.given_fields()} - _UNSAVED

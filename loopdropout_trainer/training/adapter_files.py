@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress, logging
 
+from loopdropout_trainer.arguments import find_unsaved_fields
 from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import (
@@ -64,10 +66,25 @@ class AdapterFilesMixin:
         self.save_state()
         rows = training_results(self, first_step)
         if self.is_world_process_zero():
-            dump_recipe(self.recipe or training_recipe(self), Path(self.args.output_dir, RECIPE_FILE))
+            recipe = self.recipe
+            if recipe is None:
+                recipe = training_recipe(self)
+                self._warn_of_unsaved_fields(recipe)
+            dump_recipe(recipe, Path(self.args.output_dir, RECIPE_FILE))
             columns = result_columns(self, self.method or self.rule.title)
             rows = [{"task": "training", **columns, **row} for row in rows]
             write_results(self.args.output_dir, rows, columns["step"], columns["training"])
+
+    def _warn_of_unsaved_fields(self, recipe: Mapping[str, Any]) -> None:
+        """Warn if the recipe of a training in Python would make another adapter."""
+        if "adapter_name_or_path" in recipe:  # which has these fields
+            return
+        names = find_unsaved_fields(self.model.peft_config[self.model.active_adapters[0]])
+        if names:
+            logger.warning(
+                f"{RECIPE_FILE} has no {', '.join(f'`{name}`' for name in names)} of the LoraConfig, because recipes have no "
+                "such fields. Repeat this training in Python."
+            )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the adapter with its training settings and its card. Weights that are not finite are not saved."""

@@ -1,10 +1,12 @@
 """What people do with a trainer and its model in a notebook: the right result, or one sentence."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model_state_dict
 from transformers import TrainerCallback
 
 from helpers.errors import user_error
@@ -17,7 +19,13 @@ from loopdropout_trainer import (
     merge_and_save,
     use_gates,
 )
+from loopdropout_trainer.arguments import AdapterArguments
 from loopdropout_trainer.gate_state import GatedBatch
+from loopdropout_trainer.lora import adapted_layers
+from loopdropout_trainer.recipe import load_recipe
+
+
+LAYER_0 = ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj"]
 
 
 def checkpoint_reentrant(model):
@@ -135,3 +143,30 @@ def test_last_gates_print_the_loops_of_each_example(train):
 def test_gates_of_a_compiled_model_name_the_model(train):
     with user_error("`model` must not be compiled. Give the model that `torch.compile` has got"):
         use_gates(torch.compile(train(max_steps=1).model), [1, 0, 0, 0]).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets", "unsaved"),
+    [
+        ({"target_modules": ["v_proj", "q_proj"]}, ["q_proj", "v_proj"], None),
+        ({"r": 4, "use_rslora": True, "lora_dropout": 0.25}, None, None),
+        ({"target_modules": r".*\.0\.mlp\..*", "exclude_modules": ["up_proj"]}, LAYER_0, None),
+        ({"target_modules": ["down_proj", "gate_proj"], "layers_to_transform": [0]}, LAYER_0, None),
+        ({"rank_pattern": {"q_proj": 2}, "init_lora_weights": "gaussian"}, None, "`init_lora_weights`, `rank_pattern` of"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_recipe_of_python_makes_the_same_adapter(train, log, lora, targets, unsaved):
+    trainer = train(peft_config=LoraConfig(**lora), max_steps=1)
+    recipe = load_recipe(Path(trainer.args.output_dir, "recipe.yaml"))
+    assert recipe.get("lora_target_modules") == targets
+    fields = {own.name for own in dataclasses.fields(AdapterArguments)}
+    again = train(
+        peft_config=AdapterArguments(**{k: v for k, v in recipe.items() if k in fields}).peft_config, max_steps=1
+    )
+    shapes = [{name: x.shape for name, x in get_peft_model_state_dict(t.model).items()} for t in (trainer, again)]
+    scales = [{layer.scaling["default"] for layer in adapted_layers(t.model)} for t in (trainer, again)]
+    is_same = shapes[0] == shapes[1] and scales[0] == scales[1]
+    assert is_same is ("rank_pattern" not in lora)
+    assert ("of the LoraConfig, because recipes have no such fields" in log.text) is (unsaved is not None)
+    assert (unsaved or "") in log.text
