@@ -131,6 +131,11 @@ def read_own_results(folder: str | Path) -> list[dict[str, Any]]:
     return [{**row, "folder": str(folder)} for row in _read_rows(Path(folder, RESULTS_FILE))]
 
 
+def weights_of(columns: Mapping[str, Any]) -> tuple[str | None, int | None]:
+    """Return the identifier of the training and the step, which tell weights apart, of a result or of `Source.columns`."""
+    return columns.get("training"), columns.get("step")
+
+
 def is_of_training(row: Mapping[str, Any]) -> bool:
     """Return whether a result is one of the training itself, such as its loss. The base model has a held-out loss, too."""
     return row.get("task") == "training" and row.get("method") != "base model"
@@ -161,7 +166,7 @@ def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = Non
     training = next(filter(is_of_training, own), None)
     if training is None:
         return own
-    if has_training and any(training.get(name) != weights.get(name) for name in ("training", "step")):
+    if has_training and weights_of(training) != weights_of(weights):
         own = [row for row in own if _is_of_base(row)]
         training = {**training, **weights}
     measured = {_measurement(row) for row in own}
@@ -269,18 +274,14 @@ def split_replaced(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     weights: dict[str, set] = {}  # of a run. A copy of its folder may have other ones.
     for row in rows:
         if is_of_training(row) and row.get("training"):
-            weights.setdefault(row["run"], set()).add((row["training"], row["step"]))
+            weights.setdefault(row["run"], set()).add(weights_of(row))
     present, replaced = [], []
     for row in rows:
         is_of_final_weights = row.get("adapter") and row.get("training") and not is_checkpoint(row["adapter"])
-        if (
-            not is_of_final_weights
-            or row["run"] not in weights
-            or (row["training"], row["step"]) in weights[row["run"]]
-        ):
-            present.append(row)
-        else:
+        if is_of_final_weights and row["run"] in weights and weights_of(row) not in weights[row["run"]]:
             replaced.append(row)
+        else:
+            present.append(row)
     return present, replaced
 
 

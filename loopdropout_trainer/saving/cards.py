@@ -17,7 +17,7 @@ from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_nam
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results import is_of_training, read_recipe, read_run_results, recipe_path
+from loopdropout_trainer.results import is_of_training, read_recipe, read_run_results, recipe_path, weights_of
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, describe_steps, load_state, name_metric
 from loopdropout_trainer.saving.hub import is_hub_name
 
@@ -133,7 +133,7 @@ def read_card_of(model: PeftModel) -> dict[str, Any]:
     if folder is None or not Path(folder).is_dir():
         return {}
     fields = read_card_fields(folder)
-    trainings = [(row.get("training"), row["step"]) for row in fields["results"] if is_of_training(row)]
+    trainings = [weights_of(row) for row in fields["results"] if is_of_training(row)]
     # Not if a later training in the folder has replaced them.
     is_own = (settings.get("training_id"), settings.get("step")) in trainings
     return fields if is_own else {}

@@ -182,7 +182,11 @@ class AdapterFilesMixin:
     ) -> None:
         """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
         if self.is_world_process_zero():
-            card = read_card_fields(self.args.output_dir)
+            weights = {
+                "training": self.training_id,
+                "step": saved_step(self),
+            }  # before the end, there may be other results
+            card = read_card_fields(self.args.output_dir, weights)
             if dataset_name is not None:
                 card |= {"dataset": dataset_name, "data_description": None}
             write_model_card(

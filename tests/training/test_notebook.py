@@ -114,6 +114,8 @@ def test_cards_of_python_have_the_facts_of_a_run(train, make_sft, tmp_path):
     train(eval_strategy="steps", eval_steps=2, seed=7)  # replaces the results there
     trainer.save_model(str(tmp_path / "again"))
     assert "Held-out loss" not in (tmp_path / "again" / "README.md").read_text()
+    trainer.create_model_card()
+    assert "Held-out loss" not in Path(trainer.args.output_dir, "README.md").read_text()
 
 
 def test_named_data_is_in_the_card(make_sft, dataset):
