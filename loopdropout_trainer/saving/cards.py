@@ -18,7 +18,13 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.results import is_of_training, read_recipe, read_run_results, recipe_path, weights_of
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, describe_steps, load_state, name_metric
+from loopdropout_trainer.saving.checkpoints import (
+    STATE_FILE,
+    describe_score,
+    describe_steps,
+    describe_unsaved_best,
+    load_state,
+)
 from loopdropout_trainer.saving.hub import is_hub_name
 
 
@@ -140,23 +146,25 @@ def read_card_of(model: PeftModel) -> dict[str, Any]:
 
 
 def describe_kept_checkpoint(folder: str | Path) -> str | None:
-    """Return the best checkpoint of a run, its score and the trained steps, or None for a run that keeps the last weights.
+    """Return the kept checkpoint of a run, its score and the trained steps, or None for a run that keeps the last weights.
 
-    A checkpoint of such a run has its own weights, so there is none, either.
+    A better step that no checkpoint has is named, too, also if the last weights are kept because of it. A checkpoint of such
+    a run has its own weights, so there is none, either.
     """
     recipe = read_recipe(folder)
     keeps_best = recipe.get("load_best_model_at_end") or recipe.get("early_stopping_patience")
     if not keeps_best or is_checkpoint(Path(folder).resolve()) or not Path(folder, STATE_FILE).is_file():
         return None
-    state = load_state(folder)
-    if state.best_model_checkpoint is None:
+    state, metric = load_state(folder), recipe.get("metric_for_best_model")
+    unsaved = describe_unsaved_best(state, metric)
+    if state.best_model_checkpoint is not None:
+        step = checkpoint_step(state.best_model_checkpoint)
+        kept = f"checkpoint-{step}{describe_score(state, step, metric)}, trained {describe_steps(state)}"
+    elif unsaved:
+        kept = f"the last step, {state.global_step:,}{describe_score(state, state.global_step, metric)}"
+    else:
         return None
-    name, step = recipe.get("metric_for_best_model") or "loss", checkpoint_step(state.best_model_checkpoint)
-    key = f"eval_{name.removeprefix('eval_')}"
-    score = [
-        f" ({name_metric(name)} {log[key]:.4g})" for log in state.log_history if log["step"] == step and key in log
-    ]
-    return f"checkpoint-{step}{''.join(score[-1:])}, trained {describe_steps(state)}"
+    return f"{kept}. {unsaved}".removesuffix(". ")
 
 
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:

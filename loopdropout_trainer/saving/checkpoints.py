@@ -84,6 +84,30 @@ def name_metric(metric: str | None) -> str:
     return "held-out loss" if metric.removeprefix("eval_") == "loss" else metric
 
 
+def describe_score(state: TrainerState, step: int, metric: str | None) -> str:
+    """Return the score of an evaluated step, such as " (held-out loss 1.062)", or "" for a step that was not evaluated.
+
+    Args:
+        state: State of the training.
+        step: Optimizer step.
+        metric: The field `metric_for_best_model`.
+    """
+    key = f"eval_{(metric or 'loss').removeprefix('eval_')}"
+    scores = [log[key] for log in state.log_history if log["step"] == step and key in log]
+    return f" ({name_metric(metric)} {scores[-1]:.4g})" if scores else ""
+
+
+def describe_unsaved_best(state: TrainerState, metric: str | None) -> str:
+    """Return a sentence about the best evaluated step of a training if no checkpoint was saved there, else "".
+
+    transformers then keeps the best one of the saved steps, or the last weights, and does not say so.
+    """
+    best, kept = state.best_global_step, state.best_model_checkpoint
+    if best is None or (kept is not None and checkpoint_step(kept) == best):
+        return ""
+    return f"The best step {best:,}{describe_score(state, best, metric)} was not saved"
+
+
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
     """Return the logged values of the training in a folder by step, or an empty list if it has left no readable state."""
     try:

@@ -119,8 +119,7 @@ class GateConfig:
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if str(self.resume_from_checkpoint).lower() in ("false", "none"):  # words of a command line
             self.resume_from_checkpoint = None
-        if self.early_stopping_patience is not None:
-            self._save_at_evaluations()
+        self._save_at_evaluations()
         check_best_checkpoint(self)
         # TRL's default has the old name of transformers, which warns about it as if the user had given it.
         is_given = "gradient_checkpointing" in self.given_names
@@ -159,13 +158,18 @@ class GateConfig:
         self.given_names |= {"p", "rule_args"}
 
     def _save_at_evaluations(self) -> None:
-        """Save a checkpoint at each evaluation and keep the best one, as early stopping needs, unless the user has set it."""
-        needed = {"load_best_model_at_end": True}
-        if word_of(self.eval_strategy) != "no":
-            needed |= {"save_strategy": self.eval_strategy, "save_steps": self.eval_steps or self.logging_steps}
-        for name, value in needed.items():
-            if name not in self.given_names:
-                setattr(self, name, value)
+        """Save a checkpoint at each evaluation if the best one is to be kept, unless the user has set the steps of saving.
+
+        Early stopping keeps the best one, too.
+        """
+        if self.early_stopping_patience is not None and "load_best_model_at_end" not in self.given_names:
+            self.load_best_model_at_end = True
+        if not self.load_best_model_at_end or word_of(self.eval_strategy) == "no":
+            return
+        if "save_strategy" not in self.given_names:
+            self.save_strategy = self.eval_strategy
+        if "save_steps" not in self.given_names:
+            self.save_steps = self.eval_steps or self.logging_steps
 
     def given_fields(self) -> list[str]:
         """Return the names of the fields that the user has given or changed. The libraries and this class set others."""

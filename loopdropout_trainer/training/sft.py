@@ -34,7 +34,12 @@ from loopdropout_trainer.training.distributed import IGNORED, EveryExampleOnceMi
 from loopdropout_trainer.training.examples import name_datasets
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
-from loopdropout_trainer.training.stopping import ended_early, explain_metrics, explain_write_errors
+from loopdropout_trainer.training.stopping import (
+    ended_early,
+    explain_metrics,
+    explain_write_errors,
+    warn_of_unsaved_best,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -174,6 +179,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 with ended_early(self, checkpoint), explain_metrics(self):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
+                warn_of_unsaved_best(self.args, self.state)
                 self.record_training(first_step)
                 facts = {"step": saved_step(self), "training_data": describe_training_data(self)}
                 self.looped.trained_with = {**self.looped.trained_with, **facts}

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count, find_write_error
 from loopdropout_trainer.saving.checkpoints import (
     count_worse_evaluations,
+    describe_unsaved_best,
     find_early_stop,
     has_stopped_early,
     load_state,
@@ -160,6 +161,16 @@ class EarlyStopCallback(EarlyStoppingCallback):
         logger.warning(
             f"Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} without a "
             f"better {metric}.{kept}"
+        )
+
+
+def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
+    """Warn after a training with `load_best_model_at_end` if no checkpoint has its best step."""
+    if not args.load_best_model_at_end or not state.is_world_process_zero:
+        return
+    if unsaved := describe_unsaved_best(state, args.metric_for_best_model):
+        logger.warning(
+            f"{unsaved}, because checkpoints are saved at other steps. Evaluate and save at the same steps."
         )
 
 

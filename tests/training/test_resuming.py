@@ -24,8 +24,10 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, defaul
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.results import saved_step
+from loopdropout_trainer.saving.cards import describe_kept_checkpoint
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.saving.integrity import record
+from loopdropout_trainer.training.config import word_of
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, first_signal
 
 
@@ -205,6 +207,19 @@ def test_early_stopping_saves_at_evaluations(tmp_path, config):
             config(**{**given, "save_steps": 2, fields[0]: fields[1]})
 
 
+def test_best_checkpoint_is_saved_at_evaluations(tmp_path):
+    """The default of `save_steps` would save nothing in a short training, whose last weights were then kept."""
+    best = functools.partial(LoopDropoutConfig, str(tmp_path), bf16=False, load_best_model_at_end=True)
+    made = best(eval_strategy="steps", eval_steps=5)
+    assert (word_of(made.save_strategy), made.save_steps) == ("steps", 5)
+    assert not {"save_strategy", "save_steps"} & {*made.given_fields()}
+    assert word_of(best(eval_strategy="epoch").save_strategy) == "epoch"
+    assert best(eval_strategy="steps", eval_steps=5, save_steps=10).save_steps == 10
+    assert LoopDropoutConfig(str(tmp_path), bf16=False, eval_strategy="steps", eval_steps=5).save_steps == 500
+    with user_error("`save_strategy` must be epoch, as `eval_strategy`"):
+        best(eval_strategy="epoch", save_strategy="steps")
+
+
 def test_best_checkpoint_needs_evaluations_in_our_words(config):
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 4}
     for changes, message in {
@@ -229,15 +244,25 @@ def test_unmeasured_metric_is_explained(make_trainer):
         make_trainer(metric_for_best_model="accuracy", **fields).train()
 
 
-def test_results_name_the_checkpoint_that_is_kept(make_trainer):
-    """The best evaluation can have no checkpoint, so its step is not the step of the weights."""
+def test_results_name_the_checkpoint_that_is_kept(make_trainer, log):
+    """The best evaluation can have no checkpoint, so its step is not the step of the weights, and the run says so."""
     fields = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
     trainer = make_trainer(lr_scheduler_type="constant", **fields)
     trainer.train()
     assert trainer.state.best_global_step == 1 and trainer.state.best_model_checkpoint is None
     assert saved_step(trainer) == 6
+    folder, history = trainer.args.output_dir, trainer.state.log_history
+    losses = {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}
+    unsaved = f"The best step 1 (held-out loss {trainer.state.best_metric:.4g}) was not saved"
+    assert f"{unsaved}, because checkpoints are saved at other steps." in log.text
+    assert describe_kept_checkpoint(folder) == f"the last step, 6 (held-out loss {losses[6]:.4g}). {unsaved}"
     trainer.state.best_model_checkpoint = "run/checkpoint-4"
     assert saved_step(trainer) == 4
+    trainer.save_state()
+    assert describe_kept_checkpoint(folder).endswith(f"trained 6 steps. {unsaved}")
+    trainer.state.best_model_checkpoint = "run/checkpoint-1"
+    trainer.save_state()
+    assert describe_kept_checkpoint(folder).endswith("trained 6 steps")
 
 
 def test_finished_training_is_not_continued(make_trainer):
