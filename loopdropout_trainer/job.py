@@ -26,7 +26,6 @@ from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.training.config import word_of
 from loopdropout_trainer.training.distributed import check_devices
-from loopdropout_trainer.training.examples import check_assistant_loss
 
 
 if TYPE_CHECKING:
@@ -143,6 +142,8 @@ class Job:
 
         Examples that are left out are printed with the reason, also if too few are left and an error is raised.
         """
+        from loopdropout_trainer.training.examples import check_assistant_loss
+
         left_out: list[LeftOut] = []
         lines = []
         try:
