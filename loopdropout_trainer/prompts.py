@@ -102,23 +102,20 @@ class PromptFormat:
 
     def ask(self, question: str, system_instruction: str | None = None) -> list[int]:
         """Return the token ids of the prompt of a question, after a system turn if there is one."""
-        turns = [{"role": "user", "content": question}]
-        if system_instruction is not None:
-            turns.insert(0, {"role": "system", "content": system_instruction})
-        return self.encode(turns)
+        return self.encode(_make_turns(question, system_instruction))
 
     @property
     def stop_strings(self) -> list[str]:
         """First label of the text, such as "Question:", with which a base model may continue after its answer."""
         return re.findall(r"\w+:", self.text or "")[:1]
 
-    def describe(self) -> str:
-        """Return two lines for the start of a command: the format and one rendered example."""
+    def describe(self, system_instruction: str | None = None) -> str:
+        """Return two lines for the start of a command: the format and one rendered example, with the user's system turn."""
         name = "the tokenizer's chat template" if self.text is None else repr(self.text)
         if self.text == PLAIN_TEXT:
             name = "plain text"
         try:
-            example = repr(self.render([{"role": "user", "content": EXAMPLE_QUESTION}]))
+            example = repr(self.render(_make_turns(EXAMPLE_QUESTION, system_instruction)))
         except UserError as error:
             example = str(error)
         return f"Format of the prompts: {name}\nExample: {example}"
@@ -148,6 +145,14 @@ def choose_prompt_format(
     if is_chat is False or not tokenizer.chat_template:
         return PromptFormat(tokenizer, PLAIN_TEXT)
     return PromptFormat(tokenizer, None)
+
+
+def _make_turns(question: str, system_instruction: str | None) -> list[dict[str, str]]:
+    """Return the turns of a question, after a system turn if there is one."""
+    turns = [{"role": "user", "content": question}]
+    if system_instruction is not None:
+        turns.insert(0, {"role": "system", "content": system_instruction})
+    return turns
 
 
 def _join_parts(content: Any) -> Any:

@@ -7,16 +7,15 @@
 
 The first word is the folder or Hub name of an adapter, a merged model or a base
 model. Without a prompt, each line that you enter is a prompt, and an empty line
-ends the program. Prompts have the form of the training, or are turns of a chat.
+ends the program. Empty lines of a file or a pipe are skipped. Prompts have the form of the training, or are turns of a chat.
 Each one starts a new conversation.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from peft import PeftModel
@@ -89,21 +88,38 @@ def main(argv: list[str] | None = None) -> None:
 
     # Format of the prompts
     prompt_format = source.choose_prompt_format(tokenizer, args.chat_template, args.prompt_template)
-    print(prompt_format.describe())
+    print(prompt_format.describe(args.system_instruction))
+    system_turn = source.describe_system_turn()
+    if system_turn and args.system_instruction is None and prompt_format.text is None:
+        print(f"{system_turn} Add `--system_instruction` to ask with it.")
 
     # Answers
-    prompts = [args.prompt] if args.prompt else iter(partial(input, "> "), "")
-    with suppress(EOFError):
-        for prompt in prompts:
-            print("" if args.prompt or sys.stdin.isatty() else prompt)
-            prompt_ids = prompt_format.ask(prompt, args.system_instruction)
-            check_prompt_length(looped, len(prompt_ids))
-            for num_loops in args.eval_num_loops or [looped.num_loops]:
-                for gates in expand_gates(args.gates, num_loops):
-                    title = f"K = {num_loops}" if gates is None else f"K = {num_loops}, {gates}"
-                    columns = gates_by_column(source, gates, num_loops)
-                    print_answers(title, columns, num_loops, prompt_ids, model, prompt_format, args.max_new_tokens)
-                    print()
+    for prompt in [args.prompt] if args.prompt else read_prompts():
+        print()
+        prompt_ids = prompt_format.ask(prompt, args.system_instruction)
+        check_prompt_length(looped, len(prompt_ids))
+        for num_loops in args.eval_num_loops or [looped.num_loops]:
+            for gates in expand_gates(args.gates, num_loops):
+                title = f"K = {num_loops}" if gates is None else f"K = {num_loops}, {gates}"
+                columns = gates_by_column(source, gates, num_loops)
+                print_answers(title, columns, num_loops, prompt_ids, model, prompt_format, args.max_new_tokens)
+                print()
+
+
+def read_prompts() -> Iterator[str]:
+    """Yield the prompts that the user enters until an empty line, or all lines of a file or a pipe that are not empty."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            if line.strip():
+                prompt = line.removesuffix("\n")
+                print(f"> {prompt}")
+                yield prompt
+        return
+    try:
+        while prompt := input("> "):
+            yield prompt
+    except EOFError:  # Ctrl-D
+        print()
 
 
 def gates_by_column(source: Source, gates: str | None, num_loops: int) -> dict[str, list[float] | None]:

@@ -133,6 +133,9 @@ def main(argv: list[str] | None = None) -> None:
         source = sources[name]
         if state.is_main_process:
             print(source.describe())
+            system_turn = source.describe_system_turn()
+            if args.apply_chat_template and args.system_instruction is None and system_turn:
+                print(f"{system_turn} Add `--system_instruction` to evaluate with it.")
         model = loader.load(source, model_args.dtype or source.dtype or "bfloat16", model_args.num_loops)
         tokenizer = source.load_tokenizer(model_args.chat_template)
         for results in evaluate_source(name, source, model, tokenizer, tasks, args):

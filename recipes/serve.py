@@ -73,6 +73,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = source.load_tokenizer(args.chat_template)
     prompt_format = source.choose_prompt_format(tokenizer, args.chat_template)
     print(f"Engine: {engine}\n{prompt_format.describe()}", flush=True)
+    system_turn = source.describe_system_turn()
+    if system_turn:
+        print(f"{system_turn} Send it as the first turn.", flush=True)
     api_key = args.api_key or os.environ.get(API_KEY_VARIABLE) or None
     if engine == "vllm":
         start_vllm(args, source, prompt_format, api_key, options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
 from loopdropout_trainer.saving import integrity
@@ -203,6 +203,11 @@ class Source:
         from loopdropout_trainer.prompts import choose_prompt_format
 
         return choose_prompt_format(tokenizer, prompt_template or self.prompt_template, self.is_chat, chat_template)
+
+    def describe_system_turn(self) -> str:
+        """Return a sentence about the system turn that all conversations of the training had, or "" if there is none."""
+        text = self.metadata.get("system_turn")
+        return f"The training data had the system turn {short_repr(text)}." if text else ""
 
     def lines(self) -> dict[str, str]:
         """Return the facts that `loopdropout show` prints, by title."""

@@ -24,6 +24,7 @@ _TYPES = {
     "eos_token_id": list[int] | None,
     "prompt_template": str | None,
     "is_chat": bool | None,
+    "system_turn": str | None,
     "base_model": str | None,
     "base_revision": str | None,
     "base_weights": str | None,

@@ -45,6 +45,27 @@ def has_conversations(example: Mapping[str, Any] | None) -> bool | None:
     return bool(is_conversational(example) or is_conversational_from_value(example))
 
 
+def find_system_turn(dataset: Any) -> str | None:
+    """Return the text of the system turn that all conversations of a dataset begin with, or None. Streams are not read."""
+    example = read_first(dataset)
+    if not isinstance(dataset, Dataset) or not has_conversations(example):
+        return None
+    columns = [
+        name for name in ("prompt", "messages", "conversations", "chosen") if isinstance(example.get(name), list)
+    ]
+    if not columns:
+        return None
+    shared = None
+    for row in dataset.select_columns(columns[:1]).with_format(None):
+        turns = rename_keys(row[columns[0]])
+        if not turns or turns[0].get("role") != "system" or not isinstance(turns[0].get("content"), str):
+            return None
+        if shared is not None and turns[0]["content"] != shared:
+            return None
+        shared = turns[0]["content"]
+    return shared
+
+
 def name_datasets(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the datasets among the arguments of a trainer, each with its name in messages."""
     yield "`train_dataset`", arguments.get("train_dataset")

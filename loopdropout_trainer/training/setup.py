@@ -56,6 +56,7 @@ from loopdropout_trainer.training.examples import (
     check_token_ids,
     choose_template,
     explain_row,
+    find_system_turn,
     has_conversations,
     name_datasets,
     read_first,
@@ -191,7 +192,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
         num_given: Numbers of examples of the datasets that TRL makes tokens of, by their names in messages.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
-            {field}), `is_chat`, and `base_weights` (a digest).
+            {field}), `is_chat`, `system_turn` (of all conversations), and `base_weights` (a digest).
     """
 
     config_class: type[GateConfig]
@@ -255,6 +256,8 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         else:
             warn_if_rebuilt(arguments["processing_class"])
         self._check_examples(arguments)
+        if system_turn := find_system_turn(dataset):
+            self.saved_facts["system_turn"] = system_turn
         self._add_callbacks(arguments)
 
     def _check_examples(self, arguments: dict[str, Any]) -> None:

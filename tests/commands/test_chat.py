@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from loopdropout_trainer import load_model, merge_and_save, use_gates
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.looped import use_depth
 from loopdropout_trainer.saving.cards import read_card_fields
+from loopdropout_trainer.saving.metadata import write_metadata
 
 
 CHAT = load_script("recipes/chat.py")
@@ -86,13 +88,20 @@ def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
     prompts = []
     note = lambda model, tokenizer, ids, *args, **options: prompts.append(tokenizer.decode(ids[0]))
     monkeypatch.setattr(CHAT, "generate_greedy", note)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 2?\n5 + 4?\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n1 + 2?\n \n\n5 + 4?"))
     CHAT.main(["tiny-ouro", "--prompt_template", "Question: {x}\nAnswer:"])
     assert prompts == ["Question: 1 + 2?\nAnswer:", "Question: 5 + 4?\nAnswer:"]
-    assert re.search("> 1 .*> 5 ", capsys.readouterr().out, re.DOTALL)
+    assert re.findall("> .*", capsys.readouterr().out) == ["> 1 + 2?", "> 5 + 4?"]
 
 
-def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypatch):
+def test_chat_ends_at_an_entered_empty_line(monkeypatch):
+    entered = iter(["1 + 2?", "5 + 4?", "", "9 - 1?"])
+    monkeypatch.setattr(sys, "stdin", Mock(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda text: next(entered))
+    assert [*CHAT.read_prompts()] == ["1 + 2?", "5 + 4?"]
+
+
+def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     folder = merge_and_save(load_model(saved), tmp_path / "model", tokenizer)
     (folder / "checksums.json").unlink()
@@ -102,6 +111,20 @@ def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypa
     CHAT.main([str(folder), "Hi!", "--max_new_tokens", "8", "--system_instruction", "Add."])
     prompt = "[system] Add.<eos>[user] Hi!<eos>[assistant]"
     assert shown["K = 4"]["model"] == answer(load_model(saved), tokenizer, prompt)
+    assert "Example: '[system] Add.<eos>[user] What is 7 times 8?<eos>[assistant]'" in capsys.readouterr().out
+
+
+def test_chat_names_the_system_turn_of_the_training(saved, shown, tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    folder = merge_and_save(load_model(saved), tmp_path / "model", tokenizer)
+    (folder / "checksums.json").unlink()
+    write_metadata(folder, {"is_chat": True, "system_turn": "Add."})
+    hint = "The training data had the system turn 'Add.'. Add `--system_instruction` to ask with it."
+    CHAT.main([str(folder), "Hi!", "--max_new_tokens", "1"])
+    assert hint in capsys.readouterr().out
+    for words in (["--system_instruction", "Add."], ["--prompt_template", "Q: {x}"]):
+        CHAT.main([str(folder), "Hi!", "--max_new_tokens", "1", *words])
+        assert "The training data had" not in capsys.readouterr().out
 
 
 def test_chat_refuses_a_system_turn_that_the_training_cannot_express(saved):

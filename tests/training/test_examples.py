@@ -140,6 +140,21 @@ def test_broken_rows_of_other_trainers_are_named(make, tokenizer, monkeypatch, c
         make(cls, Dataset.from_list([sound, {**sound, column: [{"role": "assitant", "content": "2"}]}]))
 
 
+SYSTEM = [{"role": "system", "content": "Add."}]
+
+
+def test_shared_system_turn_is_saved(make, tokenizer, monkeypatch):
+    """It is the turn that `chat` names, and only if all conversations have it."""
+    monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
+    for second, saved in ((SYSTEM, "Add."), ([], None), ([{"role": "system", "content": "Subtract."}], None)):
+        for format_row in (
+            lambda start: {"messages": [*start, *TURNS]},
+            lambda start: {"prompt": [*start, QUESTION], "completion": [ANSWER]},
+        ):
+            rows = Dataset.from_list([format_row(SYSTEM), format_row(second), format_row(SYSTEM)])
+            assert make(SFT, rows).saved_settings().get("system_turn") == saved
+
+
 def test_text_with_a_conversation_raises(make, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
     with user_error("^Row 1 of .*: `prompt` and `completion` must be all texts .* a list as `prompt` and a text as"):
