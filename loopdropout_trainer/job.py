@@ -271,7 +271,10 @@ class Job:
         if is_trained:
             load_trained(trainer, folder)
         else:
-            train_new(trainer, folder)
+            try:
+                train_new(trainer, folder)
+            finally:
+                self.progress.close()
 
     def save(self, trainer: Trainer, run: Run) -> None:
         """Save a new adapter with its training settings, its card and the state of its training.

@@ -82,6 +82,13 @@ class JobProgressCallback(ProgressCallback):
         self.trainings -= 1
         self.trained_at = time.monotonic()
 
+    def close(self) -> None:
+        """Close the bars of a training that failed. Python would print them again at its end, after the error."""
+        for bar in (self.prediction_bar, self.training_bar):
+            if bar is not None:
+                bar.close()
+        self.prediction_bar = self.training_bar = None
+
 
 class SampleCompletionsCallback(TrainerCallback):
     """Print a greedy completion of the first evaluation example, and log it to W&B and Trackio.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -24,6 +25,10 @@ from typing import Any, Protocol
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.results import has_trained, read_run
+
+
+_BAR = re.compile(r"(\d+%\||\d+it).*\[.*\]$")
+"""End of a line with a progress bar, such as "Drop last:  38%|███▊      | 15/40 [00:08<00:13, 1.85it/s]"."""
 
 
 class Runs(Protocol):
@@ -115,6 +120,7 @@ class Workers:
         path = self.runs.folder(run) / "log.txt"
         was_trained = has_trained(path.parent)
         with open(path, "a", encoding="utf-8") as log:
+            log_start = log.tell()  # behind the lines of former starts
             process = subprocess.Popen(
                 self.runs.command(run),
                 stdout=log,
@@ -133,15 +139,21 @@ class Workers:
             self.runs.save_progress()
             print(self._describe_end(run, was_trained), flush=True)
         else:
-            self._record_failure(run, status, path)
+            self._record_failure(run, status, path, log_start)
 
-    def _record_failure(self, run: Any, status: int, log: Path) -> None:
+    def _record_failure(self, run: Any, status: int, log: Path, log_start: int) -> None:
         """Print a failure and keep it.
+
+        Args:
+            run: Run that failed.
+            status: Exit code of its process.
+            log: File with the output of its process.
+            log_start: Number of bytes in the file before the process was started.
 
         Raises:
             UserError: If the run before has failed with the same message.
         """
-        message = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        message = read_message(log, log_start)
         was_stopped = status < 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         cause = f"exit code {status}: {message}"
         if status == -signal.SIGKILL:
@@ -151,7 +163,8 @@ class Workers:
         self.failures[run] = f"{run.name} ended with {cause} (log: {log})"
         num_ended, total = self.runs.count()
         print(f"{num_ended} of {total}: {self.failures[run]}", flush=True)
-        message = message.replace(str(log.parent), "")  # so that the messages of two runs can be compared
+        # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
+        message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
         if message == self.last_message:
             raise UserError(
                 f"The sweep has stopped, because two runs in a row failed with the same message: {self.failures[run]}. After "
@@ -162,7 +175,9 @@ class Workers:
     def _describe_end(self, run: Any, was_trained: bool) -> str:
         """Return the line about a run that has ended: its number, its step, its score and the time that is left."""
         status = read_run(self.runs.folder(run)).get("status", "stopped")
-        if status == "finished":
+        if not self.runs.is_done(run):
+            status = "stopped after its training" if status == "trained" else "stopped"
+        elif status == "finished":
             status = "measured" if was_trained else "trained"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run)]
@@ -170,6 +185,22 @@ class Workers:
             seconds = (time.monotonic() - self.start) / (num_done - self.done_before) * (total - num_done)
             parts.append(f"about {timedelta(seconds=round(seconds))} left")
         return f"{num_done} of {total}: {run.name} {', '.join(filter(None, parts))}"
+
+
+def read_message(log: Path, start: int = 0) -> str:
+    """Return the last line of a log with a word that is not a progress bar, or the last line of all.
+
+    Args:
+        log: File with the output of a process, where a bar may follow the traceback of an error.
+        start: Number of bytes that are skipped.
+    """
+    with open(log, encoding="utf-8", errors="replace") as file:
+        file.seek(start)
+        lines = [
+            line.strip() for line in file if line.strip()
+        ]  # the parts of a bar end with "\r", which ends a line here
+    messages = [line for line in lines if re.search(r"\w", line) and not _BAR.search(line)]
+    return (messages or lines or [""])[-1]
 
 
 def _gpus() -> list[dict[str, str]]:

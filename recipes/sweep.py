@@ -45,7 +45,7 @@ from loopdropout_trainer.results import (
     read_run,
     write_run,
 )
-from loopdropout_trainer.sweeps import SETTINGS_FILE, update_summary
+from loopdropout_trainer.sweeps import SETTINGS_FILE, describe_progress, update_summary
 from loopdropout_trainer.workers import Workers
 
 
@@ -607,6 +607,16 @@ def without_option(words: Sequence[str], name: str) -> list[str]:
     return kept
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM stopped a sweep."""
+
+    signal = signal.SIGTERM  # which decides the exit code
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise Terminated
+
+
 def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     (sweep,) = parse(ARGUMENTS, words, __doc__)
@@ -615,11 +625,14 @@ def main(argv: list[str] | None = None) -> None:
     elif sweep.print_commands:
         print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
     else:
-        former = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop is one sentence, as after Ctrl-C
+        former = signal.signal(signal.SIGTERM, _interrupt)  # a stop is one sentence, as after Ctrl-C
         try:
             sweep.train_all()
             sweep.write_summary()
             sweep.check_failures()
+        except KeyboardInterrupt as error:
+            error.args = (describe_progress(sweep.output_dir) or "interrupted.",)
+            raise
         finally:
             signal.signal(signal.SIGTERM, former)
 

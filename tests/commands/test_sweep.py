@@ -19,6 +19,7 @@ from helpers.processes import PATIENCE, Program, python, wait_for
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.sweeps import describe_progress, read_summary
+from loopdropout_trainer.workers import read_message
 
 
 sweep = load_script("recipes/sweep.py")
@@ -374,6 +375,56 @@ def test_sweep_stops_after_two_equal_failures(lab):
     assert len(lab.log) == 2 + 5
 
 
+BROKEN_RULE = """
+import os
+from dataclasses import dataclass
+import torch
+from loopdropout_trainer.gates import GateRule, register_rule
+
+@register_rule
+@dataclass(frozen=True)
+class Broken(GateRule):
+    name = "broken"
+
+    def sample(self, draw):
+        if draw.step == 2:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Process {os.getpid()} has 9.12 GiB in use.")
+        return torch.ones(draw.num_loops, len(draw.example_ids))
+"""
+
+
+def test_errors_inside_of_trainings_stop_a_sweep(lab):
+    """The bar of a training does not hide its error, whose numbers may differ. The steps before it take different times."""
+    rule = lab.folder / "broken.py"
+    rule.write_text(BROKEN_RULE)
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "max_steps": 4, "num_train_examples": 8, "compare_with": None}))
+    fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1]}
+    Path(lab.file).write_text(yaml.safe_dump({**fields, "methods": ["broken"], "learning_rates": [0.01, 0.02]}))
+    program = Program(ROOT / "recipes/sweep.py", lab.file, "--import", str(rule))
+    assert program.wait() == 2
+    message = r"torch\.OutOfMemoryError: CUDA out of memory\. Process \d+ has 9\.12 GiB in use\. \(log: "
+    stopped = "The sweep has stopped, because two runs in a row failed with the same message: "
+    assert re.search(f"{stopped}broken/lr_0.02/seed_1 ended with exit code 1: {message}", program.stderr)
+    log = (lab.out / "broken/lr_0.01/seed_1/log.txt").read_text()
+    assert "2/4" in log and log.splitlines()[-1].startswith("torch.OutOfMemoryError")  # the bar is closed before
+    assert re.search(f"broken/lr_0.01/seed_1 ended with exit code 1: {message}", program.stdout)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ValueError: bug\n\rDrop last:  38%|###7   | 15/40 [00:08<00:13,  1.85it/s, 0:00:13 left]\n", "ValueError: bug"),
+        ("\r15it [00:08,  1.85it/s]\nValueError: [bug]\n=====\n\r16it [00:08,  1.85it/s]", "ValueError: [bug]"),
+        ("\r 0%|  | 0/4 [00:00<?, ?it/s]\r 25%|#  | 1/4 [00:01<00:03, 1.0s/it]", "25%|#  | 1/4 [00:01<00:03, 1.0s/it]"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_message_of_a_log_is_not_a_bar(tmp_path, text, message):
+    former = "Error of a former start\n"
+    (tmp_path / "log.txt").write_text(former + text)
+    assert read_message(tmp_path / "log.txt", len(former)) == message
+
+
 def test_killed_trainings_do_not_end_their_sweep(lab, monkeypatch):
     """Also two in a row with the same last line, because a signal says nothing about the other runs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
@@ -461,6 +512,7 @@ def end_sweep(lab, signal_number):
     program = Program(ROOT / "recipes/sweep.py", lab.file, "--script", str(lab.folder / "lab"))
     wait_for(lambda: lab.log, program)
     program.end(signal_number)
+    return program
 
 
 def test_killed_sweep_continues(lab):
@@ -474,8 +526,13 @@ def test_killed_sweep_continues(lab):
     assert len(lab.log) == 5 and Counter(lab.runs)["lora/lr_0.01/seed_101"] == 1
 
 
-def test_interrupted_sweep_stops_its_training(lab):
-    end_sweep(lab, signal.SIGTERM)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_sweep_stops_its_training(lab, number, code):
+    program = end_sweep(lab, number)
+    assert program.exit_code == code
+    sentence = f"loopdropout sweep: The sweep in {lab.out} is not finished: 0 of 4 trainings have ended. The same "
+    assert program.stderr == f"{sentence}`loopdropout sweep` command continues it.\n"
+    assert program.stdout == "0 of 4: lora/lr_0.01/seed_101 stopped\n"
     (lab.folder / "hold").unlink()
     lab.run()
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
