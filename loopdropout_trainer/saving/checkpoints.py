@@ -29,6 +29,9 @@ STATE_FILE = "trainer_state.json"
 EARLY_STOPPING = "EarlyStopCallback"
 """Name of the callback that stops a training early, under which a checkpoint has its state."""
 
+RESUMPTION = "ResumptionCallback"
+"""Name of the callback under which a checkpoint has the facts of its training."""
+
 _RESUMED = ("**/*.safetensors", "optimizer*", "scheduler.pt", "rng_state*")
 """Files of a checkpoint that a training continues from."""
 
@@ -118,9 +121,44 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return the folders of all checkpoints of a run, complete or not, in the order of their steps."""
+    """Return the folders of all checkpoints of a run, complete or not, from the oldest to the newest.
+
+    A training that began anew in the folder has newer checkpoints than the trainings before it, also of earlier steps.
+    """
     folders = [path for path in Path(output_dir).glob("*") if is_checkpoint(path) and path.is_dir()]
-    return sorted(folders, key=checkpoint_step)
+    return sorted(folders, key=lambda folder: (_training_number(folder), checkpoint_step(folder)))
+
+
+def _training_number(checkpoint: str | Path) -> int:
+    """Return the number of the training of a checkpoint, as it is saved, or 0 if it is not known.
+
+    The trainings in a folder are numbered in the order in which they began, because the clock may have gone back.
+    """
+    try:
+        value = read_json_object(Path(checkpoint, STATE_FILE))
+    except (OSError, ValueError):
+        return 0
+    for name in ("stateful_callbacks", RESUMPTION, "attributes", "training_number"):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, int) else 0
+
+
+def number_training(output_dir: str | Path, checkpoint: str | Path | None) -> int:
+    """Return the number of a training that begins in a folder, or continues from a checkpoint.
+
+    A training has the number of its checkpoint only if it is the newest one in the folder. Otherwise the checkpoints of later
+    steps there belong to another training.
+
+    Args:
+        output_dir: Folder of the training.
+        checkpoint: Checkpoint that it continues from, or None.
+    """
+    others = list_checkpoints(output_dir)
+    if not others:
+        return 1
+    newest = _training_number(others[-1])
+    is_newest = checkpoint is not None and others[-1].resolve() == Path(checkpoint).resolve()
+    return newest if is_newest else newest + 1
 
 
 def complete_checkpoints(output_dir: str | Path) -> Iterator[Checkpoint]:

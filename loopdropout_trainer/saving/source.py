@@ -215,8 +215,8 @@ def _has_ended_in_python(folder: Path) -> bool:
         step = read_json_object(folder / STATE_FILE).get("global_step")
     except (OSError, ValueError):
         return False
-    steps = [checkpoint_step(path) for path in list_checkpoints(folder)]  # a later training may have been stopped
-    return isinstance(step, int) and step >= max(steps, default=0)
+    checkpoints = list_checkpoints(folder)  # a later training may have been stopped
+    return isinstance(step, int) and (not checkpoints or step >= checkpoint_step(checkpoints[-1]))
 
 
 def _warn_of_later_results(source: Source) -> None:

@@ -24,6 +24,7 @@ from loopdropout_trainer.results import RESUMABLE, compare_recipes, count_exampl
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
 from loopdropout_trainer.saving.checkpoints import (
+    RESUMPTION,
     Checkpoint,
     asks_for_newest,
     complete_checkpoints,
@@ -52,11 +53,13 @@ class ResumptionCallback(TrainerCallback, ExportableState):
         settings: Settings from `training_settings`.
         data: Facts from `describe_data`.
         passes: Number of passes over the data since the training or its continuation began.
+        training_number: Number of the training in its folder, from `number_training`.
     """
 
     settings: Mapping[str, Any] = MappingProxyType({})
     data: Mapping[str, Any] = MappingProxyType({})
     passes = 0
+    training_number = 0
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         self.settings = training_settings(args, model)
@@ -90,13 +93,18 @@ class ResumptionCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint keeps."""
-        facts = {"settings": dict(self.settings), "data": dict(self.data), "passes": self.passes}
+        facts = {
+            "settings": dict(self.settings),
+            "data": dict(self.data),
+            "passes": self.passes,
+            "training_number": self.training_number,
+        }
         return {"args": {}, "attributes": facts}
 
 
 def saved_facts(state: TrainerState) -> dict[str, Any]:
     """Return the facts of `ResumptionCallback` in the state of a checkpoint, or an empty dict."""
-    saved = state.stateful_callbacks.get(ResumptionCallback.__name__)
+    saved = state.stateful_callbacks.get(RESUMPTION)
     if isinstance(saved, dict):
         return saved["attributes"]
     return {}
@@ -179,8 +187,9 @@ def describe_resuming(trainer: Trainer) -> str:
 def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | None:
     """Return the checkpoint that `resume_from_checkpoint` names, if a trainer can continue from it.
 
-    With `True`, it is the newest one with the settings and the adapter of the trainer. A folder can also have checkpoints of
-    other trainings, and a warning says so if they are passed over, or if a new training starts.
+    With `True`, it is the newest one with the settings and the adapter of the trainer, in the order of `list_checkpoints`. A
+    folder can also have checkpoints of other trainings, and a warning says so if they are passed over, or if a new training
+    starts.
 
     Raises:
         UserError: If a training cannot continue from the checkpoint, is shorter, or belongs to other settings or another
@@ -210,9 +219,12 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
         )
     others = list_checkpoints(folder)
     if others and is_first_process:
+        start = ""
+        if trainer.state.global_step:
+            start = "It starts from the present weights of the model, so make a new trainer for a fresh start. "
         logger.warning(
             f"{folder} has checkpoints of an earlier training up to {others[-1].name}, which this training does not continue. "
-            "It replaces the checkpoints of its own steps and keeps the others. To continue the earlier training, use "
+            f"{start}It replaces the checkpoints of its own steps and keeps the others. To continue the earlier training, use "
             f"{describe_resuming(trainer)}. To keep all of its checkpoints, set another `output_dir`."
         )
     return None

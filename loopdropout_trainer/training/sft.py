@@ -21,7 +21,7 @@ from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.results import saved_step
-from loopdropout_trainer.saving.checkpoints import load_state
+from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
@@ -161,6 +161,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         num_loops = self.num_loops
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         checkpoint = find_resumable(self, resume_from_checkpoint)
+        self.resumption.training_number = number_training(self.args.output_dir, checkpoint)
         if checkpoint is None:
             first_step = 0
             self.training_id = uuid.uuid4().hex

@@ -25,8 +25,9 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.results import saved_step
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint
-from loopdropout_trainer.saving.checkpoints import newest_checkpoint
+from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_checkpoint
 from loopdropout_trainer.saving.integrity import record
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.config import word_of
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, first_signal
 
@@ -428,11 +429,59 @@ def test_checkpoints_of_another_training_are_passed_over(make_trainer, log):
     second.train()
     assert f"{folder} has checkpoints of an earlier training up to checkpoint-3, which this" in log.text
     assert "use `train(resume_from_checkpoint=True)`" in log.text
+    assert "present weights" not in log.text
     log.clear()
     resumed = make_trainer(max_steps=3, learning_rate=1e-4)
     resumed.train(resume_from_checkpoint=True)
     assert [seen.step for seen in resumed.seen] == [2] and resumed.training_id == second.training_id
-    assert "continues from" in log.text and "checkpoint-3 was trained with other settings: `learning_rate`" in log.text
+    assert "continues from" not in log.text  # the first training's checkpoint-3 was older
+    make_trainer(save_steps=1, max_steps=1, learning_rate=1e-3).train()
+    again = make_trainer(save_strategy="no", max_steps=5, learning_rate=1e-4)
+    again.train(resume_from_checkpoint=True)
+    assert [seen.step for seen in again.seen] == [3, 4] and again.training_id == second.training_id
+    assert "continues from" in log.text and "checkpoint-1 was trained with other settings: `learning_rate`" in log.text
+
+
+def test_second_stop_is_continued_where_it_stopped(make_trainer, log):
+    """Checkpoints of the first training have later steps, and the same settings."""
+
+    class Interrupted(Recorder):
+        last = 5
+
+        def compute_loss(self, *args, **kwargs):
+            if self.state.global_step == self.last - 1:
+                signal.raise_signal(signal.SIGINT)
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = make_trainer(cls=Interrupted, save_strategy="no")
+    folder = Path(trainer.args.output_dir)
+    for last in (5, 3):
+        trainer.last = last
+        with pytest.raises(TrainingInterrupted, match=f"after step {last} of 6. Continue with"):
+            trainer.train()
+    assert "starts from the present weights of the model, so make a new trainer" in log.text
+    assert newest_checkpoint(folder) == str(folder / "checkpoint-3")
+    with user_error(f"newest complete checkpoint is {folder / 'checkpoint-3'}"):
+        find_source(folder)
+    other = make_trainer(save_strategy="no")  # as a command does in a new process
+    other.train(resume_from_checkpoint=True)
+    trainer.last, trainer.seen = 0, ()
+    trainer.train(resume_from_checkpoint=True)
+    for resumed in (other, trainer):
+        assert [seen.step for seen in resumed.seen] == [3, 4, 5]
+    assert_same_weights(other, trainer)
+
+
+def test_branch_from_an_older_checkpoint_is_newer(make_trainer):
+    first = make_trainer(save_steps=1, max_steps=4)
+    first.train()
+    folder = Path(first.args.output_dir)
+    branch = make_trainer(save_steps=1, max_steps=3)
+    branch.train(str(folder / "checkpoint-2"))
+    assert [path.name for path in list_checkpoints(folder)] == [f"checkpoint-{step}" for step in (1, 2, 4, 3)]
+    state = folder / "checkpoint-3" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"training_number": 2', '"training_number": "2"'))  # of a stranger
+    assert newest_checkpoint(folder) != str(folder / "checkpoint-3")
 
 
 @pytest.mark.parametrize(("changes", "message"), CHANGES, ids=str)
