@@ -48,6 +48,7 @@ _UNREAD_ATTRIBUTES = {
     "gradient_checkpointing",
     "warnings_issued",
     "trained_with",
+    "run_folder",
     "name_or_path",
 }
 _UNREAD_ATTRIBUTES |= vars(nn.Module()).keys() - {"training"}  # parameters and buffers are read by name, hooks too
