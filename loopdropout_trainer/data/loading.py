@@ -156,6 +156,7 @@ def _concatenate(parts: Sequence[Examples], titles: Sequence[str]) -> Examples:
             names = [", ".join(features) for features in (_format_of(first), _format_of(part.rows.features))]
             raise UserError(
                 f"`datasets` must have the same columns, got {names[0]} in {titles[0]}, and {names[1]} in {title}."
+                f"{_hint_at_conversations({titles[0]: first, title: part.rows.features})}"
             )
     rows, key = concatenate_datasets([part.rows for part in parts]), step_key(*[part.key for part in parts])
     sources, origins, num_sources = [], [], 0
@@ -164,6 +165,27 @@ def _concatenate(parts: Sequence[Examples], titles: Sequence[str]) -> Examples:
         origins.append(part.origins + [num_sources, 0])
         num_sources = len(sources)
     return Examples(rows, key, sources, np.concatenate(origins))
+
+
+def _hint_at_conversations(features: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the end of the message about a mixture of conversations and pairs, with the line to write for a pair, or "".
+
+    Pairs are not converted here. A conversation has the chat template around its turns, and all of its tokens are trained on
+    unless `assistant_only_loss` is set, so it is another training than the pair's.
+
+    Args:
+        features: Columns of the examples of two sources by the names of the sources.
+    """
+    pairs = [title for title, columns in features.items() if {"prompt", "completion"} <= {*columns}]
+    if len(pairs) != 1 or not any("messages" in columns for columns in features.values()):
+        return ""
+    turns = '[{"role": "user", "content": PROMPT}, {"role": "assistant", "content": COMPLETION}]'
+    if _format_of(features[pairs[0]])[0] == "prompt (messages)":
+        turns = "PROMPT + COMPLETION"
+    return (
+        f' Write each example of {pairs[0]} as {{"messages": {turns}}}. With `assistant_only_loss: true`, only answers are '
+        "trained on, as of pairs."
+    )
 
 
 def _format_of(features: Mapping[str, Any]) -> list[str]:

@@ -30,6 +30,8 @@ def place(tmp_path, monkeypatch):
         write_lines(Path(f"{name}_chat.jsonl"), [{"messages": turns, **({"tools": TOOLS} if name == "a" else {})}] * 3)
     write_lines(Path("other.jsonl"), [{"question": "1", "answer": "2"}])
     write_lines(Path("empty.jsonl"), [{"prompt": "1", "completion": " "}])
+    write_lines(Path("turns.jsonl"), [{"prompt": turns[:1], "completion": turns[1:]}])
+    write_lines(Path("text.jsonl"), [{"text": "1"}])
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -160,8 +162,15 @@ WRONG = [
     ),
     (
         [A, {"path": "a_chat.jsonl"}],
-        r"must have the same columns, got prompt \(text\), completion \(text\) in a.jsonl, and messages .* in a_chat",
+        r"must have the same columns, got prompt \(text\), completion \(text\) in a.jsonl, and messages .* in a_chat.jsonl. "
+        r'Write each example of a.jsonl as {"messages": \[{"role": "user", "content": PROMPT}, {"role": "assistant", .*}\]}. '
+        "With `assistant_only_loss: true`, only answers",
     ),
+    (
+        [{"path": "b_chat.jsonl"}, {"path": "turns.jsonl"}],
+        r'Write each example of turns.jsonl as {"messages": PROMPT \+ COMPLETION}. With',
+    ),
+    ([A, {"path": "text.jsonl"}], r"got prompt \(text\), completion \(text\) in a.jsonl, and text .* in text.jsonl.$"),
     ([A, {"path": "empty.jsonl"}], "The data of empty.jsonl must have an example with text in completion, got ' '"),
     (None, "`dataset_name` or `train_files` must be set, or `datasets` for several"),
 ]
