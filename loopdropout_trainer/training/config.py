@@ -220,7 +220,7 @@ class GateConfig:
 
     @classmethod
     def from_trl(cls, args: TrainingArguments | None, model: str | PreTrainedModel) -> GateConfig:
-        """Return arguments of this class. TRL's own arguments get the paper's defaults.
+        """Return arguments of this class. TRL's own arguments keep their values, and get the defaults of the added fields.
 
         Args:
             args: Arguments of the user.

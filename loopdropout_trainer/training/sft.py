@@ -219,7 +219,8 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Looped model, PEFT model over a looped model, or the name of a looped model.
         args ([`LoopDropoutConfig`], *optional*):
-            Configuration. A [`~trl.SFTConfig`] gets the defaults of the paper's method.
+            Configuration. A [`~trl.SFTConfig`] gets the fields of the method, with p = 0.5, and keeps its own values, also
+            TRL's default learning rate of 2e-5. The default of [`LoopDropoutConfig`] is 1e-4.
         peft_config ([`~peft.LoraConfig`], *optional*):
             Configuration of the adapter. Defaults to the paper's adapter: rank 16 and alpha 32 on all linear projections of
             the recurrent block.

@@ -1,6 +1,7 @@
 """Training arguments: the rule, TRL's own arguments, and tokens that are never written."""
 
 import copy
+import dataclasses
 import inspect
 import json
 import pickle
@@ -122,7 +123,16 @@ def test_trl_arguments_keep_their_values(config, cls, trl_class):
 
 def test_defaults_are_the_papers_or_trls(config):
     assert LoopDropoutConfig("out").learning_rate == 1e-4
-    assert LoopDropoutConfig.from_trl(SFTConfig("out", use_cpu=True), "user/model").learning_rate == 2e-5
+    for (
+        cls,
+        trl_class,
+    ) in CLASSES.items():  # an `SFTConfig` keeps TRL's values, and only the learning rate is another one
+        theirs, ours = trl_class("out", bf16=False, use_cpu=True), cls("out", bf16=False, use_cpu=True)
+        kept = cls.from_trl(theirs, "user/model")
+        names = [own.name for own in dataclasses.fields(trl_class)]
+        assert [name for name in names if getattr(kept, name) != getattr(theirs, name)] == []
+        other = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+        assert other == (["learning_rate"] if cls is LoopDropoutConfig else [])
     assert config(resume_from_checkpoint="false").resume_from_checkpoint is None
     with user_error("LoopDropoutDPOConfig or DPOConfig, got a LoopDropoutConfig"):
         LoopDropoutDPOConfig.from_trl(config(), "user/model")
