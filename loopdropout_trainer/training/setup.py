@@ -18,6 +18,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.trainer_utils import PredictionOutput
 
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
@@ -352,6 +353,25 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         revision = self.saved_facts.pop("base_revision", None) or looped.base_revision or config.revision
         looped.base_revision = config.revision = revision
         self.saved_facts["base_weights"] = digest_weights(self.model)
+
+    def restore_accelerator(self) -> None:
+        """Make the accelerator again if its state is gone. Each new configuration resets it for all trainers of a process."""
+        if not hasattr(self.accelerator.state, "distributed_type"):
+            self.create_accelerator_and_postprocess()
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate with all gates at 1, as transformers' Trainer does."""
+        self.restore_accelerator()
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict with all gates at 1, as transformers' Trainer does."""
+        self.restore_accelerator()
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""

@@ -159,6 +159,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         data must be the data of the checkpoint.
         """
         num_loops = self.num_loops
+        self.restore_accelerator()
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
         checkpoint = find_resumable(self, resume_from_checkpoint)
         self.resumption.training_number = number_training(self.args.output_dir, checkpoint)

@@ -172,3 +172,26 @@ def test_recipe_of_python_makes_the_same_adapter(train, log, lora, targets, unsa
     assert is_same is ("rank_pattern" not in lora)
     assert ("of the LoraConfig, because recipes have no such fields" in log.text) is (unsaved is not None)
     assert (unsaved or "") in log.text
+
+
+ONCE_MORE = {
+    "train": lambda trainer: trainer.train(),
+    "evaluate": lambda trainer: trainer.evaluate(),
+    "predict": lambda trainer: trainer.predict(trainer.eval_dataset),
+}
+
+
+@pytest.mark.parametrize("action", ONCE_MORE)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_config_of_another_trainer_changes_nothing(make_sft, config, action, is_trained):
+    """Each new configuration resets the state that all accelerators of a process share."""
+    trainer, alone = make_sft(), make_sft()
+    for one in (trainer, alone) if is_trained else ():
+        one.train()
+    config(p=0.25)
+    got = ONCE_MORE[action](trainer)
+    trainer.accelerator.wait_for_everyone()
+    want = ONCE_MORE[action](alone)
+    assert_same_weights(trainer, alone)
+    if action == "evaluate":
+        assert got["eval_loss"] == want["eval_loss"]
