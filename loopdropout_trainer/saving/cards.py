@@ -35,6 +35,7 @@ def write_model_card(
     folder: str | Path,
     model: PeftModel,
     *,
+    title: str | None = None,
     repo_id: str | None = None,
     revision: str | None = None,
     dataset: str | Sequence[str] | None = None,
@@ -51,6 +52,7 @@ def write_model_card(
     Args:
         folder: Folder of the card. The folder of a merged model already holds the model.
         model: Model with the adapter.
+        title: Title of the card. Default: `repo_id`, or the name of the folder.
         repo_id: `user/name` on the Hub, from which the card's code loads the model. Default: the card's folder.
         revision: Branch of the repository.
         dataset: Name of the training data, or names, of which the ones on the Hub become links.
@@ -100,7 +102,7 @@ def write_model_card(
             **license_fields,
         ),
         template_path=str(Path(__file__).with_name("model_card.jinja")),
-        title=repo_id or folder.resolve().name,
+        title=title or repo_id or folder.resolve().name,
         facts={name: value for name, value in facts.items() if value is not None},
         scores=_scores(results) if scale == 1 else [],
         recipe=recipe and without_folders(recipe),
@@ -109,7 +111,7 @@ def write_model_card(
         **(_loading_facts(folder) if merged else {}),
     )
     if is_hub_name(repo_id):
-        card.text = _name_repository(card.text, repo_id, revision)
+        card.text = _name_repository(card.text, repo_id, revision, keeps_title=title is not None)
     card.save(folder / CARD_FILE)
     return folder / CARD_FILE
 
@@ -202,11 +204,11 @@ def name_repository(folder: str | Path, repo_id: str, revision: str | None = Non
     return repo_id in named
 
 
-def _name_repository(text: str, repo_id: str, revision: str | None) -> str:
-    """Return the text of a card with a repository in its title and its commands, if it has commands."""
+def _name_repository(text: str, repo_id: str, revision: str | None, keeps_title: bool = False) -> str:
+    """Return the text of a card with a repository in its commands, if it has commands, and by default in its title."""
     name = lambda block: _name_in_commands(block[0], repo_id, revision)
     named = re.sub(r"(?ms)^```(?:python|bash)\n.*?^```$", name, text)
-    if repo_id in named and repo_id not in text:
+    if repo_id in named and repo_id not in text and not keeps_title:
         named = re.sub(r"(?m)^# .*$", f"# {repo_id}", named, count=1)
     return named
 

@@ -180,7 +180,14 @@ class AdapterFilesMixin:
         *,
         revision: str | None = None,
     ) -> None:
-        """Write the card of the adapter, which names its base model and its rule, in place of TRL's."""
+        """Write the card of the adapter, which names its base model and its rule, in place of TRL's.
+
+        Args:
+            model_name: Title of the card, as in TRL. Default: `hub_model_id`, or the name of `output_dir`.
+            dataset_name: Name of the training data. Default: as the training knows it.
+            tags: Further tags of the card.
+            revision: Branch in the commands of the card. Default: `hub_revision`.
+        """
         if self.is_world_process_zero():
             weights = {
                 "training": self.training_id,
@@ -192,6 +199,7 @@ class AdapterFilesMixin:
             write_model_card(
                 self.args.output_dir,
                 self.model,
+                title=model_name,
                 repo_id=self.args.hub_model_id,
                 revision=revision or self.args.hub_revision,
                 tags=tags or (),

@@ -195,3 +195,14 @@ def test_config_of_another_trainer_changes_nothing(make_sft, config, action, is_
     assert_same_weights(trainer, alone)
     if action == "evaluate":
         assert got["eval_loss"] == want["eval_loss"]
+
+
+@pytest.mark.parametrize("repository", [None, "user/adapter"])
+def test_card_has_the_given_name(make_sft, repository):
+    trainer = make_sft(hub_model_id=repository)
+    card = Path(trainer.args.output_dir, "README.md")
+    trainer.create_model_card()
+    assert f"\n# {repository or 'run'}\n" in card.read_text()
+    trainer.create_model_card(model_name="user/my-model")
+    assert "\n# user/my-model\n" in card.read_text()
+    assert repository is None or f'"{repository}"' in card.read_text()
