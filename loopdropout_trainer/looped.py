@@ -180,8 +180,12 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
         for cls in type(module).__mro__:
             if cls in DESCRIPTIONS:
                 return vars(module).get("loop_description") or DESCRIPTIONS[cls](module)
-    check_supported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None))
-    raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {type(model).__name__}.")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of a PEFT model
+    kind, config = type(base).__name__, getattr(base, "config", None)
+    check_supported(kind, getattr(config, "model_type", None))
+    name = getattr(config, "name_or_path", None)
+    place = f" from {name}" if name else ""
+    raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {kind}{place}.")
 
 
 def attach_looped_model(model: nn.Module) -> LoopedModelMixin:

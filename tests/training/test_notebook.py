@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
-from transformers import TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro
@@ -206,3 +206,13 @@ def test_card_has_the_given_name(make_sft, repository):
     trainer.create_model_card(model_name="user/my-model")
     assert "\n# user/my-model\n" in card.read_text()
     assert repository is None or f'"{repository}"' in card.read_text()
+
+
+def test_model_without_loops_is_named_with_its_class(config, dataset, tokenizer, tmp_path):
+    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    folder = str(tmp_path / "llama")
+    llama.save_pretrained(folder)
+    for model, text in ((llama, "got a LlamaForCausalLM."), (folder, f"got a LlamaForCausalLM from {folder}.")):
+        with user_error(f"must be a looped model, .*{re.escape(text)}"):
+            LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
