@@ -14,6 +14,7 @@ from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
 from loopdropout_trainer.runs import Run
+from loopdropout_trainer.saving.pushing import find_repository
 
 
 if TYPE_CHECKING:
@@ -202,8 +203,20 @@ def describe_steps_afterwards(run: Run) -> str:
     if options.merge:
         steps.append("merge")
     if run.args.push_to_hub or options.push_merged_to_hub:
-        steps.append(f"push to {run.args.hub_model_id or 'the Hub'}")
+        steps.append(describe_push(run.args))
     return "\n".join(steps) or "no tasks"
+
+
+def describe_push(args: GateConfig) -> str:
+    """Return the repository that is pushed to, and if there is no token for it."""
+    from huggingface_hub import get_token
+
+    text = f"push to {find_repository(args)}"
+    if args.hub_model_id is None:
+        text += ", the name of `output_dir`, because `hub_model_id` is not set"
+    if not args.hub_token and not get_token():
+        text += " (no token was found: log in with `hf auth login` or set HF_TOKEN)"
+    return text
 
 
 def describe_measurements(options: ScriptArguments) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, HfApi
 
@@ -14,14 +14,27 @@ from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_u
 from loopdropout_trainer.files import TEMPORARY_FILES
 
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def find_repository(args: TrainingArguments) -> str:
+    """Return the repository that a training pushes to. As in transformers, it has the name of `output_dir` by default."""
+    return args.hub_model_id or Path(args.output_dir).absolute().name
+
+
 @contextmanager
-def explain_push(repo_id: str, saved: str, token: str | None = None) -> Iterator[None]:
+def explain_push(
+    repo_id: str, saved: str, token: str | None = None, retry: str = "push again", otherwise: str = ""
+) -> Iterator[None]:
     """Raise UserError if a push inside of the block fails.
 
     Args:
         repo_id: Repository.
         saved: Sentence on what is saved on this computer.
         token: Hub token of the push, which the message must not show.
+        retry: What to do after the cause is fixed.
+        otherwise: What to do else, as the end of a sentence.
     """
     try:
         yield
@@ -29,11 +42,11 @@ def explain_push(repo_id: str, saved: str, token: str | None = None) -> Iterator
         raise
     except Exception as error:  # the Hub's client raises the errors of several libraries
         reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
-        cause, fix = "", "Log in with `hf auth login` or set HF_TOKEN, and push again."
+        cause, fix = "", f"Log in with `hf auth login` or set HF_TOKEN, and {retry}"
         if is_unreachable(error):
-            cause, fix = ", because the Hub cannot be reached", "Push again when there is a connection."
+            cause, fix = ", because the Hub cannot be reached", f"{retry.capitalize()} when there is a connection"
         raise UserError(
-            f"The push to {repo_id} failed{cause} ({type(error).__name__}: {reason}). {saved} {fix}"
+            f"The push to {repo_id} failed{cause} ({type(error).__name__}: {reason}). {saved} {fix}{otherwise}."
         ) from None
 
 

@@ -29,7 +29,7 @@ from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, read_c
 from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run, upload
+from loopdropout_trainer.saving.pushing import create_branch, explain_push, find_repository, push_run, upload
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.training.stopping import check_finite
 
@@ -209,7 +209,16 @@ class AdapterFilesMixin:
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, and the branch that `hub_revision` names. transformers creates no branch."""
         token = token or self.args.hub_token
-        with explain_push(self._hub_name, "No file was uploaded.", token):
+        # transformers calls it in `__init__` for `push_to_hub`, before it makes the state of the training.
+        saved, fix = "No file was uploaded.", {}
+        if not hasattr(self, "state"):
+            later = f"`loopdropout merge {self.args.output_dir} --hub_model_id {self._hub_id}`"
+            saved = "Nothing was trained."
+            fix = {
+                "retry": "start again",
+                "otherwise": f", or train without `push_to_hub` and push later with {later}",
+            }
+        with explain_push(self._hub_name, saved, token, **fix):
             if private is not None and self.is_world_process_zero():
                 # Releases of transformers before 5.24 have no `private` here. They accept a repository that exists.
                 HfApi(token=token).create_repo(self._hub_id, private=private, exist_ok=True)
@@ -294,7 +303,7 @@ class AdapterFilesMixin:
     @property
     def _hub_id(self) -> str:
         """The repository to push to. As in transformers, it has the name of `output_dir` by default."""
-        return self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        return find_repository(self.args)
 
     @property
     def _hub_name(self) -> str:

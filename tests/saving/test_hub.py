@@ -23,6 +23,7 @@ from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter, load_model, use_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
+from loopdropout_trainer.plan import describe_push
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
@@ -506,6 +507,26 @@ def test_failed_push_of_a_trainer_says_how_to_name_the_repository(make_sft, tmp_
         "^The push to the repository mine, which has the name of `output_dir` because `hub_model_id` is not set,"
     ):
         trainer.push_to_hub()
+
+
+def test_failed_push_before_a_training_says_that_nothing_was_trained(make_sft, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "mine"
+    with user_error(
+        "The push to me/try failed, because the Hub cannot be reached .* Nothing was trained. Start again when there is a "
+        f"connection, or train without `push_to_hub` and push later with `loopdropout merge {folder} --hub_model_id me/try`.$"
+    ):
+        make_sft(output_dir=str(folder), push_to_hub=True, hub_model_id="me/try")
+
+
+def test_plan_names_the_repository_and_a_missing_token(config, tmp_path, monkeypatch):
+    unnamed, named = config(output_dir=str(tmp_path / "mine")), config(hub_model_id="me/try")
+    for token, note in (("hf_mine", ""), (None, " (no token was found: log in with `hf auth login` or set HF_TOKEN)")):
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda token=token: token)
+        place = "push to mine, the name of `output_dir`, because `hub_model_id` is not set"
+        assert describe_push(unnamed) == place + note
+        assert describe_push(named) == f"push to me/try{note}"
+    assert describe_push(config(hub_model_id="me/try", hub_token="hf_given")) == "push to me/try"
 
 
 def test_private_repository_has_the_name_of_the_folder(make_sft, tmp_path, monkeypatch):

@@ -179,7 +179,7 @@ def test_cards_name_their_repository(hub, pushed):
         ),
         (
             f"sft quickstart.yaml {PRIVATE_RUN} --push_merged_to_hub false --push_to_hub true --hub_model_id me/adapter",
-            "loopdropout sft: The push to me/adapter failed .* No file was uploaded. Log in with `hf auth login`",
+            "loopdropout sft: The push to me/adapter failed .* Nothing was trained. Log in with `hf auth login`",
         ),
     ],
 )
