@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, TaskType
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.lora.variants import MiCALinearVariant
@@ -58,7 +58,8 @@ def default_peft_config(
     Args:
         model: Looped model. None lets PEFT find the linear projections when it adds the adapter.
         peft_config: Configuration to complete. If `target_modules` is None or "all-linear", it gets all linear projections of
-            the recurrent block. A name such as `q_proj` means the projections of the recurrent block.
+            the recurrent block. A name such as `q_proj` means the projections of the recurrent block. A `task_type` of None
+            becomes "CAUSAL_LM".
         **fields: Other fields of `LoraConfig`.
     """
     if peft_config is None:
@@ -67,6 +68,8 @@ def default_peft_config(
     targets = getattr(peft_config, "target_modules", "")
     if not isinstance(peft_config, LoraConfig):
         return peft_config
+    if peft_config.task_type is None:  # PEFT then saves the module of the model's class, and does not import it
+        peft_config.task_type = TaskType.CAUSAL_LM
     if targets in (None, "all-linear"):
         peft_config.target_modules = _default_targets(model, peft_config)
     elif model is not None and not isinstance(targets, str):  # a text is a pattern of names

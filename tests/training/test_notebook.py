@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModelForCausalLM, get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from helpers.errors import user_error
@@ -216,3 +216,13 @@ def test_model_without_loops_is_named_with_its_class(config, dataset, tokenizer,
     for model, text in ((llama, "got a LlamaForCausalLM."), (folder, f"got a LlamaForCausalLM from {folder}.")):
         with user_error(f"must be a looped model, .*{re.escape(text)}"):
             LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
+
+
+def test_adapter_of_a_bare_lora_config_loads_in_peft(config, dataset, saved):
+    """Without a `task_type`, PEFT saves the module of the model's class, which it refuses to import."""
+    lora = LoraConfig(r=4)
+    trainer = LoopDropoutSFTTrainer(str(saved / "base"), config(), train_dataset=dataset, peft_config=lora)
+    trainer.save_model()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(trainer.args.output_dir)
+    assert type(loaded) is type(trainer.model) is PeftModelForCausalLM
+    assert lora.task_type is None  # the user's own
