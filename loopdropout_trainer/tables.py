@@ -616,6 +616,8 @@ def overview_figure(results: pd.DataFrame) -> Any:
 def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
     """Return the training and held-out losses of runs by step, from the histories that their trainings have left.
 
+    A training loss is a mean over equal numbers of steps (`average_windows`).
+
     Args:
         results: From `load_results`.
 
@@ -626,14 +628,36 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
     trained = labelled(results[(results["task"] == "training") & (results["method"] != "base model")])
     lines = []
     for run, label in trained.drop_duplicates("run")[["run", "label"]].itertuples(index=False):
-        for log in read_history(run):
-            for panel, name in LOSSES.items():
-                if name in log:
-                    lines.append([panel, label, log["step"], log[name]])
+        history = read_history(run)
+        for panel, name in LOSSES.items():
+            values = pd.Series({log["step"]: log[name] for log in history if name in log}, dtype=float)
+            if name == "loss":
+                values = average_windows(values)
+            lines += [[panel, label, step, value] for step, value in values.items()]
     losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value"])
     curves = losses.groupby(["panel", "label", "step"], sort=False)["value"].agg(mean="mean", sd="std").reset_index()
     curves = curves.sort_values(["panel", "step"], ascending=[False, True], kind="stable")
     return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))
+
+
+def average_windows(losses: pd.Series) -> pd.Series:
+    """Return the means of training losses over windows of equal length, by the last logged step of each window.
+
+    The loss is logged at every `logging_steps`, and also at evaluations and checkpoints, and each time it is the mean of the
+    steps since the last log. So a log after a single step is noisier than the others. A window is as long as the longest of
+    these means.
+
+    Args:
+        losses: Logged losses by their steps, in ascending order.
+    """
+    if losses.empty:
+        return losses
+    steps = losses.index.to_series()
+    num_steps = steps.diff().fillna(steps)  # that each loss is the mean of
+    window = np.ceil(steps / num_steps.max())
+    sums = (losses * num_steps).groupby(window).sum()
+    means = sums / num_steps.groupby(window).sum()
+    return means.set_axis(steps.groupby(window).last().to_numpy())
 
 
 LOSSES = {"training loss": "loss", "held-out loss": "eval_loss"}

@@ -29,7 +29,7 @@ from loopdropout_trainer.plots import GRAY, line_plot, save_figure
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.checkpoints import load_state
-from loopdropout_trainer.tables import points
+from loopdropout_trainer.tables import average_windows, points
 
 
 report, sweep = load_script("recipes/report.py"), load_script("recipes/sweep.py")
@@ -822,6 +822,18 @@ def test_report_draws_the_losses_of_trainings(tmp_path, capsys, num_steps):
     assert_readable(plot)
     has_markers = any(type(layer.geom).__name__ == "geom_point" for layer in plot.items[0].layers)
     assert has_markers == (num_steps == 4) and [*curves["panel"].unique()] == ["training loss", "held-out loss"]
+
+
+def test_training_losses_are_means_of_equal_numbers_of_steps():
+    """The loss is logged every 10 steps, at evaluations every 4 steps, and at the end."""
+    of_steps = pd.Series(np.random.default_rng(0).normal(size=22), range(1, 23))  # the loss of each step
+    logged = [4, 8, 10, 12, 16, 20, 22]
+    means = of_steps.groupby(np.searchsorted(logged, of_steps.index)).mean()
+    drawn = average_windows(pd.Series(means.to_numpy(), logged))
+    assert [*drawn.index] == [4, 8, 12, 16, 20, 22]
+    for step in (4, 8, 12, 16, 20):
+        assert drawn[step] == pytest.approx(of_steps.loc[step - 3 : step].mean())
+    assert drawn[22] == pytest.approx(of_steps.loc[21:22].mean())
 
 
 def test_figures_are_transparent(tmp_path):
