@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
+from loopdropout_trainer.data.caching import digest_imports
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.measuring import evaluate, measure
@@ -267,7 +268,10 @@ class Job:
         is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
         if trainer.is_world_process_zero():
             dump_recipe(run.recipe, folder / RECIPE_FILE)
-            write_run(folder, status="trained" if is_trained else "training")
+            if is_trained:
+                write_run(folder, status="trained")
+            else:
+                write_run(folder, status="training", imports=digest_imports())
         if is_trained:
             load_trained(trainer, folder)
         else:

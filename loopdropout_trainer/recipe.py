@@ -386,9 +386,13 @@ def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple
 
 
 def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
-    """Write settings as a recipe that repeats the run, without secrets."""
+    """Write settings as a recipe that repeats the run, without secrets. A comment names the files of `--import`.
+
+    They are no field, because a recipe must not run code.
+    """
     public = {name: _as_written(_without_secrets(value)) for name, value in settings.items() if name != "hub_token"}
-    write_file(Path(path), yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+    imports = [f"# It needs `--import {' '.join(file.splitlines())}`.\n" for file in IMPORTED]
+    write_file(Path(path), "".join(imports) + yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
 
 
 def _as_written(value: Any) -> Any:

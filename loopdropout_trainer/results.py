@@ -328,6 +328,12 @@ def read_run(output_dir: str | Path) -> dict[str, Any]:
         return {}
 
 
+def read_imports(output_dir: str | Path) -> dict[str, str]:
+    """Return the digests of the files of `--import` that a run was trained with, by their absolute paths."""
+    imports = read_run(output_dir).get("imports")
+    return imports if isinstance(imports, dict) else {}
+
+
 def has_trained(output_dir: str | Path) -> bool:
     """Return whether `run.json` says that a training has ended in a folder. Its measurements may be missing.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopdropout_trainer.arguments import AdapterArguments, RewardArguments, ScriptArguments, SFTArguments
+from loopdropout_trainer.data.caching import digest_imports
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.results import (
     LENGTH,
@@ -15,6 +17,7 @@ from loopdropout_trainer.results import (
     find_difference,
     has_trained,
     is_finished,
+    read_imports,
 )
 from loopdropout_trainer.saving.checkpoints import find_shortening, has_stopped_early, load_state, newest_checkpoint
 from loopdropout_trainer.saving.integrity import find_damage
@@ -41,6 +44,22 @@ TRAINING_TYPES = (
     RewardArguments,
 )
 """Dataclasses with the fields of all trainings apart from the data, which recipes of trainings set in other scripts."""
+
+
+RESTORE_CODE = "Restore the code, set another `output_dir`, or remove the folder (its results are lost)."
+
+
+def find_other_code(folder: str | Path) -> str | None:
+    """Return a clause about the first file of `--import` that a run was trained with, and that is another one now, or None.
+
+    Further files do not matter, because they can add tasks. Task files (.yaml) do not change a training.
+    """
+    digests = digest_imports()
+    for path, digest in read_imports(folder).items():
+        if path.endswith(".py") and digest not in digests.values():  # the file may have moved
+            change = "has changed since" if path in digests else "is missing"
+            return f"its `--import` {path} {change}"
+    return None
 
 
 class Run(NamedTuple):
@@ -108,6 +127,7 @@ class Run(NamedTuple):
         """
         return (
             self.find_other_recipe()
+            or self._find_other_code()
             or self._find_damaged_adapter()
             or self._find_longer_training()
             or self._find_other_processes()
@@ -129,6 +149,16 @@ class Run(NamedTuple):
         if may_continue and find_shortening(newest, self.args) is None:
             fix = f"Add `--resume_from_checkpoint true` to continue it. Or {fix[0].lower()}{fix[1:]}"
         return f"{folder} holds another run: {difference}. {fix}"
+
+    def _find_other_code(self) -> str | None:
+        """Return the message about an adapter or a checkpoint of other imported code, or None. Others take any code."""
+        if not self.has_ended and not self.args.resume_from_checkpoint:
+            return None
+        folder = self.args.output_dir
+        difference = find_other_code(folder)
+        if difference is None:
+            return None
+        return f"{folder} holds another run: {difference}. {RESTORE_CODE}"
 
     def _find_damaged_adapter(self) -> str | None:
         """Return the message about a folder with a damaged adapter, or None if the training continues from a checkpoint."""

@@ -40,11 +40,13 @@ from loopdropout_trainer.results import (
     MEASURED,
     UNCOMPARED,
     compare_recipes,
+    has_trained,
     is_finished,
     read_own_results,
     read_run,
     write_run,
 )
+from loopdropout_trainer.runs import RESTORE_CODE, find_other_code
 from loopdropout_trainer.sweeps import SETTINGS_FILE, describe_progress, update_summary
 from loopdropout_trainer.workers import Workers
 
@@ -367,7 +369,7 @@ class Sweep:
         training script is stricter: a run with a damaged adapter is not complete. The sweep still has its results.
 
         Raises:
-            UserError: if the run in the folder has other training settings.
+            UserError: if the run in the folder has other training settings, or was trained with other imported code.
         """
         folder = self.folder(run)
         path = folder / SETTINGS_FILE
@@ -379,6 +381,8 @@ class Sweep:
         if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
             raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
         score = self.score(run)
+        if (has_trained(folder) or score == NON_FINITE) and (difference := find_other_code(folder)):
+            raise UserError(f"{folder}: {difference}. {RESTORE_CODE}")
         has_score = run.selects and score is not None
         # A run may have further results, of fields that are no longer set.
         is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)

@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.files import PACKAGE
+from loopdropout_trainer.recipe import IMPORTED
 
 
 if TYPE_CHECKING:
@@ -104,6 +105,11 @@ def code_of(function: Callable[..., Any]) -> str | None:
     if file is None:
         return None
     return digest_files(sorted(own_files(file)))
+
+
+def digest_imports() -> dict[str, str]:
+    """Return the digest of each file of `--import`, with the user's files that it imports, by its absolute path."""
+    return {path: digest_files(sorted(own_files(Path(path)))) for path in IMPORTED}
 
 
 def own_files(file: Path) -> set[Path]:

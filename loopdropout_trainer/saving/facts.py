@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gate_state import expand_gates, parse_gates
+from loopdropout_trainer.results import read_imports
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.hub import split_revision
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter
@@ -232,6 +233,7 @@ class Source:
                 "data type": self.dtype,
                 "quantization": json.dumps(self.quantization) if self.quantization else None,
                 "training": self.training_id,
+                "imports": ", ".join(read_imports(self.run)) if self.recipe else None,
             }
         return {title: text for title, text in facts.items() if text}
 

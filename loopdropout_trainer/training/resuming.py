@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, count
+from loopdropout_trainer.files import PACKAGE
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes, count_examples
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
@@ -38,6 +40,7 @@ from loopdropout_trainer.saving.source import find_source
 
 
 if TYPE_CHECKING:
+    from loopdropout_trainer.gates import GateRule
     from loopdropout_trainer.training.config import GateConfig
 
 logger = logging.get_logger(__name__)
@@ -125,9 +128,21 @@ def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
         "attn_implementation": base.config._attn_implementation,
         **{name: getattr(lora, name) for name in _ADAPTER_FIELDS},
         "num_loops": find_looped_model(model).num_loops,
+        "rule_code": digest_rule(args.make_rule()),
     }
     kept = {name: value for name, value in settings.items() if name not in RESUMABLE}
     return json.loads(json.dumps(kept, default=str))
+
+
+def digest_rule(rule: GateRule) -> str | None:
+    """Return the name of the class of a user's rule with a digest of its code, if the code is known, or None for others."""
+    cls = type(rule)
+    if cls.__module__.partition(".")[0] == PACKAGE.name:
+        return None
+    try:
+        return f"{cls.__qualname__} {hashlib.blake2b(inspect.getsource(cls).encode(), digest_size=8).hexdigest()}"
+    except (OSError, TypeError):  # of a notebook or an interactive Python
+        return cls.__qualname__
 
 
 def process_settings(args: GateConfig) -> dict[str, int]:

@@ -18,6 +18,7 @@ from helpers.files import ROOT, load_script, read_lines
 from helpers.processes import PATIENCE, Program, python, wait_for
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.sweeps import describe_progress, read_summary
 from loopdropout_trainer.workers import read_message
 
@@ -408,6 +409,31 @@ def test_errors_inside_of_trainings_stop_a_sweep(lab):
     log = (lab.out / "broken/lr_0.01/seed_1/log.txt").read_text()
     assert "2/4" in log and log.splitlines()[-1].startswith("torch.OutOfMemoryError")  # the bar is closed before
     assert re.search(f"broken/lr_0.01/seed_1 ended with exit code 1: {message}", program.stdout)
+
+
+def test_changed_code_of_an_import_is_named(lab):
+    """The results of a rule are not averaged with the results of its edited file, which may move."""
+    rule = lab.folder / "own.py"
+    rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
+    lab.recipe.write_text(
+        yaml.safe_dump({**RECIPE, "benchmarks": None, "single_loop_batches": 0, "compare_with": None})
+    )
+    fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken"]}
+    Path(lab.file).write_text(yaml.safe_dump({**fields, "learning_rates": [0.01], "select_on": "eval_loss"}))
+    run, script = lab.out / "broken/lr_0.01/seed_1", ROOT / "recipes/sweep.py"
+    python(script, lab.file, "--import", rule)
+    assert [*json.loads((run / "run.json").read_text())["imports"]] == [str(rule)]
+    assert (run / "recipe.yaml").read_text().startswith(f"# It needs `--import {rule}`.\n")
+    assert find_source(run).lines()["imports"] == str(rule)
+    rule.rename(lab.folder / "moved.py")
+    python(script, lab.file, "--import", lab.folder / "moved.py")
+    rule.write_text(BROKEN_RULE)
+    message = (
+        f"{run}(: | holds another run: )its `--import` {rule} has changed since. Restore the code, set another `outp"
+    )
+    for command in ([script, lab.file], [ROOT / "recipes/sft.py", run / "recipe.yaml", "--output_dir", run]):
+        program = Program(*command, "--import", rule)
+        assert program.wait() == 2 and re.search(message, program.stderr), program.stderr
 
 
 @pytest.mark.parametrize(

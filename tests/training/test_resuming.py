@@ -1,6 +1,7 @@
 """Interrupted trainings continue to the bits of an uninterrupted training: after a kill, a signal, or a damaged checkpoint."""
 
 import functools
+import importlib
 import itertools
 import os
 import shutil
@@ -23,6 +24,7 @@ from helpers.trainers import Recorder, assert_same_weights
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.results import saved_step
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint
 from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_checkpoint
@@ -492,6 +494,30 @@ def test_other_settings_are_not_continued(make_trainer, changes, message):
     fields = {name: value for name, value in changes.items() if name not in (*lora, "num_loops")}
     trainer = make_trainer(model, peft_config=default_peft_config(model, **lora), **fields)
     with user_error(f"checkpoint-2 .*{message}"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+RULE = """
+class OwnRule(LoopDropout):
+    name = "own_rule"
+    SCALE = {}
+"""
+
+
+def test_other_code_of_a_rule_is_not_continued(tmp_path, make_trainer, monkeypatch):
+    """The class of the rule counts, and not the rest of its file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, (scale, rest) in enumerate([(1, ""), (1, "# a comment"), (2, "")], start=1):
+        text = f"from loopdropout_trainer.gates import LoopDropout\n{RULE.format(scale)}\n{rest}"
+        (tmp_path / f"own_rule_{number}.py").write_text(text)
+        rule = importlib.import_module(f"own_rule_{number}").OwnRule
+        monkeypatch.setitem(RULES, "own_rule", rule)
+        trainer = make_trainer(rule=rule(p=0.5), max_steps=number, save_steps=1)
+        if number < 3:
+            trainer.train(resume_from_checkpoint=number > 1)
+    with user_error(
+        r"was trained with other settings: `rule_code` changed from 'OwnRule \w+' to 'OwnRule \w+'. Restore"
+    ):
         trainer.train(resume_from_checkpoint=True)
 
 
