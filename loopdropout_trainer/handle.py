@@ -14,7 +14,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, count, short_repr
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples, is_checkpointed
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
@@ -106,6 +106,10 @@ class LoopDropoutHandle:
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),
             backbone.register_forward_hook(self._reset_gates, always_call=True),
         ]
+
+    def __repr__(self) -> str:
+        state = f"{count(self.num_draws, 'draw')} so far" if self._hooks else "removed"
+        return f"LoopDropoutHandle of {self.rule}, seed {self.seed}, {state}"
 
     def sample(self, example_ids: Sequence[tuple[int, int]]) -> Tensor:
         """Return gates [K, N] for the N examples of a pass, each of them a (row, segment)."""

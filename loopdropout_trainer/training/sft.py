@@ -225,6 +225,11 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         peft_config ([`~peft.LoraConfig`], *optional*):
             Configuration of the adapter. Defaults to the paper's adapter: rank 16 and alpha 32 on all linear projections of
             the recurrent block.
+
+    Attributes:
+        last_gates (`GatedBatch`, *optional*):
+            Gates [K, N] of the last training micro-batch (`last_gates.sampled`). `print(trainer.last_gates)` lists the loops
+            in which each of its N examples was on.
     """
 
     config_class = LoopDropoutConfig

@@ -56,6 +56,7 @@ def test_all_trainers_have_the_same_gradients(make, train, make_sft):
     trainer = make_sft(with_adapter(make(), scale=0.1), cls=Plain, **fields)
     dropout = loop_dropout(trainer.model, p=0.3, seed=7)
     trainer.train()
+    assert repr(dropout) == "LoopDropoutHandle of LoopDropout(p=0.3), seed 7, 1 draw so far"
     assert torch.equal(trainer.batch["input_ids"], ours.batch["input_ids"])
     assert torch.equal(dropout.last_gates.sampled, ours.gated.sampled)
     torch.testing.assert_close(trainer.gradients, want, atol=1e-6, rtol=1e-4)

@@ -128,6 +128,7 @@ def test_named_data_is_in_the_card(make_sft, dataset):
 
 def test_last_gates_print_the_loops_of_each_example(train):
     trainer = train(max_steps=1)
+    assert "last_gates" in LoopDropoutSFTTrainer.__doc__
     first, *examples = repr(trainer.last_gates).splitlines()
     assert first == "GatedBatch of 4 examples in 4 loops, gates from 0 to 2. Loops in which they are on:"
     for number, (line, gates) in enumerate(zip(examples, trainer.last_gates.gates.T, strict=True), start=1):
