@@ -80,12 +80,18 @@ def find_unusable(text: str) -> str | None:
 def closest_match(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the end of a message about an unknown name: `" Did you mean 'x'?"`, or `""` if nothing is close.
 
+    A name that only lacks a further word, such as `x` of `x_test`, means the only choice that has one.
+
     Args:
         name: Unknown name.
         choices: Known names.
         cutoff: Least similarity of a name that is close, from 0 to 1.
     """
-    matches = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
+    choices = list(choices)
+    longer = [choice for choice in choices if str(choice).startswith(f"{name}_")]
+    if len(longer) == 1:  # such as `arithmetic_easy_test`, also if `arithmetic_test` has more letters in common
+        return f" Did you mean {longer[0]!r}?"
+    matches = difflib.get_close_matches(str(name), choices, n=1, cutoff=cutoff)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -92,6 +92,9 @@ OF_OTHER_SCRIPTS = {
 }
 """Fields that show that a recipe is one of another script: a field of the running script, and what to do."""
 
+_COMPUTED = {"q": ("p", "Set `p` = 1 - q, the probability that a loop is off.")}
+"""Quantities that follow from a field: the field, and how it is set."""
+
 FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
 
@@ -239,7 +242,7 @@ def field_hint(name: str, fields: Collection[str]) -> str:
     """Return the end of the message about an unknown field, which names the field that helps."""
     if ITEM_FIELDS.get(name) in fields:
         return f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
-    own_field, advice = OF_OTHER_SCRIPTS.get(name, (None, ""))
+    own_field, advice = {**OF_OTHER_SCRIPTS, **_COMPUTED}.get(name, (None, ""))
     if own_field in fields:
         return f" {advice}"
     meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)

@@ -374,6 +374,11 @@ def test_habitual_field_has_a_hint(name):
         parse(classes, ["quickstart.yaml", f"--{name}", "1"])
 
 
+def test_probability_q_has_a_hint():
+    with user_error("`q` is not a field of this script. Set `p` = 1 - q"):
+        parse(SFT_TYPES, ["quickstart.yaml", "--q", "0.5"])
+
+
 def test_recipes_of_another_script_name_it(write):
     with user_error(
         "`recipe` is not a field of this script. A recipe with this field is a sweep. Use `loopdropout sweep`."

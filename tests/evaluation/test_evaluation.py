@@ -187,6 +187,8 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
     with user_error("`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
         load_task("gsm9k")
+    with user_error("Did you mean 'arithmetic_easy_test'"):
+        load_task("arithmetic_easy")
 
 
 CAPITALS = [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capital": "Lima"}]

@@ -92,6 +92,8 @@ def test_steps_without_evaluation_are_named(config, log):
 
 @pytest.mark.parametrize("cls", [LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig])
 def test_unknown_fields_have_a_hint(config, cls):
+    with user_error(f"`q` is not a field of {cls.__name__}. Set `p` = 1 - q"):
+        config(cls, q=0.5)
     with user_error(f"`learing_rate` is not a field of {cls.__name__}. Did you mean 'learning_rate'?"):
         config(cls, learing_rate=1e-3)
     assert (
