@@ -106,7 +106,8 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
         batches: Model inputs with labels.
 
     Returns:
-        The `loss` of the frozen model with gates "none", and `loss` and `loss_reduction` with gates "loop t" and "unit".
+        The `loss` of the frozen model with gates "none" and the method "base model", and `loss` and `loss_reduction` with
+        gates "loop t" and "unit". They have the method of the training, if the model knows it.
     """
     batches = list(batches)
     num_loops = find_looped_model(model).num_loops
@@ -119,7 +120,7 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
         reduction = 100 * (frozen.loss - adapted.loss) / frozen.loss
         results.append(_result("loss", adapted.loss, "nats", adapted.n, num_loops, **place))
         results.append(_result("loss_reduction", reduction, "%", adapted.n, num_loops, **place))
-    return results
+    return _with_method(model, results)
 
 
 def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
@@ -136,7 +137,7 @@ def readouts(model: nn.Module, batches: Iterable[Batch]) -> list[Result]:
     results = []
     for loop, readout in enumerate(score_readouts(model, batches), start=1):
         results += _loss_and_accuracy("readout", readout, num_loops, model, loop=loop)
-    return results
+    return _with_method(model, results)
 
 
 def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[int] | None = None) -> list[Result]:
@@ -163,7 +164,7 @@ def depth_matrix(model: nn.Module, batches: Iterable[Batch], depths: Sequence[in
     results = []
     for depth in depths:
         results += _loss_and_accuracy("depth", scores[depth - 1], depth, model)
-    return results
+    return _with_method(model, results)
 
 
 @torch.no_grad()
@@ -202,7 +203,7 @@ def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: 
         results.append(_result("curvature", value, "nats", n, num_loops, "unit", loop=loop))
     term = p / (2 * (1 - p)) * float(values.sum())
     results.append(_result("curvature_term", term, "nats", n, num_loops, "unit"))
-    return results
+    return _with_method(model, results)
 
 
 def _target_logits(
@@ -392,6 +393,14 @@ def _loss_and_accuracy(name: str, score: Score, num_loops: int, model: nn.Module
         _result(f"{name}_loss", score.loss, "nats", score.n, num_loops, gates, **columns),
         _result(f"{name}_token_accuracy", score.accuracy, "%", score.n, num_loops, gates, **columns),
     ]
+
+
+def _with_method(model: nn.Module, results: list[Result]) -> list[Result]:
+    """Return results of an adapter with the method that trained it, if the model knows it, for rows that name no other one."""
+    method = getattr(find_looped_model(model), "trained_with", {}).get("method")
+    if method is None or not isinstance(model, PeftModel):  # commands know the name of a merged model
+        return results
+    return [{"method": method, **row} for row in results]
 
 
 def _result(metric: str, value: float, unit: str, n: int, num_loops: int, gates: str, **columns: int) -> Result:

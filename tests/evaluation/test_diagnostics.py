@@ -398,3 +398,11 @@ def test_two_processes_find_the_results_of_one(saved, tmp_path):
     python(ROOT / "recipes" / "diagnose.py", *words(saved, tmp_path / "two"), processes=2)
     two = read_results(tmp_path / "two")
     assert [row["value"] for row in two] == pytest.approx([row["value"] for row in one])
+
+
+def test_results_in_python_have_the_method(train, tokenizer):
+    """A table of rows without a method has NaN there."""
+    model, batches = train(max_steps=1).model, label_batches(EXAMPLES, tokenizer, 2)
+    base, *others = single_loop(model, batches)
+    others += [*readouts(model, batches), *depth_matrix(model, batches, [1]), *curvature(model, batches)]
+    assert base["method"] == "base model" and {row["method"] for row in others} == {"Loop Dropout"}
