@@ -80,6 +80,21 @@ def only_chose_rate(summary: dict[str, dict[str, Any]], method: str, learning_ra
     return best is not None and learning_rate != best
 
 
+def describe_choice(method: str, best: float, remark: str = "") -> str:
+    """Return a line about the learning rate that a sweep has chosen for a method, with the remark of its `Choice`."""
+    return f"{method}: learning rate {best}. {remark}".rstrip()
+
+
+def describe_choices(folder: str | Path) -> list[str]:
+    """Return a line about the learning rate of each method that the sweep in a folder has chosen."""
+    choices = read_summary(folder).get("choices", {})
+    return [
+        describe_choice(method, choice["best"], choice.get("remark") or "")
+        for method, choice in choices.items()
+        if choice["best"] is not None
+    ]
+
+
 def describe_progress(folder: str | Path) -> str:
     """Return a sentence about an unfinished sweep, or "" for a finished one and for a folder without a summary."""
     summary = read_summary(folder)

@@ -37,7 +37,13 @@ from loopdropout_trainer.results import (
     split_replaced,
 )
 from loopdropout_trainer.saving.checkpoints import read_history
-from loopdropout_trainer.sweeps import describe_progress, folder_of_run, only_chose_rate, read_summary
+from loopdropout_trainer.sweeps import (
+    describe_choices,
+    describe_progress,
+    folder_of_run,
+    only_chose_rate,
+    read_summary,
+)
 
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
@@ -397,7 +403,7 @@ def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
 
 
 def describe_rejected(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
-    """Return sentences about the runs that `final_results` has left out, and about sweeps that are not finished."""
+    """Return sentences about the runs that `final_results` has left out, the chosen rates, and unfinished sweeps."""
     lines = []
     trained = results[results["sweep"].notna()]
     kept = final[final["method"] != "base model"]  # `final` also keeps the base model's results of rejected runs
@@ -405,8 +411,12 @@ def describe_rejected(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
     if num_rejected:
         runs = count(num_rejected, "run")
         lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
-    folders = {folder_of_run(run) for run in trained["run"]} - {None}
-    return lines + [*filter(None, map(describe_progress, sorted(folders)))]
+    for folder in sorted({folder_of_run(run) for run in trained["run"]} - {None}):
+        choices = describe_choices(folder)
+        if choices:
+            lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
+        lines += filter(None, [describe_progress(folder)])
+    return lines
 
 
 def _has_fewer_seeds(results: pd.DataFrame) -> np.ndarray:

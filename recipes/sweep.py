@@ -47,7 +47,7 @@ from loopdropout_trainer.results import (
     write_run,
 )
 from loopdropout_trainer.runs import RESTORE_CODE, find_other_code
-from loopdropout_trainer.sweeps import SETTINGS_FILE, describe_progress, update_summary
+from loopdropout_trainer.sweeps import SETTINGS_FILE, describe_choice, describe_progress, update_summary
 from loopdropout_trainer.workers import Workers
 
 
@@ -454,6 +454,8 @@ class Sweep:
             final_results,
             load_results,
             loss_numbers,
+            select,
+            tasks_of,
         )
 
         if not self.full_grid:
@@ -463,13 +465,25 @@ class Sweep:
             return
         self.save_progress()
         final = final_results(load_results(self.output_dir))
+        trained = final[final["method"] != "base model"]
         table = accuracy_table(accuracy_numbers(final))
         if len(table):
             print_table(ACCURACY_TITLE, table)
         if self.loss_chooses_by_default or not len(table):
-            _print_lowest(loss_numbers(final[final["method"] != "base model"]))
+            _print_lowest(loss_numbers(trained))
+            score, best = "lowest held-out loss", select(trained, {"metric": "eval_loss", "task": "training"})
+            best = best.assign(value=-best["value"])
+        else:
+            task = tasks_of(trained[trained["metric"] == "accuracy"])[0]
+            score, best = f"highest accuracy on {task}", select(trained, {"metric": "accuracy", "task": task})
+        if len(self.seeds) == 1 and len(self.recipes) > 1:
+            print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
         update_summary(self.output_dir, accuracy=table.reset_index().to_dict("records"))
         print(f"\nNext:\n  loopdropout report {self.output_dir}   # tables of losses, accuracies and costs")
+        run = _find_best_run(best)
+        if run is not None:
+            folder = Path(self.output_dir, *Path(run).parts[-3:])  # METHOD/lr_X/seed_S
+            print(f"  loopdropout chat {folder}   # ask the adapter with the {score}")
 
     def _print_choices(self) -> None:
         """Print the chosen learning rate of each method."""
@@ -480,7 +494,7 @@ class Sweep:
             if choice.best is None:
                 print(f"{method}: no learning rate is chosen. {choice.remark}")
             else:
-                print(f"{method}: learning rate {choice.best}. {choice.remark}".rstrip())
+                print(describe_choice(method, choice.best, choice.remark))
             self._print_scores(method, choice.rates)
 
     def _print_scores(self, method: str, rates: list[float]) -> None:
@@ -584,6 +598,25 @@ def _print_lowest(losses: pd.DataFrame) -> None:
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""
         print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
+
+
+def _find_best_run(scores: pd.DataFrame) -> str | None:
+    """Return the folder of the first seed of the method with the highest mean score.
+
+    There is none without scores, or if the methods have different numbers of seeds, as after a failed run.
+
+    Args:
+        scores: Results of final runs, of which a higher `value` is better.
+    """
+    from loopdropout_trainer.tables import labelled
+
+    if scores.empty:
+        return None
+    methods = labelled(scores).groupby("label", sort=False)
+    if methods["seed"].nunique().nunique() > 1:
+        return None
+    best = methods.get_group(methods["value"].mean().idxmax())
+    return best.sort_values("seed", kind="stable")["run"].iloc[0]
 
 
 ARGUMENTS = (Sweep,)

@@ -29,6 +29,7 @@ from loopdropout_trainer.plots import GRAY, line_plot, save_figure
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.checkpoints import load_state
+from loopdropout_trainer.sweeps import update_summary
 from loopdropout_trainer.tables import average_windows, points
 
 
@@ -595,6 +596,15 @@ def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
     sweep._print_lowest(losses)
     text = "The held-out losses are not compared, because the methods have different numbers of seeds"
     assert f"{text} (LoRA, sweep = mine: 2, LoRA, sweep = other: 1).\n" in capsys.readouterr().out
+
+
+def test_report_shows_the_rates_of_a_sweep(tmp_path, capsys):
+    write_runs(tmp_path, {0.001: [1], 0.002: [1, 2]})
+    remark = "It is at the edge of the grid."
+    update_summary(tmp_path / "mine", choices={"lora": {"rates": [0.001, 0.002], "best": 0.002, "remark": remark}})
+    report.main([str(tmp_path / "mine")])
+    chosen = f"The sweep in {tmp_path}/mine has chosen:\n  lora: learning rate 0.002. {remark}\n"
+    assert chosen in capsys.readouterr().out
 
 
 def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):

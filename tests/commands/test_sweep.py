@@ -19,7 +19,7 @@ from helpers.processes import PATIENCE, Program, python, wait_for
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.sweeps import describe_progress, read_summary
+from loopdropout_trainer.sweeps import describe_choices, describe_progress, read_summary
 from loopdropout_trainer.workers import read_message
 
 
@@ -226,6 +226,37 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     assert settings["eval_strategy"] == "epoch"  # so that each run has a held-out loss to report
     assert ("because no `benchmarks` are set" in out) is not bool(fields)
     assert json.loads((lab.out / "summary.json").read_text())["accuracy"] == []
+
+
+def test_sweep_names_the_best_adapter_and_the_chance_of_one_seed(lab, capsys):
+    """The folder is the first seed's of the best method. With several seeds, there is no caution."""
+    losses = {("lora", 101): 0.5, ("loop_dropout", 101): 0.4, ("lora", 102): 0.5, ("loop_dropout", 102): 0.8}
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, "benchmarks": []}))
+    lab.set_world(losses={"0.01": 2.0, "0.02": 0.2, "0.04": 3.0})
+    caution = "With one seed, the spread over seeds is not known, so the order of the methods can be chance.\n"
+    for seeds, best in (([101], "loop_dropout"), ([101, 102], "lora")):
+        made = lab.run(methods=["lora", "loop_dropout"], seeds=seeds)
+        for (method, seed), value in losses.items():
+            row = {
+                "metric": "eval_loss",
+                "task": "training",
+                "value": value,
+                "seed": seed,
+                "method": method,
+                "step": 1,
+            }
+            row |= {"gates": "unit", "num_loops": 4, "unit": "nats", "n": 1}
+            if seed in seeds:
+                write_results(lab.out / f"{method}/lr_0.02/seed_{seed}", [row])
+        capsys.readouterr()
+        made.write_summary()
+        out = capsys.readouterr().out
+        command = (
+            f"  loopdropout chat {lab.out}/{best}/lr_0.02/seed_101   # ask the adapter with the lowest held-out loss\n"
+        )
+        assert out.endswith(command) and (caution in out) == (len(seeds) == 1)
+    assert describe_choices(lab.out) == ["lora: learning rate 0.02.", "loop_dropout: learning rate 0.02."]
+    assert describe_choices(lab.folder) == []
 
 
 def test_sweep_whose_settings_remove_the_benchmarks_chooses_by_loss(lab):
