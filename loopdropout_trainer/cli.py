@@ -18,9 +18,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from loopdropout_trainer import __version__
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.files import recipe_hint, recipe_names, recipes_folder
+from loopdropout_trainer.files import describe_version, recipe_hint, recipe_names, recipes_folder
 
 
 def scripts() -> dict[str, Path]:
@@ -64,7 +63,7 @@ def print_usage() -> None:
 
 def print_versions() -> None:
     """Print the versions of the package, of Python and of the installed libraries in one line, for a bug report."""
-    parts = [f"loopdropout-trainer {__version__}", f"Python {platform.python_version()}"]
+    parts = [f"loopdropout-trainer {describe_version()}", f"Python {platform.python_version()}"]
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
             parts.append(f"{name} {version(name)}")

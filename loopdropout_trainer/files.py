@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import json
 import os
 import re
 import stat
+import subprocess
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +18,7 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from loopdropout_trainer import __version__
 from loopdropout_trainer.errors import UNWRITABLE, UserError, closest_match, first_line, short_repr
 
 
@@ -31,6 +34,43 @@ def model_path(name: Any) -> Any:
         isinstance(name, str) and name.endswith("/loopdropout_trainer/tiny_ouro") and not Path(name).is_dir()
     )
     return str(TINY_OURO_PATH) if name == "tiny-ouro" or is_elsewhere else name
+
+
+@functools.cache
+def describe_version() -> str:
+    """Return the version of the package, with the commit of a git checkout: "0.1.0, commit 1a2b..., with changes".
+
+    The commit is read from the files of git. Whether tracked files are changed is asked from the program, if it is installed.
+    """
+    checkout = PACKAGE.parent
+    commit = _read_commit(checkout / ".git")
+    if commit is None:
+        return __version__
+    words = ["git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"]
+    try:
+        is_changed = bool(subprocess.run(words, capture_output=True, timeout=20, check=True).stdout)
+    except (OSError, subprocess.SubprocessError):
+        is_changed = False
+    return f"{__version__}, commit {commit}{', with changes' if is_changed else ''}"
+
+
+def _read_commit(folder: Path) -> str | None:
+    """Return the commit of the checkout with a `.git`, which is a folder, or the file of a further worktree, or None."""
+    try:
+        if folder.is_file():
+            folder = folder.parent / folder.read_text().removeprefix("gitdir:").strip()
+        head = (folder / "HEAD").read_text().strip()
+        if not head.startswith("ref:"):
+            return head
+        name, common = head.removeprefix("ref:").strip(), folder
+        if (folder / "commondir").is_file():
+            common = folder / (folder / "commondir").read_text().strip()
+        if (common / name).is_file():
+            return (common / name).read_text().strip()
+        lines = (common / "packed-refs").read_text().splitlines()
+        return next((line.split()[0] for line in lines if line.endswith(f" {name}")), None)
+    except (OSError, ValueError):
+        return None
 
 
 def public_name(name: str) -> str:

@@ -7,8 +7,10 @@ trainings and measurements need are imported in the functions, so that mistakes 
 from __future__ import annotations
 
 import logging
+import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from loopdropout_trainer.training.distributed import check_devices
 
 
 if TYPE_CHECKING:
+    import torch
     from datasets import DatasetDict
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
@@ -285,8 +288,6 @@ class Job:
 
         Add a file of an adapter here, or in `save_model` if other training programs are to write it, too.
         """
-        import torch
-
         from loopdropout_trainer.training.resuming import describe_data
 
         if run.is_trained:
@@ -302,7 +303,7 @@ class Job:
                 stopped_early_at=find_early_stop(trainer.state),
                 model_revision=trainer.looped.trained_with.get("base_revision"),
                 training_data=describe_data(trainer.callback_handler.train_dataloader.dataset),
-                device=torch.cuda.get_device_name() if torch.cuda.is_available() else trainer.args.device.type,
+                device=name_device(trainer.args.device),
                 num_processes=trainer.args.world_size,
             )
 
@@ -388,6 +389,21 @@ def train_new(trainer: Trainer, folder: Path) -> None:
         if trainer.is_world_process_zero() and error.status is not None:
             write_run(folder, status=error.status)
         raise
+
+
+def name_device(device: torch.device) -> str:
+    """Return the name of a GPU, or of the processor as the system gives it, such as "cpu (x86_64, AMD EPYC 9V74)"."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    names = [platform.machine()]
+    with suppress(OSError):
+        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        names += [match[1]] if match else []
+    return f"cpu ({', '.join(names)})"
 
 
 def load_trained(trainer: Trainer, folder: str | Path) -> None:

@@ -20,11 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import loopdropout_trainer
 from loopdropout_trainer.arguments import describe_adapter, names_of
 from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.files import (
     checkpoint_step,
+    describe_version,
     is_checkpoint,
     lock_file,
     parse_json,
@@ -311,7 +311,7 @@ def write_run(output_dir: str | Path, **facts: Any) -> None:
 
     The other files of the folder reach the disk first, so that a power failure never leaves a finished run with empty files.
     """
-    versions = {"python": platform.python_version(), "loopdropout-trainer": loopdropout_trainer.__version__}
+    versions = {"python": platform.python_version(), "loopdropout-trainer": describe_version()}
     versions |= {name: version(name) for name in _LIBRARIES}
     path = Path(output_dir, RUN_FILE)
     with lock_file(path):
@@ -326,6 +326,13 @@ def read_run(output_dir: str | Path) -> dict[str, Any]:
         return read_json_object(Path(output_dir, RUN_FILE))
     except (OSError, ValueError):
         return {}
+
+
+def read_version(output_dir: str | Path) -> str | None:
+    """Return the version of this package that trained a run, or None without a `run.json`."""
+    versions = read_run(output_dir).get("versions")
+    version_text = versions.get("loopdropout-trainer") if isinstance(versions, dict) else None
+    return version_text if isinstance(version_text, str) else None
 
 
 def read_imports(output_dir: str | Path) -> dict[str, str]:

@@ -17,7 +17,14 @@ from loopdropout_trainer.files import checkpoint_step, is_checkpoint, public_nam
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
-from loopdropout_trainer.results import is_of_training, read_recipe, read_run_results, recipe_path, weights_of
+from loopdropout_trainer.results import (
+    is_of_training,
+    read_recipe,
+    read_run_results,
+    read_version,
+    recipe_path,
+    weights_of,
+)
 from loopdropout_trainer.saving.checkpoints import (
     STATE_FILE,
     describe_score,
@@ -41,6 +48,7 @@ def write_model_card(
     dataset: str | Sequence[str] | None = None,
     data_description: str | None = None,
     recipe: str | None = None,
+    program: str | None = None,
     results: Iterable[Mapping[str, Any]] = (),
     kept_checkpoint: str | None = None,
     tags: str | Iterable[str] = (),
@@ -58,6 +66,7 @@ def write_model_card(
         dataset: Name of the training data, or names, of which the ones on the Hub become links.
         data_description: Text about the training data. Default: the names.
         recipe: YAML text of the training settings.
+        program: Version of this package in the training, with its commit.
         results: Rows of `results.jsonl`. The card shows the held-out loss, and the scores at unit gates next to the base
             model's scores.
         kept_checkpoint: Text about the best checkpoint, if its weights were kept.
@@ -85,6 +94,7 @@ def write_model_card(
         "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,
         "Recurrence depth K": num_loops,
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
+        "Version of loopdropout-trainer": program,
         "Training data": data_description or ", ".join(map(str, map(_public, names))) or metadata.get("training_data"),
         "Kept weights": kept_checkpoint,
         "Held-out loss (nats per token)": _held_out_loss(results, "unit") if scale == 1 else None,
@@ -129,6 +139,7 @@ def read_card_fields(folder: str | Path, weights: Mapping[str, Any] | None = Non
         "dataset": [source.path for source in read_sources(recipe) if not source.files],
         "data_description": describe_data(recipe, without_folders=True) or None,
         "recipe": read_text(recipe_path(folder)) if recipe else None,
+        "program": read_version(recipe_path(folder).parent),
         "results": read_run_results(folder, weights),
         "kept_checkpoint": describe_kept_checkpoint(folder),
     }

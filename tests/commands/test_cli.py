@@ -17,7 +17,7 @@ from packaging.version import Version
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script
 from helpers.processes import Interpreter, python
-from loopdropout_trainer import cli
+from loopdropout_trainer import __version__, cli, files
 from loopdropout_trainer.files import recipe_names
 
 
@@ -74,6 +74,29 @@ def test_version_has_all_libraries(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     for name in ("loopdropout-trainer", "Python", "torch", "transformers", "trl", "peft", "accelerate", "datasets"):
         assert re.search(rf"(^|, ){name} \d", line)
+
+
+def test_version_has_the_commit_of_a_clone(tmp_path, monkeypatch):
+    """Also of a detached head, of packed references and of a further worktree. Without git there is the version alone."""
+    monkeypatch.setattr(files, "PACKAGE", tmp_path / "package")
+    describe = files.describe_version.__wrapped__
+    assert describe() == __version__
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (tmp_path / "file").touch()
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "One"], ["worktree", "add", "-q", "other"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert describe() == f"{__version__}, commit {commit}"
+    (tmp_path / "file").write_text("changed")
+    assert describe() == f"{__version__}, commit {commit}, with changes"
+    assert files._read_commit(tmp_path / "other/.git") == commit
+    subprocess.run([*git, "pack-refs", "--all"], check=True)
+    assert files._read_commit(tmp_path / ".git") == files._read_commit(tmp_path / "other/.git") == commit
+    subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
+    monkeypatch.setenv("PATH", "")
+    assert describe() == f"{__version__}, commit {commit}"
+    (tmp_path / ".git/HEAD").unlink()
+    assert describe() == __version__
 
 
 def test_command_runs_its_script(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import platform
 import re
 import shutil
 import signal
@@ -23,6 +24,7 @@ from helpers.tiny import TINY, tiny_hrm
 from loopdropout_trainer import default_peft_config, load_model
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.files import describe_version
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.plan import count_on_modules, describe_length, print_next_commands
@@ -545,7 +547,11 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
     assert (tmp_path / "results.jsonl").read_text() == before
     assert any(row["metric"] == "accuracy" for row in read_results(tmp_path / "evaluation"))
     load_script("recipes/merge.py").main([str(tmp_path), "--output_dir", str(tmp_path / "merged")])
-    assert "| arithmetic_easy_test | 4 |" in (tmp_path / "merged/README.md").read_text()
+    card, run_facts = (tmp_path / "merged/README.md").read_text(), read_run(tmp_path)
+    assert "| arithmetic_easy_test | 4 |" in card
+    assert f"| Version of loopdropout-trainer | {describe_version()} |" in card
+    assert run_facts["versions"]["loopdropout-trainer"] == describe_version()
+    assert run_facts["device"].startswith(f"cpu ({platform.machine()}")
 
 
 ONLY_TRAIN = f"{SHORT} --max_steps 2 --benchmarks null --eval_num_loops null --single_loop_accuracy false "
