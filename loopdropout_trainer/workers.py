@@ -49,6 +49,12 @@ class Runs(Protocol):
     def count(self) -> tuple[int, int]:
         """Return the number of trainings that have ended, and of all trainings, as far as they are known."""
 
+    def count_starts(self) -> tuple[int, int]:
+        """Return the number of runs that are done, and of all runs, as far as they are known.
+
+        A training that is measured later has two runs, each of which is started and takes its time.
+        """
+
     def save_progress(self) -> None:
         """Write how far the sweep is."""
 
@@ -70,7 +76,7 @@ class Workers:
         self.processes: set[subprocess.Popen] = set()
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
         self.last_message: str | None = None  # of the last run that ended, if it failed
-        self.start, self.done_before = 0.0, 0  # of `train_all`: its time, and the number of trainings that had ended
+        self.start, self.done_before = 0.0, 0  # of `train_all`: its time, and the number of runs that were done before
 
     def train_all(self) -> None:
         """Train all runs that are not done. If a run fails, the others go on, and `failures` has a sentence about it.
@@ -79,7 +85,7 @@ class Workers:
             UserError: If two runs in a row fail with the same message, because the others would fail, too.
         """
         self.start = time.monotonic()
-        self.done_before, _ = self.runs.count()
+        self.done_before, _ = self.runs.count_starts()
         environments = _gpus() if self.number > 1 else [{}]
         gpus = islice(cycle(environments), self.number)
         with ThreadPoolExecutor(self.number) as pool:
@@ -181,8 +187,10 @@ class Workers:
             status = "measured" if was_trained else "trained"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run)]
-        if self.done_before < num_done < total:
-            seconds = (time.monotonic() - self.start) / (num_done - self.done_before) * (total - num_done)
+        num_starts, all_starts = self.runs.count_starts()
+        if self.done_before < num_starts < all_starts:
+            seconds_per_start = (time.monotonic() - self.start) / (num_starts - self.done_before)
+            seconds = seconds_per_start * (all_starts - num_starts)
             parts.append(f"about {timedelta(seconds=round(seconds))} left")
         return f"{num_done} of {total}: {run.name} {', '.join(filter(None, parts))}"
 

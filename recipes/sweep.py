@@ -308,6 +308,19 @@ class Sweep:
         trainings = self.count_by_method().values()
         return sum(ended for ended, _ in trainings), sum(total for _, total in trainings)
 
+    def count_starts(self) -> tuple[int, int]:
+        """Return the number of runs that are done, and of all runs, also of those whose learning rate is not known yet.
+
+        The chosen run of the first seed counts twice, because it is started again to be measured.
+        """
+        num_ended, total = 0, 0
+        for method in self.recipes:
+            num_ended += sum(self.is_done(run) for run in self.runs(method))
+            total += self.num_trainings(method)
+            if not self.full_grid and (self.choice(method).best is not None or self.pending_of(method)):
+                total += 1
+        return num_ended, total
+
     def count_by_method(self) -> dict[str, tuple[int, int]]:
         """Return the number of trainings of each method that have ended, and of all of its trainings.
 

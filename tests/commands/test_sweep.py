@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -314,6 +315,21 @@ def test_sweep_chooses_by_the_results_of_its_trainings(lab):
     later = {**row, "task": "development", "metric": "accuracy", "value": 99.0, "adapter": "a"}
     write_results(lab.out / "lora/lr_0.01/seed_101/shifted", [later])
     assert lab.sweep().choice("lora").best == 0.02
+
+
+def test_time_left_counts_the_measurement_of_the_chosen_run(lab):
+    """It is a further start of the script after the four trainings."""
+    made = lab.sweep()
+    assert made.count_starts() == (0, 5) and lab.sweep(
+        full_grid=True, output_dir=str(lab.folder / "grid")
+    ).count_starts() == (0, 6)
+    first = made.pending()[0]
+    subprocess.run(made.command(first), check=True)
+    made.pool.start = time.monotonic() - 100
+    assert made.count_starts() == (1, 5)
+    assert re.search("1 of 4: .*, about 0:06:4[0-9] left$", made.pool._describe_end(first, False))
+    made = lab.run()
+    assert made.count_starts() == (5, 5) and made.count() == (4, 4)
 
 
 def test_sweep_says_how_far_it_is(lab, capsys):
