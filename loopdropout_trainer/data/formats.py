@@ -47,7 +47,13 @@ def find_format(names: Iterable[str], formats: Iterable[tuple[str, ...]] = FORMA
     return ()
 
 
-def wrong_columns(title: str, formats: Iterable[Sequence[str]], names: Iterable[str], fix: str) -> UserError:
+def wrong_columns(
+    title: str,
+    formats: Iterable[Sequence[str]],
+    names: Iterable[str],
+    fix: str,
+    typed: Mapping[str, str] | None = None,
+) -> UserError:
     """Return the error about data without the columns that examples are made of.
 
     Args:
@@ -55,12 +61,16 @@ def wrong_columns(title: str, formats: Iterable[Sequence[str]], names: Iterable[
         formats: Columns of each format that the data can have.
         names: Columns that the data has.
         fix: Sentence on how to get the columns.
+        typed: Columns that the user has named in a field, with the sentence that says so.
     """
+    typed = typed or {}
     choices = [_enumerate(columns) for columns in formats]
     expected = f"one of: {'; '.join(choices)}" if len(choices) > 1 else choices[0]
     names, known = [*names], set().union(*formats)
-    hints = [closest_match(name, known, cutoff=0.8) for name in names if name not in known]
+    hints = [closest_match(name, known - {*typed}, cutoff=0.8) for name in names if name not in known]
     hint = next(filter(None, hints), "")
+    for name in sorted(known.intersection(typed)):
+        hint += f" {typed[name]}{closest_match(name, names)}"
     return UserError(f"{title} must have {expected}, got the columns {', '.join(names)}.{hint} {fix}")
 
 

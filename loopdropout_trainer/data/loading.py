@@ -24,7 +24,7 @@ from loopdropout_trainer.data.formats import (
     wrong_columns,
 )
 from loopdropout_trainer.data.holding_out import interleave, random_order
-from loopdropout_trainer.data.preparations import PREPARATIONS, Row, find_columns, keep_all
+from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, Row, find_columns, keep_all
 from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.tokenizing import tokenize
 from loopdropout_trainer.errors import UserError, count, short_repr
@@ -258,7 +258,8 @@ def _make_examples(
     columns = find_columns(args, [*rows.column_names, *mapping])
     of_source = f" of {title}" if title else ""
     is_mixture = len(args.datasets or ()) > 1
-    _check_columns(columns, args.formats, mapping, rows.column_names, of_source, is_mixture)
+    template_fields = FIELD.findall(args.template) if args.prompt_template else []
+    _check_columns(columns, args.formats, mapping, template_fields, rows.column_names, of_source, is_mixture)
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
@@ -323,6 +324,7 @@ def _check_columns(
     columns: Sequence[str],
     formats: Sequence[Sequence[str]],
     mapping: Mapping[str, str],
+    template_fields: Sequence[str],
     names: Sequence[str],
     of_source: str,
     is_mixture: bool,
@@ -333,6 +335,7 @@ def _check_columns(
         columns: Columns that examples are made of, or none if the data has no format.
         formats: Columns of each format that the data can have.
         mapping: Columns of the data by their new names.
+        template_fields: Columns in the user's `prompt_template`.
         names: Columns of the data.
         of_source: Name of the data in the message.
         is_mixture: Whether there are several data sets, each of which can have a mapping.
@@ -343,7 +346,9 @@ def _check_columns(
         return
     place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
     fix = f"`column_mapping` renames columns{place}, and `prompt_template` makes prompts from them."
-    raise wrong_columns(f"The data{of_source}", [missing] if missing else formats, names, fix)
+    typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
+    typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
+    raise wrong_columns(f"The data{of_source}", [missing] if missing else formats, names, fix, typed)
 
 
 def _read_row(row: Row, args: DataArguments) -> Row:

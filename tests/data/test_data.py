@@ -441,7 +441,17 @@ WRONG = [
     ),
     (
         {"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}},
-        "must have `x`, got the columns prompt, comp",
+        "must have `x`, got the columns prompt, completion. `column_mapping` takes `x` as `prompt`. `column_mapping` renames",
+    ),
+    (
+        {"train_files": ["answers.jsonl"], "column_mapping": {"completion": "answr"}},
+        "must have `answr`, got the columns prompt, answer. `column_mapping` takes `answr` as `completion`. "
+        "Did you mean 'answer'",
+    ),
+    (
+        {"train_files": ["rows.jsonl"], "prompt_template": "Q: {promt} {question}"},
+        "must have `promt` and `question`, got the columns prompt, completion. `prompt_template` asks for `promt`. "
+        "Did you mean 'prompt'.* `prompt_template` asks for `question`. `column_mapping` renames",
     ),
     (
         {"train_files": ["other.jsonl"]},
@@ -454,7 +464,13 @@ WRONG = [
     ),
     ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set, .* or one of .*ouro .*tulu2"),
 ]
-ROWS = {"empty": [], "rows": [PAIR] * 3, "other": [{"a": "b"}], "chat": [{"messages": MADE_UP[0]}]}
+ROWS = {
+    "empty": [],
+    "rows": [PAIR] * 3,
+    "answers": [{"prompt": "1", "answer": "2"}],
+    "other": [{"a": "b"}],
+    "chat": [{"messages": MADE_UP[0]}],
+}
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG)
