@@ -445,6 +445,7 @@ def mean_numbers(values: pd.Series) -> dict[str, float]:
 def accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
     """Return accuracies (%) by task, recurrence depth and method in the columns `NUMBERS`, and differences to LoRA (points).
 
+    The column `num_problems` has the number of problems.
     A method is compared with the LoRA whose settings it has, as far as those of LoRA differ. The 95% intervals are over seeds.
     For a single seed they are over problems.
     """
@@ -454,7 +455,9 @@ def accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for (task, depth), part in accuracy.groupby(["task", "num_loops"], observed=True):
         lines += [{"task": task, "K": f"{depth:g}", **line} for line in _compare_methods(part)]
-    return pd.DataFrame(lines, columns=["task", "K", "method", *NUMBERS]).set_index(["task", "K", "method"])
+    return pd.DataFrame(lines, columns=["task", "K", "method", "num_problems", *NUMBERS]).set_index(
+        ["task", "K", "method"]
+    )
 
 
 def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
@@ -469,7 +472,11 @@ def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
         baseline = find_baseline(ours["setting"].iloc[0], by_setting)
         if baseline is not None and ours["method"].iloc[0] not in ("LoRA", "base model"):
             gain = compare(ours, by_setting[baseline])
-        line = {"method": label, **mean_numbers(average(ours))}
+        line = {
+            "method": label,
+            **mean_numbers(average(ours)),
+            "num_problems": ours["n"].iloc[0],
+        }  # `average` lets none differ
         lines.append(line | (gain._asdict() if gain else {}))
     return lines
 
@@ -492,6 +499,26 @@ def loss_table(numbers: pd.DataFrame) -> pd.DataFrame:
 def accuracy_table(numbers: pd.DataFrame) -> pd.DataFrame:
     """Return the numbers of `accuracy_numbers` as texts."""
     return _format_numbers(numbers, "accuracy", decimals=2, gain_decimals=1)
+
+
+def describe_sizes(numbers: pd.DataFrame) -> str:
+    """Return the sentences about the problems of each task, if they are known, and the seeds of each accuracy, or "".
+
+    Args:
+        numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones.
+    """
+    numbers = numbers.reset_index().dropna(subset=["num_problems"])
+    if numbers.empty:
+        return ""
+    if "task" not in numbers:
+        numbers["task"] = ""
+    sizes = []
+    for task, own in numbers.groupby("task", sort=False, observed=True):
+        problems = " or ".join(f"{n:,.0f}" for n in sorted({*own["num_problems"]}))
+        sizes.append(f"{task} {problems}".strip())
+    seeds = sorted({*numbers["num_seeds"].dropna()})
+    text = f"Problems: {', '.join(sizes)}."
+    return f"{text} Seeds: {' or '.join(f'{number:.0f}' for number in seeds)}." if seeds else text
 
 
 def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:

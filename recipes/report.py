@@ -76,6 +76,7 @@ from loopdropout_trainer.tables import (
     average,
     compare,
     describe_rejected,
+    describe_sizes,
     explain_equal,
     final_results,
     labelled,
@@ -194,7 +195,7 @@ def fill_cell(
     num_fitting_examples: int | None = None,
     **wanted: Any,
 ) -> tuple[str, dict[str, Any]]:
-    """Return the text of a cell, and its numbers by `NUMBERS`, as far as it has numbers.
+    """Return the text of a cell, and its numbers by `NUMBERS` and `num_problems`, as far as it has numbers.
 
     Args:
         results: from `load_results`.
@@ -219,7 +220,7 @@ def fill_cell(
         if gain is None:
             return "–", {}
         gains = paired_gains(rows, other, part)
-        numbers = {**gain._asdict(), "num_seeds": len(gains)}
+        numbers = {**gain._asdict(), "num_seeds": len(gains), **count_problems(rows)}
         if show == "seeds":
             return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
         is_over_problems = gain.test == TOO_FEW or gain.test.startswith("McNemar")
@@ -229,11 +230,19 @@ def fill_cell(
         rows = costs[costs["run"].isin(rows["run"])]
     by_task = [average(own) for _, own in rows.groupby("task")]
     values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale  # by seed
+    numbers = {**mean_numbers(values), **count_problems(rows)}
     if show == "mean":
-        return mean_sd(values, decimals), mean_numbers(values)
+        return mean_sd(values, decimals), numbers
     if show == "seeds":
-        return " / ".join(f"{value:.{decimals}f}" for value in values), mean_numbers(values)
+        return " / ".join(f"{value:.{decimals}f}" for value in values), numbers
     return f"{rows[show].iloc[0]:g}", {}
+
+
+def count_problems(rows: pd.DataFrame) -> dict[str, float]:
+    """Return `num_problems`, the number of problems of accuracies on all of their tasks, or no number for other metrics."""
+    if {*rows["metric"]} != {"accuracy"}:
+        return {}
+    return {"num_problems": rows.groupby("task")["n"].first().sum()}
 
 
 def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, Any], Any]]:
@@ -263,12 +272,13 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
 def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return a table with one line for each number, next to the paper's, and sentences about the missing numbers.
 
-    The columns `NUMBERS` have the numbers of the text in the column `here`.
+    The columns `NUMBERS` and `num_problems` have the numbers of the text in the column `here`.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
         results: from `load_results`.
     """
+    columns = ["num_problems", *NUMBERS]
     lines, missing = [], []
     for heads, title, wanted, paper in read_numbers(spec):
         text, numbers = "–", {}
@@ -276,10 +286,10 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
             text, numbers = fill_cell(results, **wanted)
         except Missing as reason:
             missing.append((wanted.get("sweep"), f"{', '.join(heads.values())}, {title}", reason))
-        lines.append({**heads, "column": title, "here": text, "paper": paper, **dict.fromkeys(NUMBERS), **numbers})
+        lines.append({**heads, "column": title, "here": text, "paper": paper, **dict.fromkeys(columns), **numbers})
     table = pd.DataFrame(lines)
-    texts = table.drop(columns=NUMBERS).dropna(axis=1, how="all").fillna("–").astype(str)
-    return texts.join(table[NUMBERS]), describe_missing(missing)
+    texts = table.drop(columns=columns).dropna(axis=1, how="all").fillna("–").astype(str)
+    return texts.join(table[columns]), describe_missing(missing)
 
 
 def describe_missing(missing: list[tuple]) -> list[str]:
@@ -483,7 +493,8 @@ def name_lines(rows: pd.DataFrame, place: list[str]) -> pd.Series:
 
 def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str] = ()) -> None:
     """Print a table in the paper's layout, and save it as Markdown and LaTeX, and its numbers line by line as CSV."""
-    title = spec["title"]
+    title, sizes = spec["title"], describe_sizes(table[["num_problems", "num_seeds"]])
+    notes = [*filter(None, [sizes]), *notes]
     print_table(title, lay_out(spec, table, str))
     print(*notes, sep="\n")
     markdown = lay_out(spec, table, bold_in_markdown).reset_index().to_markdown(index=False, disable_numparse=True)
@@ -492,11 +503,13 @@ def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str
     bold.columns = pd.MultiIndex.from_tuples([name.rsplit(", ", 1) for name in bold], names=[None, "numbers"])
     if len(bold.columns) > WIDEST:
         bold = bold.stack("numbers", future_stack=True)
-    save_latex(bold, title, path, spec.get("label"))
+    save_latex(bold, f"{title}. {sizes}" if sizes else title, path, spec.get("label"))
     table.to_csv(path.with_suffix(".csv"), index=False)
 
 
-def save_table(numbers: pd.DataFrame, table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = ()) -> None:
+def save_table(
+    numbers: pd.DataFrame, table: pd.DataFrame, title: str, path: Path, notes: Sequence[str] = (), sizes: str = ""
+) -> None:
     """Print a table, save it as Markdown and LaTeX, and its numbers as CSV.
 
     Args:
@@ -505,10 +518,12 @@ def save_table(numbers: pd.DataFrame, table: pd.DataFrame, title: str, path: Pat
         title: Text above the table.
         path: Path of the files, without ending.
         notes: Sentences below the table.
+        sizes: Sentences from `describe_sizes`, which come first below the table and end the caption in LaTeX.
     """
     print_table(title, table)
+    notes = [*filter(None, [sizes]), *notes]
     print(*notes, sep="\n")
-    save_latex(table, title, path)
+    save_latex(table, f"{title}. {sizes}" if sizes else title, path)
     numbers.to_csv(path.with_suffix(".csv"))
     table = table.reset_index()
     markdown = "\n\n".join([f"### {title}", table.to_markdown(index=False, disable_numparse=True), *notes, ""])
@@ -593,7 +608,9 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         )
         numbers = accuracy_numbers(results)
         notes = [note, *explain_equal(numbers)]
-        save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", notes)
+        is_of_base = numbers.index.get_level_values("method").str.startswith("base model")
+        sizes = describe_sizes(numbers[~is_of_base] if not is_of_base.all() else numbers)
+        save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", notes, sizes)
         draw_figure(overview_figure(results), output_dir / "overview")
     for number, (examples, reductions) in enumerate(groups.items(), start=1):
         numbers = reduction_numbers(reductions)

@@ -537,7 +537,9 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     report.main([*words, "--tables", str(tmp_path / "mine.yaml")])
     test = stats.ttest_1samp([5, 10, 15], 0)
     accuracy = pd.read_csv(tmp_path / "accuracy.csv").set_index("method").loc["Loop Dropout"]
-    assert [*accuracy[["mean", "sd", "num_seeds", "difference"]]] == pytest.approx([62, 6, 3, 10])
+    assert [*accuracy[["num_problems", "mean", "sd", "num_seeds", "difference"]]] == pytest.approx([20, 62, 6, 3, 10])
+    sizes = "Problems: b 20. Seeds: 3."
+    assert sizes in (tmp_path / "accuracy.md").read_text() and f". {sizes}" in (tmp_path / "accuracy.tex").read_text()
     assert [*accuracy[["low", "high", "p"]]] == pytest.approx([*test.confidence_interval(), test.pvalue])
     losses = pd.read_csv(tmp_path / "held_out_loss.csv").set_index("method").loc["LoRA"]
     assert [*losses[["mean", "sd", "num_seeds"]]] == [52, 1, 3] and pd.isna(losses["difference"])
@@ -545,7 +547,12 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     assert mine.loc[("Loop Dropout", "Gain"), "p"] == pytest.approx(test.pvalue)
     assert mine.loc[("LoRA", "trainable_parameters of it"), ["mean", "sd"]].tolist() == [52, 1]
     assert mine.loc[("LoRA", "Gain"), "here"] == "–" and pd.isna(mine.loc[("LoRA", "Gain"), "difference"])
+    assert mine["num_problems"].value_counts().to_dict() == {20: 3}  # the missing number has none
     latex = (tmp_path / "mine.tex").read_text()
+    assert (
+        "Mine. Problems: 20. Seeds: 3." in latex
+        and "\nProblems: 20. Seeds: 3.\n" in (tmp_path / "mine.md").read_text()
+    )
     assert r"\label{tab:mine}" in latex and r"trainable\_parameters \\ of it" in latex
     assert "Missing" not in capsys.readouterr().out
 
