@@ -215,7 +215,7 @@ def fill_cell(
         return str(describe_recipe(recipe, num_fitting_examples)[show]), {}
     rows = find(results, wanted)
     if minus:
-        other = find(results, {**wanted, **minus})
+        other = find(results, subtract_from(results, wanted, minus))
         gain = compare(rows, other, part)
         if gain is None:
             return "–", {}
@@ -236,6 +236,25 @@ def fill_cell(
     if show == "seeds":
         return " / ".join(f"{value:.{decimals}f}" for value in values), numbers
     return f"{rows[show].iloc[0]:g}", {}
+
+
+def subtract_from(results: pd.DataFrame, wanted: dict, minus: dict) -> dict[str, Any]:
+    """Return the columns that select the results to subtract.
+
+    `method` and `variant` both name a method. If `minus` has one of them, which contradicts the other one of the cell, the
+    other one is left out.
+    """
+    both = {**wanted, **minus}
+    for name, other in (("method", "variant"), ("variant", "method")):
+        if name in minus and other in wanted and other not in minus and not has_both(results, both):
+            return {column: value for column, value in both.items() if column != other}
+    return both
+
+
+def has_both(results: pd.DataFrame, wanted: dict) -> bool:
+    """Return whether there is a result with the method and the variant of a selection."""
+    method, variant = pd.Series(wanted["method"]), pd.Series(wanted["variant"])
+    return bool((results["method"].isin(method) & results["variant"].isin(variant)).any())
 
 
 def count_problems(rows: pd.DataFrame) -> dict[str, float]:

@@ -557,6 +557,17 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     assert "Missing" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("minus", [{"method": "LoRA"}, {"variant": "lora"}, {"method": "LoRA", "variant": "lora"}])
+@pytest.mark.parametrize("head", [{"variant": "mine"}, {"method": "Mine", "variant": "mine"}], ids=str)
+def test_cell_subtracts_a_method_or_a_variant(tmp_path, head, minus):
+    """A method that contradicts the variant of the row replaces it."""
+    for variant, method, value in (("lora", "LoRA", 50.0), ("mine", "Mine", 56.0)):
+        run = {"run_name": f"sweep/{variant}/lr_0.1/seed_1"}
+        write(tmp_path / variant, [{"value": value, "seed": seed} for seed in (1, 2)], run, method=method)
+    _, numbers = report.fill_cell(report.load_results(tmp_path), **head, minus=minus)
+    assert numbers["difference"] == 6
+
+
 def test_summary_has_tasks_together_and_no_rejected_rates(tmp_path, capsys):
     """The runs that only chose a learning rate are in the sweep's own list."""
     for rate, tasks in ((0.001, ["development"]), (0.002, ["development", "b", "a"])):
