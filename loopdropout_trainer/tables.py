@@ -146,7 +146,8 @@ def describe_left_out(left_out: dict[str, list[dict[str, Any]]]) -> str:
         if rows:
             folders = [*dict.fromkeys(row["folder"] for row in rows)]
             results = "1 result" if len(rows) == 1 else f"{len(rows):,} results"
-            lines.append(f"Left out: {results} in {', '.join(folders)}, because {reason}")
+            place = folders[0] if len(folders) == 1 else f"{len(folders):,} folders such as {folders[0]}"
+            lines.append(f"Left out: {results} in {place}, because {reason}")
     return "\n".join(lines)
 
 

@@ -148,8 +148,13 @@ class Diagnosis:
         except (OSError, ValueError):
             return False
 
-    def run(self) -> list[dict[str, Any]]:
-        """Measure the models, write the results, and return them."""
+    def run(self, described: set[str] | None = None) -> list[dict[str, Any]]:
+        """Measure the models, write the results, and return them.
+
+        Args:
+            described: What models run with that is printed already, as by another measurement. It is not printed again.
+        """
+        described = set() if described is None else described
         args, state = self.args, self.state
         dtypes = {source.name: self.model_args.dtype or source.dtype or "bfloat16" for source in self.sources}
         with state.main_process_first():
@@ -160,8 +165,10 @@ class Diagnosis:
         loader = ModelLoader(state.device, self.model_args.attn_implementation)
         rows = []
         for source in self.sources:
-            if state.is_main_process:
+            _, _, properties = source.describe().partition(": ")
+            if state.is_main_process and properties not in described:
                 print(source.describe())
+            described.add(properties)
             model = loader.load(source, dtypes[source.name], self.model_args.num_loops)
             measured = measure(args, source, model, data.batches(source))
             if state.is_main_process:
@@ -198,6 +205,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
     if not diagnoses:
         raise UserError(f"The sweep in {sweep} has no trained adapter yet.")
     is_main_process = PartialState().is_main_process
+    described: set[str] = set()
     for number, (run, missing) in enumerate(reasons.items(), start=1):
         reason = missing
         if reason is None and diagnoses[run].is_done:
@@ -206,7 +214,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
             name = f"{number} of {len(reasons)}: {run.relative_to(sweep)}"
             print(name if reason is None else f"{name} is skipped, because {reason}.", flush=True)
         if reason is None:
-            diagnoses[run].run()
+            diagnoses[run].run(described)
     if is_main_process:
         print_reductions(sweep, [diagnosis.args.output_dir for diagnosis in diagnoses.values()])
 
