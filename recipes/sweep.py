@@ -581,18 +581,24 @@ class Sweep:
 
     def _describe_evaluation(self, method: str) -> str:
         """Return the measurements of the final runs of a method, in plain words."""
-        recipe = dict(self.recipes[method].final)
-        for name in ("benchmarks", "eval_num_loops"):
-            if isinstance(recipe.get(name), str | int):  # a list of one value
-                recipe[name] = [recipe[name]]
-        (options,) = build((SFTArguments,), {**recipe, "merge": False})
-        steps = describe_measurements(options)
+        steps = self._list_measurements(method)
         if not steps:
             return "none"
         num_runs = len(self.seeds)
         if self.full_grid:
             num_runs = self.num_trainings(method)
-        return "\n".join([f"{count(num_runs, 'final run')} of each method:", *steps])
+        is_shared = all(self._list_measurements(other) == steps for other in self.recipes)
+        whose = " of each method" if is_shared else ""
+        return "\n".join([f"{count(num_runs, 'final run')}{whose}:", *steps])
+
+    def _list_measurements(self, method: str) -> list[str]:
+        """Return the measurements of a final run of a method, in plain words."""
+        recipe = dict(self.recipes[method].final)
+        for name in ("benchmarks", "eval_num_loops"):
+            if isinstance(recipe.get(name), str | int):  # a list of one value
+                recipe[name] = [recipe[name]]
+        (options,) = build((SFTArguments,), {**recipe, "merge": False})
+        return describe_measurements(options)
 
 
 def _print_lowest(losses: pd.DataFrame) -> None:

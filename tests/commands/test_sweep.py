@@ -367,6 +367,17 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
     )
 
 
+def test_plan_of_methods_with_their_own_evaluations_has_a_line_for_each(lab, capsys):
+    methods = [{"lora": "lora", "deep": {"eval_num_loops": [8]}}]
+    lab.sweep(methods=methods)
+    sweep.main([lab.file, "--dry_run", "true"])
+    printed = capsys.readouterr().out
+    assert "of each method" not in printed
+    assert re.search(r"evaluation +lora: 2 final runs:\n +eval.*\n +measure.*\n +deep: 2 final runs:\n", printed), (
+        printed
+    )
+
+
 @pytest.mark.parametrize(
     ("scores", "remedy"),
     [
