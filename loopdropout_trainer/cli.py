@@ -91,13 +91,27 @@ def command_of(recipe: str, text: str) -> str:
     return "sft"
 
 
+def find_description(recipe: str) -> str:
+    """Return the first sentence of the comments of a recipe that is not a command, in one line."""
+    words: list[str] = []
+    for line in recipe.splitlines():
+        is_comment = line.startswith("#")
+        text = line.lstrip("# ")
+        is_command = text.startswith(("accelerate ", "python ", "loopdropout ", "pip ", "for ", "...", "  "))
+        if words and (is_command or not is_comment or not text):
+            break
+        if is_comment and text and not is_command:
+            words.append(text)
+    sentence = re.split(r"(?<=[.])\s+(?=[A-Z`])", " ".join(words), maxsplit=1)[0]
+    return re.sub(r"[:;.]$", "", sentence) + "." if sentence else ""
+
+
 def print_recipes() -> None:
     """Print the recipes of the package by command, each with the first sentence of its comments. The quickstart is first."""
     by_command: dict[str, list[str]] = {"sft": []}
     for name in sorted(recipe_names(), key=lambda name: (name != "quickstart.yaml", name)):
         text = (recipes_folder() / name).read_text(encoding="utf-8")
-        comment = re.search(r"^# *(?!accelerate |python |loopdropout |pip )(\S.*)", text, re.MULTILINE)
-        line = f"{name:<48} {comment[1] if comment else ''}".rstrip()
+        line = f"{name:<48} {find_description(text)}".rstrip()
         by_command.setdefault(command_of(name, text), []).append(line)
     for command, lines in by_command.items():
         print(command if command.startswith("accelerate") else f"loopdropout {command}")

@@ -55,6 +55,25 @@ def test_recipes_are_listed_by_command(capsys):
     assert "  sweeps/metamath_gsm.yaml" in {line[:27].rstrip() for line in sweeps}
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipe_begins_with_a_sentence_about_it(name):
+    sentence = cli.find_description((ROOT / "recipes" / name).read_text())
+    assert re.fullmatch(r"[A-Z][^;]* .* .*\.", sentence.replace(";", ",")) and len(sentence) < 200, sentence
+    assert not sentence.startswith("For ") and not re.search(r"\.(py|sh) |docs/own_data|\bdo\b", sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("# loopdropout sft a.yaml\n# A b\n# c in d.yaml. The rest.\n", "A b c in d.yaml."),
+        ("# for sweep in *; do python x; done\n#\n# A b:\n#     loopdropout chat\n# More.\n", "A b."),
+        ("rule: lora  # not it\n", ""),
+    ],
+)
+def test_description_is_the_first_sentence(text, sentence):
+    assert cli.find_description(text) == sentence
+
+
 def test_recipe_is_printed_by_its_name(capsys):
     for name in ("quickstart", "quickstart.yaml"):
         cli.run(["recipes", name])
