@@ -339,9 +339,13 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def name_methods(results: pd.DataFrame) -> pd.Series:
-    """Return the user's name of each result's method in a sweep, unless that is the name of a rule, else the method."""
-    variants = results["variant"]
-    is_own = variants.notna() & ~variants.isin(RULES) & (results["method"] != "base model")
+    """Return the user's name of each result's method in a sweep, unless that is the name of a rule, else the method.
+
+    The rule of a run may be the user's own, whose file is not imported here.
+    """
+    variants, rules = results["variant"], results.reindex(columns=["recipe_rule"])["recipe_rule"]
+    is_rule = variants.isin(RULES) | (variants == rules)
+    is_own = variants.notna() & ~is_rule & (results["method"] != "base model")
     return variants.where(is_own, results["method"])
 
 

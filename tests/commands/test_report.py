@@ -756,6 +756,15 @@ def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
     assert all({*panel.data["label"]} == names for panel in panels)
 
 
+def test_rule_that_is_not_imported_has_its_title(tmp_path):
+    """As in the sweep, which has imported it."""
+    for variant in ("drop_last", "my_name"):
+        run = {"run_name": f"sweep/{variant}/lr_0.1/seed_1", "rule": "drop_last"}
+        write(tmp_path / variant, [{"value": 50.0}], run, method="Drop last")
+    names = report.name_methods(report.load_results(tmp_path))
+    assert sorted(names) == ["Drop last", "my_name"]
+
+
 def test_own_methods_of_a_figure_differ_in_color():
     labels = [f"p_{number}" for number in range(8)]
     data = pd.DataFrame({"label": labels, "panel": "", "loop": 1, "mean": 1.0, "sd": 0.0})
