@@ -33,6 +33,7 @@ from loopdropout_trainer.saving.checkpoints import (
     load_state,
 )
 from loopdropout_trainer.saving.hub import is_hub_name
+from loopdropout_trainer.sweeps import folder_of_run
 
 
 CARD_FILE = "README.md"
@@ -112,7 +113,7 @@ def write_model_card(
             **license_fields,
         ),
         template_path=str(Path(__file__).with_name("model_card.jinja")),
-        title=title or repo_id or folder.resolve().name,
+        title=title or repo_id or name_folder(folder.resolve()),
         facts={name: value for name, value in facts.items() if value is not None},
         scores=_scores(results) if scale == 1 else [],
         recipe=recipe and without_folders(recipe),
@@ -124,6 +125,12 @@ def write_model_card(
         card.text = _name_repository(card.text, repo_id, revision, keeps_title=title is not None)
     card.save(folder / CARD_FILE)
     return folder / CARD_FILE
+
+
+def name_folder(folder: Path) -> str:
+    """Return the name of a folder, and of the run of a sweep the path in the sweep, such as "mine/lora/lr_0.001/seed_1"."""
+    sweep = folder_of_run(folder)
+    return folder.name if sweep is None else str(folder.relative_to(sweep.parent))
 
 
 def read_card_fields(folder: str | Path, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:

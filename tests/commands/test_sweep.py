@@ -639,6 +639,7 @@ def test_sweep_runs_the_training_script(lab):
     for run in made.pending()[0], sweep.SweepRun("lora", 0.01, 1, False):
         python(*made.command(run)[1:])
         assert made.is_done(run) and all(map(math.isfinite, made.score(run)))
+    assert "\n# out/lora/lr_0.01/seed_1\n" in (made.folder(run) / "README.md").read_text()
     rows = [(row["task"], row["metric"]) for row in read_lines(made.folder(run) / "results.jsonl")]
     assert rows.index(("development", "loss")) < rows.index(("development", "accuracy"))
     made.write_summary()
