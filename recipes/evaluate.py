@@ -5,7 +5,8 @@
     loopdropout evaluate outputs/quickstart --gates 1-1-1-1 single_loop
     loopdropout evaluate evaluation/tulu2.yaml none lora=outputs/a outputs/b
 
-Recipes of trainings are accepted too, and their training fields are ignored.
+Recipes of trainings are accepted too, and their training fields are ignored. The
+results then go to the first adapter, or to `--output_dir`.
 Without a recipe, the recipe of the first adapter is used. The results are added
 to `results.jsonl` in `output_dir`, or in its subfolder `evaluation` if it is the
 folder of a training. The same command continues an interrupted evaluation.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from loopdropout_trainer.arguments import SourceArguments
-from loopdropout_trainer.recipe import name_words
-from loopdropout_trainer.results import recipe_path
+from loopdropout_trainer.recipe import load_recipe, name_words
+from loopdropout_trainer.results import ALWAYS_SAVED, recipe_path
 from loopdropout_trainer.saving.source import find_source
 
 
@@ -16,7 +17,7 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
     """Let a command line begin with `[RECIPE.yaml] NAME ...`.
 
     Without a recipe, the recipe of the first name's training gives the data and the tasks. Its model does not count, because
-    each name has its own. The results of an adapter in a folder go to that folder.
+    each name has its own. The results of an adapter in a folder go to that folder, also with the recipe of a training.
 
     Args:
         argv: Command line without the script. Default: `sys.argv[1:]`.
@@ -26,7 +27,7 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
     if not argv or argv[0].startswith("-"):
         return argv
     if argv[0].endswith((".yaml", ".yml")):
-        return [argv[0], *name_words(argv[1:], field)]
+        return [argv[0], *_choose_output_dir(argv[0], argv[1:]), *name_words(argv[1:], field)]
     words = name_words(argv, field)  # --FIELD FIRST ...
     _, first = split_name(words[1])
     if first == "none":
@@ -36,13 +37,33 @@ def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:
         return words
     # `null` is the default, instead of the recipe's value.
     model = [f"--{name}=null" for name in SourceArguments.__dataclass_fields__ if name in source.recipe]
-    output_dir = []
-    if source.is_adapter and source.repository is None:
-        output_dir = [f"--output_dir={first}"]
-    elif "output_dir" in source.recipe:
+    output_dir = _output_dir_of(first)
+    if not output_dir and "output_dir" in source.recipe:
         output_dir = ["--output_dir=null"]
     # The depths of the recipe are the ones of its own evaluation. Here the default is each model's own depth.
     return [str(recipe_path(source.results_folder)), *output_dir, "--eval_num_loops=null", *model, *words]
+
+
+def _choose_output_dir(recipe: str, words: Sequence[str]) -> list[str]:
+    """Return the option of the folder of results if a recipe of a training comes before names.
+
+    The folder in the recipe is the one of its own training. The results are about the adapter that is named.
+
+    Args:
+        recipe: Recipe.
+        words: Names and options.
+    """
+    if not {*ALWAYS_SAVED} & load_recipe(recipe).keys():
+        return []
+    names = itertools.takewhile(lambda word: not word.startswith("-"), words)
+    paths = [path for _, path in map(split_name, names) if path != "none"]
+    return _output_dir_of(paths[0]) if paths else []
+
+
+def _output_dir_of(path: str) -> list[str]:
+    """Return the option that lets the results of an adapter in a folder go to that folder, or none for another model."""
+    source = find_source(path)
+    return [f"--output_dir={path}"] if source.is_adapter and source.repository is None else []
 
 
 def split_name(text: str) -> tuple[str, str]:

@@ -414,6 +414,24 @@ def test_merge_script_merges_with_the_run_of_the_adapter(base, trained):
     assert name_sources([str(trained / "merged")], "adapter") == words
 
 
+def test_results_of_an_adapter_do_not_go_to_the_folder_of_a_recipe(trained):
+    """The folder in the recipe of a training is its own. An evaluation's recipe has a folder for its results."""
+    names = ["none", f"mine={trained}"]
+    words = ["--adapter", *names, "--use_cpu", "true"]
+    own = f"--output_dir={trained}"
+    assert name_sources(["quickstart.yaml", *names, "--use_cpu", "true"], "adapter") == [
+        "quickstart.yaml",
+        own,
+        *words,
+    ]
+    for recipe, others in (
+        ("evaluation/gsm8k.yaml", names),
+        ("quickstart.yaml", ["none"]),
+        ("quickstart.yaml", ["tiny-ouro"]),
+    ):
+        assert name_sources([recipe, *others], "adapter") == [recipe, "--adapter", *others]
+
+
 def test_cards_state_the_training(base, trained, tmp_path):
     merged = merge_and_save(load_model(trained), tmp_path / "merged", card={"dataset": "GSM8K"})
     for card in (card_of(trained), card_of(merged)):
