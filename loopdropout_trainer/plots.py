@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import plotnine as p9
 from matplotlib import pyplot, rc_context
@@ -138,7 +139,8 @@ def line_plot(
         if has_few:
             plot += p9.geom_point(size=2)
             x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
-            plot += x_scale(breaks=ticks, labels=[f"{tick:g}" for tick in ticks])
+            labelled = space_ticks(ticks, is_log=x_scale is p9.scale_x_log10)
+            plot += x_scale(breaks=labelled, labels=[f"{tick:g}" for tick in labelled])
         for ours, other in (gain_over or {}).items():
             texts = _gain_texts(own, x, ours, other)
             plot += p9.expand_limits(x=ticks[-1] + 0.35 * (ticks[-1] - ticks[0]))  # room for the last text
@@ -154,6 +156,22 @@ def line_plot(
     for plot in plots[1:]:
         figure = figure | plot  # next to each other
     return figure
+
+
+def space_ticks(ticks: Sequence[float], is_log: bool = False) -> list[float]:
+    """Return the ticks of a horizontal axis whose labels do not overlap: each is 8% of the axis or more behind the last one.
+
+    Args:
+        ticks: Values in ascending order.
+        is_log: Whether the axis is logarithmic.
+    """
+    places = np.log(ticks) if is_log else np.array(ticks, dtype=float)
+    least = 0.08 * (places[-1] - places[0])
+    kept = [0]
+    for number in range(1, len(ticks)):
+        if places[number] - places[kept[-1]] >= least:
+            kept.append(number)
+    return [ticks[number] for number in kept]
 
 
 def _gain_texts(data: pd.DataFrame, x: str, ours: str, other: str) -> pd.DataFrame:

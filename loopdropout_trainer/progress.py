@@ -73,7 +73,7 @@ class JobProgressCallback(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
-            values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
+            values = {name: format_value(value) for name, value in logs.items()}
             title = f"{self.title}, {self.time_left}" if self.time_left else self.title
             self.training_bar.write(f"{title}: {values}")
 
@@ -88,6 +88,13 @@ class JobProgressCallback(ProgressCallback):
             if bar is not None:
                 bar.close()
         self.prediction_bar = self.training_bar = None
+
+
+def format_value(value: Any) -> Any:
+    """Return a logged number as a short text, and a whole one, such as a number of tokens, with all of its digits."""
+    if not isinstance(value, float):
+        return value
+    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
 
 
 class SampleCompletionsCallback(TrainerCallback):

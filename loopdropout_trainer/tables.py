@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -80,6 +81,20 @@ REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ±
 LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
+
+
+def fit_title(title: str, numbers: pd.DataFrame) -> str:
+    """Return the title of a table without words about seeds and differences to LoRA if its numbers have none of them.
+
+    Args:
+        title: Title of this module.
+        numbers: Numbers of the table, with the column `num_seeds`, and `difference` if there are differences.
+    """
+    if (numbers["num_seeds"] <= 1).all():
+        title = title.replace(", mean ± SD over seeds", "")
+    if "difference" in numbers and numbers["difference"].isna().all():
+        title = re.sub(", and difference to LoRA( in points)?", "", title)
+    return title
 
 
 def load_results(*folders: str | Path) -> pd.DataFrame:
@@ -535,6 +550,8 @@ def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decim
         "minus LoRA": [gain.text(gain_decimals) if math.isfinite(gain.difference) else "" for gain in gains],
         "p": numbers["p"].map(format_p),
     }
+    if not any(math.isfinite(gain.difference) for gain in gains):
+        texts = {title: texts[title]}
     of_base = numbers.index.get_level_values("method").str.startswith("base model")
     if numbers.loc[~of_base, "num_seeds"].nunique() > 1:  # as after a failed run
         texts["seeds"] = numbers["num_seeds"].map("{:.0f}".format).where(~of_base, "")
@@ -711,4 +728,5 @@ def loss_figure(curves: pd.DataFrame) -> Any:
     from loopdropout_trainer.plots import line_plot
 
     axes = pd.DataFrame({"x_label": "step", "y_label": "loss (nats per token)"}, [*LOSSES])
-    return line_plot(curves, "step", axes, "Losses, mean ± SD over seeds")
+    title = "Losses, mean ± SD over seeds" if curves["sd"].any() else "Losses"
+    return line_plot(curves, "step", axes, title)

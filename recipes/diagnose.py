@@ -247,6 +247,7 @@ def print_reductions(sweep: Path, folders: list[str]) -> None:
     from loopdropout_trainer.tables import (
         REDUCTION_TITLE,
         final_results,
+        fit_title,
         load_results,
         reduction_numbers,
         reduction_table,
@@ -255,7 +256,8 @@ def print_reductions(sweep: Path, folders: list[str]) -> None:
 
     groups = split_reductions(final_results(load_results(*folders)))
     for examples, rows in groups.items():
-        print_table(REDUCTION_TITLE.format(examples), reduction_table(reduction_numbers(rows)))
+        numbers = reduction_numbers(rows)
+        print_table(fit_title(REDUCTION_TITLE.format(examples), numbers), reduction_table(numbers))
     print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
     print(f"\nNext:\n  loopdropout report {sweep}   # the same table as a file, next to losses and accuracies")
 

@@ -79,6 +79,7 @@ from loopdropout_trainer.tables import (
     describe_sizes,
     explain_equal,
     final_results,
+    fit_title,
     labelled,
     load_results,
     loss_curves,
@@ -614,7 +615,7 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
             f"The 95% intervals and p-values are over seeds (t test). {OWN_FAMILY}",
         ]
         notes += explain_equal(losses)
-        save_table(losses, loss_table(losses), LOSS_TITLE, output_dir / "held_out_loss", notes)
+        save_table(losses, loss_table(losses), fit_title(LOSS_TITLE, losses), output_dir / "held_out_loss", notes)
     has_accuracy = "accuracy" in {*results["metric"]}
     groups = split_reductions(results)
     if not (len(costs) or len(losses) or groups or has_accuracy):
@@ -629,12 +630,14 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         notes = [note, *explain_equal(numbers)]
         is_of_base = numbers.index.get_level_values("method").str.startswith("base model")
         sizes = describe_sizes(numbers[~is_of_base] if not is_of_base.all() else numbers)
-        save_table(numbers, accuracy_table(numbers), ACCURACY_TITLE, output_dir / "accuracy", notes, sizes)
+        title = fit_title(ACCURACY_TITLE, numbers)
+        save_table(numbers, accuracy_table(numbers), title, output_dir / "accuracy", notes, sizes)
         draw_figure(overview_figure(results), output_dir / "overview")
     for number, (examples, reductions) in enumerate(groups.items(), start=1):
         numbers = reduction_numbers(reductions)
         path = output_dir / ("loss_reduction" if number == 1 else f"loss_reduction_{number}")
-        save_table(numbers, reduction_table(numbers), REDUCTION_TITLE.format(examples), path)
+        title = fit_title(REDUCTION_TITLE.format(examples), numbers)
+        save_table(numbers, reduction_table(numbers), title, path)
     curves = loss_curves(results)
     if len(curves):
         draw_figure(loss_figure(curves), output_dir / "losses")

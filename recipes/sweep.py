@@ -465,6 +465,7 @@ class Sweep:
             accuracy_numbers,
             accuracy_table,
             final_results,
+            fit_title,
             load_results,
             loss_numbers,
             select,
@@ -479,9 +480,10 @@ class Sweep:
         self.save_progress()
         final = final_results(load_results(self.output_dir))
         trained = final[final["method"] != "base model"]
-        table = accuracy_table(accuracy_numbers(final))
+        numbers = accuracy_numbers(final)
+        table = accuracy_table(numbers)
         if len(table):
-            print_table(ACCURACY_TITLE, table)
+            print_table(fit_title(ACCURACY_TITLE, numbers), table)
         if self.loss_chooses_by_default or not len(table):
             _print_lowest(loss_numbers(trained))
             score, best = "lowest held-out loss", select(trained, {"metric": "eval_loss", "task": "training"})

@@ -25,7 +25,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
 from loopdropout_trainer.diagnostics import compare_answers
-from loopdropout_trainer.plots import GRAY, line_plot, save_figure
+from loopdropout_trainer.plots import GRAY, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.checkpoints import load_state
@@ -609,7 +609,8 @@ def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
     assert re.search(r"LoRA, sweep = mine +2.5000 ± 0.7071 +2 *\n", printed)
     assert re.search(r"LoRA, sweep = other +2.0000 +1 *\n", printed)
     report.main([str(tmp_path / "mine"), "--output_dir", str(tmp_path / "report")])
-    assert "seeds\n" not in capsys.readouterr().out
+    column = r"(?m)^method +loss +seeds *$"
+    assert re.search(column, printed) and not re.search(column, capsys.readouterr().out)
     losses = report.loss_numbers(report.load_results(tmp_path))
     sweep._print_lowest(losses)
     text = "The held-out losses are not compared, because the methods have different numbers of seeds"
@@ -873,6 +874,27 @@ def test_training_losses_are_means_of_equal_numbers_of_steps():
     assert drawn[22] == pytest.approx(of_steps.loc[21:22].mean())
 
 
+def test_single_run_has_no_words_about_seeds_and_lora(tmp_path, capsys):
+    """The columns of differences to LoRA would be empty, and the spread over seeds is not known."""
+    row = {"metric": "eval_loss", "task": "training", "value": 1.5}
+    accuracy = {"metric": "accuracy", "task": "b", "value": 50.0}
+    write(tmp_path / "a", [row, accuracy], {"rule": "loop_dropout"}, method="Loop Dropout")
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    printed = capsys.readouterr().out
+    assert "\nHeld-out loss in nats per token\n" in printed and "\nAccuracy in %\n" in printed
+    assert "minus LoRA" not in printed
+    write(tmp_path / "b", [{**row, "seed": seed} for seed in (1, 2)], {"rule": "lora"})
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert f"\n{report.LOSS_TITLE}\n" in capsys.readouterr().out
+
+
+def test_tick_labels_have_room():
+    assert space_ticks([5, 10, 15, 20, 21]) == [5, 10, 15, 20]
+    assert space_ticks([*range(1, 13)]) == [*range(1, 13)]
+    assert space_ticks([1, 2, 4, 8, 16, 32], is_log=True) == [1, 2, 4, 8, 16, 32]
+    assert space_ticks([4]) == [4]
+
+
 def test_figures_are_transparent(tmp_path):
     data = pd.DataFrame({"label": "LoRA", "panel": "x", "loop": [1, 2], "mean": [1.0, 2.0], "sd": 0.0})
     save_figure(
@@ -1039,8 +1061,8 @@ def test_trainings_in_python_are_reported(tmp_path, make_sft, capsys):
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     assert "learning_rate" in capsys.readouterr().out
     text = " ".join((tmp_path / "report/held_out_loss.md").read_text().split())
-    assert re.search(r"Loop Dropout, learning_rate = 0.01, p = 0.5 \| \d+\.\d+ ± \d[.\d]* \| \| \| 2 \|", text), text
-    assert re.search(r"Loop Dropout, learning_rate = 0.0002, p = 0.25 \| \d+\.\d+ \| \| \| 1 \|", text), text
+    assert re.search(r"Loop Dropout, learning_rate = 0.01, p = 0.5 \| \d+\.\d+ ± \d[.\d]* \| 2 \|", text), text
+    assert re.search(r"Loop Dropout, learning_rate = 0.0002, p = 0.25 \| \d+\.\d+ \| 1 \|", text), text
     losses = load_state(tmp_path / "a").log_history
     assert any("loss" in log for log in losses) and any("eval_loss" in log for log in losses)
 

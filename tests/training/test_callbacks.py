@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainerState
 
 from helpers.trainers import Recorder, assert_same_weights, logged
 from loopdropout_trainer.gates.depth import sample_depth
-from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback
+from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback, format_value
 from loopdropout_trainer.results import read_results, training_results
 from loopdropout_trainer.saving.source import find_source
 
@@ -120,3 +120,9 @@ def test_training_in_python_leaves_its_results(make_sft, dataset):
         assert results["train_loss"]["value"] == pytest.approx(sum(losses) / 3)
         assert results["eval_loss"]["value"] == logged(trainer, "eval_loss")[-1]
         assert find_source(folder).columns["method"] == "Loop Dropout"
+
+
+def test_logged_numbers_of_tokens_have_all_digits():
+    assert [*map(format_value, (10990.0, 2.0, 0.123456, 1e-5, "0:01", float("inf")))] == [
+        "10990", "2", "0.1235", "1e-05", "0:01", "inf",
+    ]  # fmt: skip
