@@ -256,7 +256,10 @@ def describe_base(sources: dict[str, Source], settings: dict[str, Any]) -> dict[
 
 
 def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
-    """Print a table with a line for each task or average, and a column for each adapter, depth and gates."""
+    """Print a table with a line for each task or average, and a column for each adapter, depth and gates.
+
+    More than four columns become lines if there are at most two tasks, because they would not fit next to each other.
+    """
     from loopdropout_trainer.printing import print_table
 
     results = pd.DataFrame(rows)
@@ -266,7 +269,10 @@ def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
     table = results.pivot_table("value", lines, columns, sort=False)
     for title, tasks in averages.items():
         table.loc[title] = table.reindex(tasks).mean(skipna=False)
-    print_table("Results", table.rename_axis("task"), "{:.2f}")
+    table = table.rename_axis("task")
+    if len(table.columns) > 4 and len(table) <= 2:
+        table = table.T.rename_axis("model")
+    print_table("Results", table, "{:.2f}")
 
 
 def check_folder(folder: str, settings: dict[str, Any]) -> None:

@@ -379,3 +379,25 @@ def test_processes_share_the_problems(saved, tmp_path):
     for task in ("own_gsm8k", "arithmetic_test"):
         texts = [path.read_text() for path in tmp_path.glob(f"*/samples/adapter/samples_{task}_K4_unit.jsonl")]
         assert len(texts) == 3 and len({*texts}) == 1
+
+
+def test_many_models_of_few_tasks_are_lines_of_one_table(capsys):
+    names, depths = ("checkpoint-20", "seed_1"), range(1, 9)
+    rows = [
+        {
+            "name": name,
+            "num_loops": depth,
+            "task": "gsm8k",
+            "metric": "accuracy",
+            "gates": "unit",
+            "value": 10.0 * depth,
+        }
+        for name in names
+        for depth in depths
+    ]
+    SCRIPT.print_results(rows, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["Results", "model                 gsm8k"] and len(lines) == 3 + 16
+    assert lines[3].split() == ["checkpoint-20,", "K", "=", "1", "10.00"]
+    SCRIPT.print_results(rows[:3], {})
+    assert capsys.readouterr().out.splitlines()[2].startswith("task")
