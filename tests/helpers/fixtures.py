@@ -19,6 +19,7 @@ from helpers.processes import SERVER, kill_all
 from helpers.tiny import TINY, adapted, steady, tiny_ouro
 from helpers.tokenizer import make_tokenizer
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, merge_and_save
+from loopdropout_trainer.recipe import IMPORTED
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background ignores it
@@ -32,6 +33,14 @@ SERVER.begin()
 def no_program_outlives_its_test():
     yield
     kill_all()
+
+
+@pytest.fixture(autouse=True)
+def imported_files_end_with_their_test():
+    """A recipe names the files that its process has imported. For a user that is one command, and here many tests."""
+    before = [*IMPORTED]
+    yield
+    IMPORTED[:] = before
 
 
 @pytest.fixture(scope="session")
