@@ -1003,13 +1003,13 @@ def test_report_shows_held_out_losses_and_its_files(tmp_path, capsys):
 def test_held_out_losses_of_a_sweep_are_compared_by_seed(tmp_path, capsys):
     """Runs that only chose a learning rate do not count, also in a sweep without a benchmark."""
     losses = {"lora": {1: 2.1, 2: 2.3, 3: 2.2}, "p_0.5": {1: 2.3, 2: 2.4, 3: 2.5}}
-    for name, method in (("lora", "LoRA"), ("p_0.5", "Loop Dropout")):
+    for name, rule, method in (("lora", "lora", "LoRA"), ("p_0.5", "loop_dropout", "Loop Dropout")):
         for rate, seeds in ((1e-3, [1]), (2e-3, [1, 2, 3])):
             for seed in seeds:
                 run_name = f"mine/{name}/lr_{rate}/seed_{seed}"
                 value = losses[name][seed] + (rate == 1e-3)
                 row = {"metric": "eval_loss", "unit": "nats", "task": "training", "value": value, "seed": seed}
-                recipe = {"run_name": run_name, "learning_rate": rate, "rule": name}
+                recipe = {"run_name": run_name, "learning_rate": rate, "rule": rule}
                 write(tmp_path / run_name, [row], recipe, method=method)
     report.main([str(tmp_path / "mine"), "--output_dir", str(tmp_path / "report")])
     test = stats.ttest_1samp([0.2, 0.1, 0.3], 0)

@@ -158,7 +158,7 @@ def test_restored_callbacks_resume_bit_for_bit(tmp_path, make_trainer, rule):
     assert kept == [place for place in places if place is not EarlyStoppingCallback]
 
 
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("strategy", ["steps", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log, strategy):
     """The first evaluation counts as the best one. With a patience of 2, the third one stops the training."""
     fields = {"early_stopping_patience": 2, "eval_strategy": strategy, "eval_steps": 2, "greater_is_better": True}
