@@ -160,9 +160,8 @@ def describe_left_out(left_out: dict[str, list[dict[str, Any]]]) -> str:
     for reason, rows in left_out.items():
         if rows:
             folders = [*dict.fromkeys(row["folder"] for row in rows)]
-            results = "1 result" if len(rows) == 1 else f"{len(rows):,} results"
             place = folders[0] if len(folders) == 1 else f"{len(folders):,} folders such as {folders[0]}"
-            lines.append(f"Left out: {results} in {place}, because {reason}")
+            lines.append(f"Left out: {count(len(rows), 'result')} in {place}, because {reason}")
     return "\n".join(lines)
 
 
@@ -495,8 +494,8 @@ def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
         line = {
             "method": label,
             **mean_numbers(average(ours)),
-            "num_problems": ours["n"].iloc[0],
-        }  # `average` lets none differ
+            "num_problems": ours["n"].iloc[0],  # `average` lets none differ
+        }
         lines.append(line | (gain._asdict() if gain else {}))
     return lines
 

@@ -204,9 +204,8 @@ def read_message(log: Path, start: int = 0) -> str:
     """
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(start)
-        lines = [
-            line.strip() for line in file if line.strip()
-        ]  # the parts of a bar end with "\r", which ends a line here
+        # The parts of a bar end with "\r", which ends a line here.
+        lines = [line.strip() for line in file if line.strip()]
     messages = [line for line in lines if re.search(r"\w", line) and not _BAR.search(line)]
     return (messages or lines or [""])[-1]
 

@@ -189,10 +189,8 @@ class AdapterFilesMixin:
             revision: Branch in the commands of the card. Default: `hub_revision`.
         """
         if self.is_world_process_zero():
-            weights = {
-                "training": self.training_id,
-                "step": saved_step(self),
-            }  # before the end, there may be other results
+            # Before the end, there may be results of other weights.
+            weights = {"training": self.training_id, "step": saved_step(self)}
             card = read_card_fields(self.args.output_dir, weights)
             if dataset_name is not None:
                 card |= {"dataset": dataset_name, "data_description": None}

@@ -150,9 +150,8 @@ class EarlyStopCallback(EarlyStoppingCallback):
         self.early_stopping_patience_counter = count_worse_evaluations(state)
 
     def on_train_end(self, args, state, control, **kwargs):
-        is_patient = (
-            self.early_stopping_patience_counter < self.early_stopping_patience
-        )  # another callback may stop it
+        # Another callback may have stopped the training.
+        is_patient = self.early_stopping_patience_counter < self.early_stopping_patience
         if is_patient or find_early_stop(state) is None or not state.is_world_process_zero:
             return
         kept = f" The weights of step {state.best_global_step:,} are kept." if state.best_model_checkpoint else ""
