@@ -60,6 +60,7 @@ import pandas as pd
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.diagnostics import TOO_FEW
 from loopdropout_trainer.errors import UserError, count, run_script
+from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figure, points
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.printing import print_table
@@ -82,16 +83,12 @@ from loopdropout_trainer.tables import (
     fit_title,
     labelled,
     load_results,
-    loss_curves,
-    loss_figure,
     loss_numbers,
     loss_table,
     mean_numbers,
     mean_sd,
     name_methods,
-    overview_figure,
     paired_gains,
-    points,
     reduction_numbers,
     reduction_table,
     select,

@@ -25,12 +25,12 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
 from loopdropout_trainer.diagnostics import compare_answers
+from loopdropout_trainer.figures import average_windows, points
 from loopdropout_trainer.plots import GRAY, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.sweeps import update_summary
-from loopdropout_trainer.tables import average_windows, points
 
 
 report, sweep = load_script("recipes/report.py"), load_script("recipes/sweep.py")
