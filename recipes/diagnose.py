@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         diagnose_sweep(sweep, argv[1:])
         return
     diagnosis = Diagnosis(argv)
-    rows = diagnosis.run()
+    rows = diagnosis.run(diagnosis.make_loader())
     if diagnosis.state.is_main_process:
         print_results(rows)
         print(f"All results, also those without a table here, are in {diagnosis.args.output_dir}/results.jsonl")
@@ -148,10 +148,15 @@ class Diagnosis:
         except (OSError, ValueError):
             return False
 
-    def run(self, described: set[str] | None = None) -> list[dict[str, Any]]:
+    def make_loader(self) -> ModelLoader:
+        """Return a loader for `run`, which keeps a base model that the next measurement shares."""
+        return ModelLoader(self.state.device, self.model_args.attn_implementation)
+
+    def run(self, loader: ModelLoader, described: set[str] | None = None) -> list[dict[str, Any]]:
         """Measure the models, write the results, and return them.
 
         Args:
+            loader: Loader of this or another measurement with the same options.
             described: What models run with that is printed already, as by another measurement. It is not printed again.
         """
         described = set() if described is None else described
@@ -162,7 +167,6 @@ class Diagnosis:
             check_depths(args, self.sources)
             check_data(args, self.sources, self.settings)
             data = DiagnosedData(args, self.data_args, self.model_args.chat_template)
-        loader = ModelLoader(state.device, self.model_args.attn_implementation)
         rows = []
         for source in self.sources:
             _, _, properties = source.describe().partition(": ")
@@ -205,7 +209,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
     if not diagnoses:
         raise UserError(f"The sweep in {sweep} has no trained adapter yet.")
     is_main_process = PartialState().is_main_process
-    described: set[str] = set()
+    loader, described = next(iter(diagnoses.values())).make_loader(), set()
     for number, (run, missing) in enumerate(reasons.items(), start=1):
         reason = missing
         if reason is None and diagnoses[run].is_done:
@@ -214,7 +218,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
             name = f"{number} of {len(reasons)}: {run.relative_to(sweep)}"
             print(name if reason is None else f"{name} is skipped, because {reason}.", flush=True)
         if reason is None:
-            diagnoses[run].run(described)
+            diagnoses[run].run(loader, described)
     if is_main_process:
         print_reductions(sweep, [diagnosis.args.output_dir for diagnosis in diagnoses.values()])
 

@@ -21,6 +21,7 @@ from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.looped import find_looped_model, use_depth
 from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.results import read_results, write_results
+from loopdropout_trainer.saving import loading
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.tables import load_results, split_reductions
 
@@ -289,6 +290,20 @@ def test_diagnose_measures_each_adapter_of_a_sweep(sweep, tmp_path, capsys):
     assert again[again.index("Loss reduction") :] == printed[printed.index("Loss reduction") :]
     script.main([*words, "--num_examples", "2"])
     assert "measured before" not in capsys.readouterr().out
+
+
+def test_diagnose_loads_the_base_model_of_a_sweep_once(sweep, monkeypatch):
+    names = []
+
+    def load_base(source, **options):
+        names.append(source.name)
+        return loading_base(source, **options)
+
+    loading_base = loading.load_base
+    monkeypatch.setattr(loading, "load_base", load_base)
+    words = [str(sweep), "--diagnostics", "single_loop", "--dtype", "float32"]
+    load_script("recipes/diagnose.py").main(words)
+    assert len(names) == 1
 
 
 def test_diagnosed_seeds_of_a_sweep_are_measured_alike(sweep, capsys):
