@@ -192,7 +192,8 @@ class ModelLoader:
         self._base = self._adapted.unload()
         self._adapted = None
         self._base.generation_config.eos_token_id = copy.deepcopy(self._own_end_tokens)
-        attach_looped_model(self._base).trained_with = {}
+        looped = attach_looped_model(self._base)
+        looped.trained_with, looped.run_folder = {}, None
         if len(self._base.get_input_embeddings().weight) != self._vocabulary_size:
             self._key = None  # the embeddings were resized
 

@@ -365,6 +365,10 @@ def test_loader_shares_a_base_model_and_changes_nothing(places):
         assert torch.equal(model(ids).logits, expected(ids).logits), kind
         assert loaded.setdefault(kind, model.config.num_loops) == model.config.num_loops == expected.config.num_loops
     assert bases[0] is bases[1] and bases[4] is bases[5]
+    run = find(places, "run")
+    assert find_looped_model(loader.load(run, "float32")).run_folder
+    base = find_looped_model(loader.load(find_base(run), "float32"))
+    assert not base.trained_with and base.run_folder is None
 
 
 def test_trained_base_model_has_its_commit_in_every_file(places):
