@@ -299,9 +299,13 @@ class Sweep:
         num_rates, num_seeds = len(choice.rates), len(self.seeds)
         if self.full_grid:
             return num_rates * num_seeds
-        if choice.best is None and not self.pending_of(method):  # no learning rate can be chosen
+        if self.has_no_choice(method):
             return num_rates
         return num_rates + num_seeds - 1  # the chosen run of the first seed is trained once
+
+    def has_no_choice(self, method: str) -> bool:
+        """Return whether a method has no learning rate to choose, although all of its runs are done."""
+        return self.choice(method).best is None and not self.pending_of(method)
 
     def count(self) -> tuple[int, int]:
         """Return the number of trainings that have ended, and of all trainings."""
@@ -317,7 +321,7 @@ class Sweep:
         for method in self.recipes:
             num_ended += sum(self.is_done(run) for run in self.runs(method))
             total += self.num_trainings(method)
-            if not self.full_grid and (self.choice(method).best is not None or self.pending_of(method)):
+            if not (self.full_grid or self.has_no_choice(method)):
                 total += 1
         return num_ended, total
 
