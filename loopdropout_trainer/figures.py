@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from loopdropout_trainer.frames import average, labelled, tasks_of
 from loopdropout_trainer.saving.checkpoints import read_history
-from loopdropout_trainer.tables import average, labelled, split_reductions, tasks_of
+from loopdropout_trainer.tables import split_reductions
 
 
 BOUNDS = {"accuracy": (0, 100), "last_number": (0, 100), "loss": (0, math.inf), "eval_loss": (0, math.inf)}

@@ -14,9 +14,10 @@ from rich.table import Table
 
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.figures import overview_figure
+from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.results import read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
-from loopdropout_trainer.tables import OWN_FAMILY, describe_examples, load_results
+from loopdropout_trainer.tables import OWN_FAMILY, describe_examples
 
 
 if TYPE_CHECKING:

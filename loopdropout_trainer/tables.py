@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from loopdropout_trainer.arguments import names_of
-from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.diagnostics import (
     FEWEST_PROBLEMS,
     TOO_FEW,
@@ -23,58 +17,12 @@ from loopdropout_trainer.diagnostics import (
     compare_answers,
     describe_gain,
 )
-from loopdropout_trainer.errors import UserError, count
-from loopdropout_trainer.files import checkpoint_step
-from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.frames import average, find_baseline, labelled, select, tasks_of
 from loopdropout_trainer.results import (
-    COLUMNS,
     DEVELOPMENT,
-    RESULTS_FILE,
-    read_recipe,
-    read_results,
     read_samples,
-    split_choices,
-    split_repeated,
-    split_replaced,
-)
-from loopdropout_trainer.sweeps import (
-    describe_choices,
-    describe_progress,
-    folder_of_run,
-    only_chose_rate,
-    read_summary,
 )
 
-
-NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
-"""Fields of recipes in which the results of one mean may differ. The last two are columns of the results as well."""
-IGNORED = {
-    "value",
-    "seed",
-    "step",  # of the last or the best weights of a training. Its other weights have a number of a checkpoint.
-    "folder",
-    "run",
-    "adapter",
-    "training",
-    "samples",
-    *(f"recipe_{name}" for name in NO_EFFECT),
-}
-"""Columns in which the results of one mean may differ."""
-
-OF_BASE = {f"recipe_{name}" for name in ("model_name_or_path", "model_revision", "chat_template", "benchmark_limit")}
-"""Settings that a result of the base model depends on."""
-
-OF_BASE_LOSS = OF_BASE | {
-    f"recipe_{name}"
-    for name in (
-        *DataArguments.__dataclass_fields__,
-        "dtype",
-        "max_length",
-        "completion_only_loss",
-        "assistant_only_loss",
-    )
-}
-"""Settings that the held-out loss of the base model depends on."""
 
 REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
 LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
@@ -94,145 +42,6 @@ def fit_title(title: str, numbers: pd.DataFrame) -> str:
     if "difference" in numbers and numbers["difference"].isna().all():
         title = re.sub(", and difference to LoRA( in points)?", "", title)
     return title
-
-
-def load_results(*folders: str | Path) -> pd.DataFrame:
-    """Return all results below the folders, with the columns that the comment at the top of recipes/report.py lists.
-
-    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep), and
-    `checkpoint` (its step, if a checkpoint was measured). Three kinds of results are left out: those that repeat a measurement
-    of a training itself, losses that only served the choice of a learning rate, and those of weights that a later training
-    replaced. `attrs["left_out"]` has a line about each kind, or is "".
-
-    Raises:
-        UserError: if there are no results.
-    """
-    rows = read_results(*folders)
-    if not rows:
-        raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
-    runs = {row["training"]: row["folder"] for row in rows if row["task"] == "training" and row.get("training")}
-    for row in rows:
-        row["run"] = training_folder(row, runs)
-        _set_recipe(row)
-    rows, replaced = split_replaced(rows)
-    rows, of_choice = split_choices(rows)
-    rows, repeated = split_repeated(rows)
-    for row in rows:
-        row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
-    results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
-    columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
-    results = results.reindex(columns=list(dict.fromkeys(columns)))
-    names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
-    depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
-    results["checkpoint"] = results["checkpoint"].astype("Int64")
-    results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
-    results.attrs["left_out"] = describe_left_out({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
-    return results
-
-
-def _set_recipe(row: dict[str, Any]) -> None:
-    """Give a result the columns `recipe_*` of its training. A result of the base model keeps those that it depends on."""
-    next_to_result = [name for name in row if name.startswith("recipe_")]
-    if row.get("adapter"):
-        recipe = read_recipe(row["run"])
-        if recipe:  # the recipe next to the result may be an evaluation's
-            row.update(dict.fromkeys(next_to_result))
-            row.update({f"recipe_{name}": value for name, value in recipe.items()})
-    if row["method"] == "base model":
-        is_held_out_loss = row["metric"] == "eval_loss" or (row["metric"], row["task"]) == ("loss", DEVELOPMENT)
-        settings = OF_BASE_LOSS if is_held_out_loss else OF_BASE
-        for name in row:
-            if name.startswith("recipe_") and name not in settings:
-                row[name] = None  # also of the training whose adapter was measured next to the base model
-
-
-REPEATED = (
-    "the trainings measured the same themselves, perhaps on other examples. The numbers are in results.jsonl there."
-)
-OF_CHOICE = "they only served the choice of a learning rate. `diagnose` has measured all seeds alike."
-REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
-
-
-def describe_left_out(left_out: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a line about the results that are left out for each reason, or "" if there are none."""
-    lines = []
-    for reason, rows in left_out.items():
-        if rows:
-            folders = [*dict.fromkeys(row["folder"] for row in rows)]
-            place = folders[0] if len(folders) == 1 else f"{len(folders):,} folders such as {folders[0]}"
-            lines.append(f"Left out: {count(len(rows), 'result')} in {place}, because {reason}")
-    return "\n".join(lines)
-
-
-def training_folder(row: dict[str, Any], runs: dict[str, str]) -> str:
-    """Return the folder of the training of a result.
-
-    A result that was measured elsewhere names its training by an identifier, which finds the run also after it was moved.
-    Older results have the path of the adapter only.
-
-    Args:
-        row: Result.
-        runs: Folders of the loaded runs by the identifier of their training.
-    """
-    if row.get("training") in runs:
-        return str(Path(runs[row["training"]]).resolve())
-    return str(Path(row.get("adapter") or row["folder"]).resolve())
-
-
-def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
-    """Return the results whose columns have the wanted values, or one of a list of values.
-
-    Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
-    """
-    is_wanted = np.full(len(results), True)
-    for name, value in wanted.items():
-        values = results[name] if name in results else pd.Series(np.nan, results.index)
-        is_wanted &= values.isin(pd.Series(value)).to_numpy()
-    if not wanted.keys() & {"gates", "loop"}:
-        is_wanted &= (results["gates"].isin(["unit", "none"]) & results["loop"].isna()).to_numpy()
-    if not wanted.keys() & {"num_loops", "loop"}:
-        is_wanted &= (results["num_loops"] == results["trained_loops"]).to_numpy()
-    return results[is_wanted]  # once, because a table of results has many columns
-
-
-def differing(results: pd.DataFrame) -> list[str]:
-    """Return the columns in which the results of one mean must not differ, but do."""
-    columns = results.columns[~results.columns.isin([*IGNORED])]
-    values = results[columns].to_numpy(dtype=object, na_value=None)  # a missing value equals another one
-    return sorted(columns[(values != values[:1]).any(axis=0)])
-
-
-def average(rows: pd.DataFrame) -> pd.Series:
-    """Return the values by seed.
-
-    Raises:
-        UserError: if the results differ in more than the seed, or a seed has two results.
-    """
-    for name in differing(rows):
-        raise UserError(
-            f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME}"
-        )
-    values = rows[["seed", "value"]].drop_duplicates().set_index("seed")["value"].sort_index()
-    if values.index.has_duplicates:
-        seed = values.index[values.index.duplicated()][0]
-        own = rows[rows["seed"].eq(seed) | rows["seed"].isna() & pd.isna(seed)]
-        raise UserError(f"One seed has two results, {describe_results(own, 'value')}. {ONE_AT_A_TIME}")
-    return values
-
-
-ONE_AT_A_TIME = "Report their folders one at a time, or move one of them away."
-
-
-def describe_results(rows: pd.DataFrame, column: str) -> str:
-    """Return the metric, the method and the task of results, and one file for each value of a column."""
-    first = rows.iloc[0]
-    places = []
-    for value, own in rows.groupby(column, sort=False, dropna=False):
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        files = [*dict.fromkeys(own["folder"])]
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        places.append(f"{files[0]}/{RESULTS_FILE}{more} ({text})")
-    return f"the results `{first['metric']}` of {first['method']} on {first['task']} in {' and '.join(places)}"
 
 
 def mean_sd(values: pd.Series, decimals: int = 2) -> str:
@@ -339,116 +148,6 @@ def format_p(p: float) -> str:
     if math.isnan(p):
         return ""
     return "<0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label` and `setting`: a name, and the settings, checkpoints or sweeps in which its results differ.
-
-    The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. The
-    name in `setting` is the method.
-    """
-    names = name_methods(results)
-    return results.assign(label=_with_settings(names, results), setting=_with_settings(results["method"], results))
-
-
-def name_methods(results: pd.DataFrame) -> pd.Series:
-    """Return the user's name of each result's method in a sweep, unless that is the name of a rule, else the method.
-
-    The rule of a run may be the user's own, whose file is not imported here.
-    """
-    variants, rules = results["variant"], results.reindex(columns=["recipe_rule"])["recipe_rule"]
-    is_rule = variants.isin(RULES) | (variants == rules)
-    is_own = variants.notna() & ~is_rule & (results["method"] != "base model")
-    return variants.where(is_own, results["method"])
-
-
-def _with_settings(names: pd.Series, results: pd.DataFrame) -> pd.Series:
-    """Return the names of results, and the settings of their recipes or the sweeps in which the results of one name differ."""
-    texts = names.copy()
-    for _, rows in results.groupby(names):
-        fields = differing(rows.filter(regex="^(recipe_|sweep$)"))
-        if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
-            fields.append("checkpoint")
-        for field in fields:
-            values = rows[field].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
-            settings = f", {field.removeprefix('recipe_')} = " + values
-            texts.loc[rows.index] += settings.where(rows[field].notna(), "")
-    return texts
-
-
-def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
-    """Return the first setting of LoRA that another setting has, too, such as "LoRA, lora_r = 8"."""
-    own_parts = {"LoRA", *setting.split(", ")}
-    for other in settings:
-        parts = {*other.split(", ")}
-        if "LoRA" in parts and parts <= own_parts:
-            return other
-    return None
-
-
-def final_results(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the results without the runs of a sweep that only chose a learning rate.
-
-    The summary of the sweep says which learning rate it has chosen. In a folder without one, these runs were evaluated on the
-    held-out examples alone, and another run of the same method on other tasks. Without tasks, they have a learning rate with
-    fewer seeds than another one of the same method.
-    """
-    accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
-    is_final = accuracy["task"] != DEVELOPMENT
-    methods = pd.MultiIndex.from_frame(results[["sweep", "variant"]])
-    is_measured = methods.isin(pd.MultiIndex.from_frame(accuracy.loc[is_final, ["sweep", "variant"]]))
-    seems_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_final, "run"])
-    seems_rejected |= ~is_measured & _has_fewer_seeds(results)
-    is_rejected = results["run"].map(_read_rejected(results))
-    is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
-    return results[~is_rejected | (results["method"] == "base model")]
-
-
-def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
-    """Return whether each run of a sweep only chose a learning rate, for the runs whose sweep has a summary."""
-    columns = ["run", "variant", "recipe_learning_rate"]
-    runs = results.reindex(columns=columns).dropna().drop_duplicates("run")
-    read = cache(read_summary)  # of a sweep with many runs
-    rejected = {}
-    for run, variant, rate in runs.itertuples(index=False):
-        folder = folder_of_run(run)
-        if folder is None:
-            continue
-        only_chose = only_chose_rate(read(folder), variant, rate)
-        if only_chose is not None:
-            rejected[run] = only_chose
-    return rejected
-
-
-def describe_rejected(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
-    """Return sentences about the runs that `final_results` has left out, the chosen rates, and unfinished sweeps."""
-    lines = []
-    trained = results[results["sweep"].notna()]
-    kept = final[final["method"] != "base model"]  # `final` also keeps the base model's results of rejected runs
-    num_rejected = len({*trained["run"]} - {*kept["run"]})
-    if num_rejected:
-        runs = count(num_rejected, "run")
-        lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
-    for folder in sorted({folder_of_run(run) for run in trained["run"]} - {None}):
-        choices = describe_choices(folder)
-        if choices:
-            lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
-        lines += filter(None, [describe_progress(folder)])
-    return lines
-
-
-def _has_fewer_seeds(results: pd.DataFrame) -> np.ndarray:
-    """Return whether each result is of a sweep and has a learning rate with fewer seeds than another one of its method."""
-    keys = ["sweep", "variant", "recipe_learning_rate"]
-    trained = results.reindex(columns=[*keys, "seed"]).dropna()
-    num_seeds = trained.groupby(keys)["seed"].nunique()
-    fewer = num_seeds[num_seeds < num_seeds.groupby(["sweep", "variant"]).transform("max")]
-    return pd.MultiIndex.from_frame(results.reindex(columns=keys)).isin(fewer.index)
-
-
-def tasks_of(accuracy: pd.DataFrame) -> list[str]:
-    """Return the tasks of accuracies, first the tasks with problems of their own, then the held-out examples."""
-    return sorted(accuracy["task"].unique(), key=lambda task: task == DEVELOPMENT)
 
 
 NUMBERS = ["mean", "sd", "num_seeds", *Gain.__annotations__]

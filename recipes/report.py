@@ -62,6 +62,15 @@ from loopdropout_trainer.diagnostics import TOO_FEW
 from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figure, points
 from loopdropout_trainer.files import check_links, recipe_names
+from loopdropout_trainer.frames import (
+    average,
+    describe_rejected,
+    final_results,
+    labelled,
+    load_results,
+    name_methods,
+    select,
+)
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
@@ -74,24 +83,17 @@ from loopdropout_trainer.tables import (
     REDUCTION_TITLE,
     accuracy_numbers,
     accuracy_table,
-    average,
     compare,
-    describe_rejected,
     describe_sizes,
     explain_equal,
-    final_results,
     fit_title,
-    labelled,
-    load_results,
     loss_numbers,
     loss_table,
     mean_numbers,
     mean_sd,
-    name_methods,
     paired_gains,
     reduction_numbers,
     reduction_table,
-    select,
     split_reductions,
 )
 

@@ -463,17 +463,14 @@ class Sweep:
 
         The table of accuracies is also written to `summary.json`.
         """
+        from loopdropout_trainer.frames import final_results, load_results, select, tasks_of
         from loopdropout_trainer.printing import print_table
         from loopdropout_trainer.tables import (
             ACCURACY_TITLE,
             accuracy_numbers,
             accuracy_table,
-            final_results,
             fit_title,
-            load_results,
             loss_numbers,
-            select,
-            tasks_of,
         )
 
         if not self.full_grid:
@@ -633,7 +630,7 @@ def _find_best_run(scores: pd.DataFrame) -> str | None:
     Args:
         scores: Results of final runs, of which a higher `value` is better.
     """
-    from loopdropout_trainer.tables import labelled
+    from loopdropout_trainer.frames import labelled
 
     if scores.empty:
         return None

@@ -25,6 +25,7 @@ from loopdropout_trainer import default_peft_config, load_model
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import describe_version
+from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.plan import count_on_modules, describe_length, print_next_commands
@@ -42,7 +43,7 @@ from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.tables import accuracy_numbers, load_results
+from loopdropout_trainer.tables import accuracy_numbers
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.sft import LoopDropoutSFTTrainer
 from loopdropout_trainer.training.stopping import TrainingInterrupted
