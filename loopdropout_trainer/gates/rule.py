@@ -102,11 +102,23 @@ class GateRule:
 RULES: dict[str, type[GateRule]] = {}
 
 
+def is_packaged(cls: type[GateRule]) -> bool:
+    """Return whether a rule belongs to this package, and not to its user."""
+    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def register_rule(cls: type[GateRule]) -> type[GateRule]:
-    """Add a rule to the registry under its `name`. The class must be a dataclass, whose fields are those of `rule_args`."""
+    """Add a rule to the registry under its `name`. The class must be a dataclass, whose fields are those of `rule_args`.
+
+    A user's rule replaces a former one of its name, as when a notebook cell runs again, but no rule of this package.
+    """
     if not {"__dataclass_fields__", "name"} <= {*vars(cls)}:
         raise UserError(
             f"The rule {cls.__name__} must be a dataclass with its own `name`. Write `@dataclass` under `@register_rule`."
+        )
+    if cls.name in RULES and is_packaged(RULES[cls.name]) and not is_packaged(cls):
+        raise UserError(
+            f"The rule {cls.__name__} must have a `name` of its own, got {cls.name!r}, which is a rule of this package."
         )
     take_old_attribute(cls, "adapter", "lora_kind")
     take_old_attribute(cls, "passes", "draws_per_batch")

@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, count
-from loopdropout_trainer.files import PACKAGE
+from loopdropout_trainer.gates.rule import is_packaged
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.results import RESUMABLE, compare_recipes, count_examples
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
@@ -137,12 +137,25 @@ def training_settings(args: GateConfig, model: PeftModel) -> dict[str, Any]:
 def digest_rule(rule: GateRule) -> str | None:
     """Return the name of the class of a user's rule with a digest of its code, if the code is known, or None for others."""
     cls = type(rule)
-    if cls.__module__.partition(".")[0] == PACKAGE.name:
+    if is_packaged(cls):
         return None
-    try:
-        return f"{cls.__qualname__} {hashlib.blake2b(inspect.getsource(cls).encode(), digest_size=8).hexdigest()}"
-    except (OSError, TypeError):  # of a notebook or an interactive Python
+    code = _read_code(cls)
+    if not code:  # of an interactive Python
         return cls.__qualname__
+    return f"{cls.__qualname__} {hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}"
+
+
+def _read_code(cls: type) -> str:
+    """Return the code of a class as far as it is known. Of a class in a notebook, Python finds only the functions."""
+    texts = []
+    for part in (cls, *filter(inspect.isfunction, vars(cls).values())):
+        try:
+            texts.append(inspect.getsource(part))
+        except (OSError, TypeError):
+            continue
+        if part is cls:
+            break
+    return "".join(texts)
 
 
 def process_settings(args: GateConfig) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Test the moments, support and pairing of every rule's gates, and its random streams."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -186,6 +187,15 @@ def test_rule_gets_p_as_it_declares(declared, p, given):
         rule.check(K)
         with user_error("`p` must be one drop|`p` has 2 values, but the model runs 4 loops"):
             make_rule("own", p=[0.5, 0.25]).check(K)
+
+
+def test_rules_of_the_package_are_not_replaced():
+    """A baseline `lora` would be another method then. A notebook cell with a user's rule may run again."""
+    for name, message in (("lora", "`name` of its own, got 'lora'"), ("own", None)):
+        own = dataclass(frozen=True)(type("Own", (GateRule,), {"name": name}))
+        with patch.dict(RULES), user_error(message) if message else nullcontext():
+            register_rule(own)
+            register_rule(own)
 
 
 def test_rule_without_dataclass_or_name_raises():

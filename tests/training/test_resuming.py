@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import linecache
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_chec
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.config import word_of
+from loopdropout_trainer.training.resuming import digest_rule
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, first_signal
 
 
@@ -519,6 +521,19 @@ def test_other_code_of_a_rule_is_not_continued(tmp_path, make_trainer, monkeypat
         r"was trained with other settings: `rule_code` changed from 'OwnRule \w+' to 'OwnRule \w+'. Restore"
     ):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_code_of_a_rule_in_a_notebook_is_known():
+    """Python finds the source of a cell's functions, but not of its classes."""
+    digests = set()
+    for number, scale in enumerate((1, 1, 2)):
+        cell, name = f"<cell {number}>", "__main__"
+        text = "class Own(LoopDropout):\n    def sample(self, draw):\n        return super().sample(draw) * {}\n"
+        linecache.cache[cell] = (0, None, text.format(scale).splitlines(keepends=True), cell)
+        names = {"__name__": name, "LoopDropout": RULES["loop_dropout"]}
+        exec(compile(text.format(scale), cell, "exec"), names)
+        digests.add(digest_rule(names["Own"](p=0.5)))
+    assert len(digests) == 2 and all(" " in digest for digest in digests)
 
 
 def test_settings_of_saving_and_evaluation_may_change(make_trainer):
