@@ -114,8 +114,15 @@ def _serve(connection):
 
 def _call(path, call):
     sys.path[:] = path  # pytest adds folders while it collects
+    _renew_threads()
     function, given, keywords = pickle.loads(call)
     function(*given, **keywords)
+
+
+def _renew_threads():
+    """Let torch make its threads in a fork, which has none of the parent's. Two threads that begin it at a time fail."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 SERVER = Server()
@@ -211,6 +218,7 @@ class Program:
 
 def _become(words, env, cwd, streams):
     """Be the program, in a fork."""
+    _renew_threads()
     for number, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     text = {"mode": "w", "buffering": 1, "encoding": "utf-8", "closefd": False}
