@@ -238,45 +238,6 @@ def describe_measurements(options: ScriptArguments) -> list[str]:
     return steps
 
 
-def _bound_steps(recipe: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Return the largest number of steps of a recipe's training in one process, if it is known, and the examples of a step."""
-    from loopdropout_trainer.training.config import LoopDropoutConfig
-
-    defaults = LoopDropoutConfig.__dataclass_fields__
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs")
-    batch, accumulation, max_steps, num_epochs = (recipe.get(name) or defaults[name].default for name in names)
-    per_step, num_examples = batch * accumulation, recipe.get("num_train_examples")
-    if max_steps > 0:
-        return max_steps, per_step
-    if not num_examples:
-        return None, per_step
-    return math.ceil(num_epochs * math.ceil(num_examples / per_step)), per_step
-
-
-def describe_training_size(recipe: Mapping[str, Any]) -> str:
-    """Return the largest number of steps of a recipe's training, as far as it is known, and the examples of a step."""
-    num_steps, per_step = _bound_steps(recipe)
-    if num_steps is None:
-        num_epochs = recipe.get("num_train_epochs")
-        length = "the default number of epochs" if num_epochs is None else f"{num_epochs:g} epochs"
-    else:
-        length = count(num_steps, "step")
-        if (recipe.get("max_steps") or 0) <= 0:  # long examples are left out, so there can be fewer
-            length = f"at most {length}"
-    return f"{length}, {count(per_step, 'example')} per step"
-
-
-def bound_tokens(recipe: Mapping[str, Any]) -> int | None:
-    """Return the largest number of tokens that a supervised training reads, or None if it is not known before."""
-    from loopdropout_trainer.training.config import LoopDropoutConfig
-
-    num_steps, per_step = _bound_steps(recipe)
-    max_length = recipe.get("max_length", LoopDropoutConfig.max_length)
-    if num_steps is None or not max_length:
-        return None
-    return num_steps * per_step * max_length
-
-
 def describe_trained(runs: Sequence[Run]) -> str:
     """Return the folders of the runs that are trained already."""
     return ", ".join(run.args.output_dir for run in runs if run.is_trained and run.find_other_recipe() is None)

@@ -24,17 +24,16 @@ import math
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.arguments import BenchmarkArguments, SFTArguments, names_of, option
+from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.plan import bound_tokens, describe_measurements, describe_training_size
-from loopdropout_trainer.recipe import IMPORTED, build, dump_recipe, load_recipe, override, parse
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
 from loopdropout_trainer.results import (
     DEVELOPMENT,
     MEASURED,
@@ -47,6 +46,7 @@ from loopdropout_trainer.results import (
     write_run,
 )
 from loopdropout_trainer.runs import RESTORE_CODE, find_other_code
+from loopdropout_trainer.sweep_plan import print_sweep_plan
 from loopdropout_trainer.sweeps import SETTINGS_FILE, describe_choice, describe_progress, update_summary
 from loopdropout_trainer.workers import Workers
 
@@ -518,91 +518,6 @@ class Sweep:
         for rate in rates:
             print(f"  {rate:<10g} {self._name_score(self.score(SweepRun(method, rate, self.seeds[0], True)))}")
 
-    def print_plan(self, command: str) -> None:
-        """Print the trainings, their folder, their cost as far as it is known, and the command that starts the sweep."""
-        rates = ", ".join(f"{rate:g}" for rate in sorted(self.learning_rates))
-        seeds = ", ".join(map(str, self.seeds))
-        way = f"{seeds}, each with every learning rate"
-        if not self.full_grid:
-            way = (
-                f"{self.seeds[0]} with every learning rate, and {seeds} with the one that is best on {self.select_on}"
-            )
-        num_ended, total = self.count()
-        plan = {
-            "methods": ", ".join(self.recipes),
-            "learning rates": f"{rates}{' (and more at the edge of the grid)' if self.extend_grid else ''}",
-            "seeds": way,
-            "folder": f"{self.output_dir}/METHOD/lr_X/seed_S",
-            "each training": self._by_method(self._describe_size),
-            "tokens": self._describe_tokens(),
-            "choice": self._describe_choice(),
-            "evaluation": self._by_method(self._describe_evaluation),
-            "done": f"{num_ended} of {count(total, 'training')}" if num_ended else "",
-        }
-        print(count(total, "training"))
-        for title, text in plan.items():
-            lines = text.replace("\n", "\n" + " " * 16)
-            if text:
-                print(f"{title:<16}{lines}")
-        print(f"\nNext:\n  {command}\n  loopdropout report {self.output_dir}   # after the sweep")
-
-    def _by_method(self, describe: Callable[[str], str]) -> str:
-        """Return the text about a method, once if it is the same for all methods, else under the name of each method."""
-        texts = {method: describe(method) for method in self.recipes}
-        if len({*texts.values()}) == 1:
-            return next(iter(texts.values()))
-        return "\n".join(f"{method}: {text}" for method, text in texts.items())
-
-    def _describe_size(self, method: str) -> str:
-        """Return the steps and the examples of a step of a method's trainings, which are those of a process of a launcher."""
-        size = describe_training_size(self.recipes[method].selecting)
-        return f"{size} and process" if self.launcher else size
-
-    def _describe_tokens(self) -> str:
-        """Return the largest number of tokens of the trainings, if the recipes say it before the data are loaded.
-
-        The number of processes of a launcher and the length of an extended grid are not known.
-        """
-        if self.script in ("dpo", "grpo"):  # whose examples have several completions
-            return ""
-        bounds = {method: bound_tokens(recipes.selecting) for method, recipes in self.recipes.items()}
-        if None in bounds.values():
-            return "known after the data are loaded"
-        total = sum(bound * self.num_trainings(method) for method, bound in bounds.items())
-        is_extended = self.extend_grid and not self.full_grid
-        trainings = "these trainings, without those of further learning rates" if is_extended else "all trainings"
-        return f"at most {total:,} in {trainings}{', for each process' if self.launcher else ''}"
-
-    def _describe_choice(self) -> str:
-        """Return the measurements that choose the learning rates."""
-        if self.full_grid:
-            return ""
-        num_runs = sum(len(self.choice(method).rates) for method in self.recipes)
-        if self.select_on == "eval_loss":
-            return f"held-out losses of {count(num_runs, 'run')}"
-        return f"{count(num_runs, 'evaluation')} of {self.select_on}"
-
-    def _describe_evaluation(self, method: str) -> str:
-        """Return the measurements of the final runs of a method, in plain words."""
-        steps = self._list_measurements(method)
-        if not steps:
-            return "none"
-        num_runs = len(self.seeds)
-        if self.full_grid:
-            num_runs = self.num_trainings(method)
-        is_shared = all(self._list_measurements(other) == steps for other in self.recipes)
-        whose = " of each method" if is_shared else ""
-        return "\n".join([f"{count(num_runs, 'final run')}{whose}:", *steps])
-
-    def _list_measurements(self, method: str) -> list[str]:
-        """Return the measurements of a final run of a method, in plain words."""
-        recipe = dict(self.recipes[method].final)
-        for name in ("benchmarks", "eval_num_loops"):
-            if isinstance(recipe.get(name), str | int):  # a list of one value
-                recipe[name] = [recipe[name]]
-        (options,) = build((SFTArguments,), {**recipe, "merge": False})
-        return describe_measurements(options)
-
 
 def _print_lowest(losses: pd.DataFrame) -> None:
     """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
@@ -680,7 +595,7 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     (sweep,) = parse(ARGUMENTS, words, __doc__)
     if sweep.dry_run:
-        sweep.print_plan(f"loopdropout sweep {shlex.join(without_option(words, 'dry_run'))}")
+        print_sweep_plan(sweep, f"loopdropout sweep {shlex.join(without_option(words, 'dry_run'))}")
     elif sweep.print_commands:
         print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
     else:
