@@ -296,7 +296,7 @@ class Comparison(NamedTuple):
 
 
 def describe_gain(gain: float, low: float, high: float, p: float, decimals: int = 1) -> str:
-    """Return a difference with its 95% interval, and whether it is not significant. p is NaN if all gains are equal."""
+    """Return a difference with its 95% interval, and whether it is not significant."""
     text = f"{gain:+.{decimals}f} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
     return text if p < 0.05 else f"{text}, not significant"
 

@@ -27,6 +27,7 @@ from loopdropout_trainer.results import (
     split_replaced,
 )
 from loopdropout_trainer.sweeps import (
+    RUN_NAME,
     describe_choices,
     describe_progress,
     folder_of_run,
@@ -92,7 +93,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
     columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
     results = results.reindex(columns=list(dict.fromkeys(columns)))
-    names = results["recipe_run_name"].astype(str).str.extract("^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_")
+    names = results["recipe_run_name"].astype(str).str.extract(RUN_NAME)
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))

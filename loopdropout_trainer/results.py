@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import platform
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from enum import Enum
@@ -36,6 +37,7 @@ from loopdropout_trainer.files import (
 )
 from loopdropout_trainer.library_fields import SAFE_VALUES
 from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
+from loopdropout_trainer.sweeps import RUN_NAME
 
 
 if TYPE_CHECKING:
@@ -249,7 +251,7 @@ def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
             row.get("task") == DEVELOPMENT
             and row["metric"] in LOOP_METRICS
             and not row.get("adapter")
-            and "/lr_" in str(row.get("recipe_run_name"))
+            and re.match(RUN_NAME, str(row.get("recipe_run_name")))
             and not row.get("recipe_single_loop_batches")
         )
         if is_of_choice and _measurement(row) in later:

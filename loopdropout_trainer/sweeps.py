@@ -22,6 +22,10 @@ If all `trainings` have ended, the method may still not be `finished`, because m
 """
 
 
+RUN_NAME = r"^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_"
+"""Beginning of the `run_name` of a sweep's run, "SWEEP/METHOD/lr_X/seed_S": the sweep, and its name of the method."""
+
+
 def list_runs(folder: str | Path) -> list[Path]:
     """Return the folders of the runs that a sweep has started in a folder."""
     return sorted(path.parent for path in Path(folder).glob(f"*/lr_*/seed_*/{SETTINGS_FILE}"))
