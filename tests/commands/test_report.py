@@ -862,7 +862,7 @@ def test_report_draws_the_losses_of_trainings(tmp_path, capsys, num_steps):
     assert has_markers == (num_steps == 4) and [*curves["panel"].unique()] == ["training loss", "held-out loss"]
 
 
-def test_training_losses_are_means_of_equal_numbers_of_steps():
+def test_training_losses_are_means_of_equal_numbers_of_steps(tmp_path):
     """The loss is logged every 10 steps, at evaluations every 4 steps, and at the end."""
     of_steps = pd.Series(np.random.default_rng(0).normal(size=22), range(1, 23))  # the loss of each step
     logged = [4, 8, 10, 12, 16, 20, 22]
@@ -872,6 +872,11 @@ def test_training_losses_are_means_of_equal_numbers_of_steps():
     for step in (4, 8, 12, 16, 20):
         assert drawn[step] == pytest.approx(of_steps.loc[step - 3 : step].mean())
     assert drawn[22] == pytest.approx(of_steps.loc[21:22].mean())
+    write(tmp_path, [{"task": "training", "metric": "eval_loss", "value": 1.0}])
+    history = [{"step": step, "loss": loss} for step, loss in zip(logged, means, strict=True)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    curves = report.loss_curves(report.load_results(tmp_path)).set_index("step")
+    assert curves["mean"].to_dict() == pytest.approx(drawn.to_dict())
 
 
 def test_single_run_has_no_words_about_seeds_and_lora(tmp_path, capsys):
