@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import inspect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Any
 
 from jinja2 import TemplateError
 from peft import PeftModel
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import PredictionOutput
 
 from loopdropout_trainer.data.bars import hide_short_bars
-from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
-from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
+from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.lora import (
-    ADAPTER_KINDS,
     adapted_layers,
-    add_gates,
-    check_trainable,
     default_peft_config,
-    is_gated_by,
-    physical_layers,
-    trained_lora_parameters,
 )
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
-from loopdropout_trainer.recipe import USUAL_NAMES
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.facts import MODELS
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import check_end_token, check_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
+from loopdropout_trainer.training.argument_checks import check_kinds, check_names
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
-from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter, may_skip_loops
+from loopdropout_trainer.training.distributed import check_devices, check_processes, float32_adapter
 from loopdropout_trainer.training.examples import (
     check_assistant_loss,
     check_columns,
@@ -62,18 +53,11 @@ from loopdropout_trainer.training.examples import (
     name_datasets,
     read_first,
 )
+from loopdropout_trainer.training.gating import GatingMixin
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
 from loopdropout_trainer.training.stopping import EarlyStopCallback, StopCallback
-
-
-_READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
-"""Fields that a trainer reads when it is made."""
-
-
-def _copy_fields(args: GateConfig) -> dict[str, Any]:
-    return {name: copy.deepcopy(getattr(args, name, None)) for name in _READ_ONCE}
 
 
 def _name_of(model: str | PreTrainedModel | PeftModel) -> str:
@@ -85,7 +69,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def gated_init(self: AdapterTrainingMixin, *positional: Any, **keywords: Any) -> None:
-        _check_names(type(self), keywords, inspect.signature(init).parameters)
+        check_names(type(self), keywords, inspect.signature(init).parameters)
         bound = inspect.signature(init).bind(self, *positional, **keywords)
         bound.apply_defaults()
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
@@ -100,43 +84,6 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         self.after_init()
 
     return gated_init
-
-
-_USUAL_ARGUMENTS = {
-    "tokenizer": "processing_class",
-    "dataset": "train_dataset",
-    "config": "args",
-    "lora_config": "peft_config",
-}
-"""Names of arguments that people type by habit, and the names that they have now."""
-
-
-def _check_names(trainer: type, given: Iterable[str], arguments: Collection[str]) -> None:
-    """Raise UserError for an unknown argument of a trainer, which names the argument or the field that helps."""
-    config = trainer.config_class
-    fields = {own.name for own in dataclasses.fields(config)}
-    for name in given:
-        if name in arguments:
-            continue
-        hint = closest_match(_USUAL_ARGUMENTS.get(name, name), arguments)
-        meant = name if name in fields else USUAL_NAMES.get(name)
-        if meant in fields:
-            hint = f" Set `{meant}` in a `{config.__name__}`, which is the argument `args`."
-        raise UserError(f"`{name}` is not an argument of {trainer.__name__}.{hint}")
-
-
-def _check_kinds(arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for a model, a list of callbacks or an adapter's configuration of another type."""
-    model, callbacks = arguments["model"], arguments["callbacks"]
-    for name, value in arguments.items():
-        if name != "args" and isinstance(value, TrainingArguments):
-            raise UserError(f"`{name}` must not be a {type(value).__name__}. Pass it as `args=...`.")
-    if not isinstance(model, str | Path | nn.Module):
-        raise UserError(f"`model` must be a looped model, a PEFT model over one, or a name, got {short_repr(model)}.")
-    if hasattr(model, "_orig_mod"):
-        raise UserError("`model` must not be compiled. Give the model itself, and set `torch_compile=True` in `args`.")
-    if callbacks is not None and not isinstance(callbacks, list | tuple):
-        raise UserError(f"`callbacks` must be a list of callbacks, got {short_repr(callbacks)}.")
 
 
 def _count_examples(arguments: Mapping[str, Any]) -> float:
@@ -154,24 +101,7 @@ def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:
     return {"dtype": str(dtype).removeprefix("torch."), "quantization": as_json}
 
 
-def _forbid_reentrant_checkpoints(args: GateConfig, model: nn.Module) -> None:
-    """Let gradient checkpointing run without a second backward pass inside of the first one.
-
-    TRL asks for the reentrant kind under ZeRO-3, and a program can ask for it in `args` or on its model. It would report the
-    gradients of a layer that runs K times K times. It would also lose the gradient of a layer whose input has none, such as
-    the first one after loops that run as the frozen model.
-    """
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # new name, old name
-        options = getattr(args, name, None)
-        if options and options.get("use_reentrant"):
-            options["use_reentrant"] = False
-    for module in model.modules():
-        run = getattr(module, "_gradient_checkpointing_func", None)  # a partial of torch's `checkpoint`
-        if run is not None and getattr(run, "keywords", {}).get("use_reentrant"):
-            module._gradient_checkpointing_func = functools.partial(run, use_reentrant=False)
-
-
-class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
+class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     """Setup of a TRL trainer, whose `__init__` is made by `with_gates`.
 
     Attributes:
@@ -226,7 +156,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
             if isinstance(dataset, Sized) and len(dataset) == 0:
                 raise UserError(f"{title} must have at least one example.")
         dataset = arguments.get("train_dataset")
-        _check_kinds(arguments)
+        check_kinds(arguments)
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
         check_devices(args)
         model = skeleton = arguments["model"] = model_path(arguments["model"])
@@ -240,8 +170,7 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
                     args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
                 skeleton = external_skeleton(model, revision)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
-        self.rule = args.make_rule()
-        self._made_with = _copy_fields(args)
+        self.set_rule(args)
         if self.rule.draws_per_batch > 1 and not self.runs_several_draws:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.step_metrics = defaultdict(list)
@@ -373,28 +302,6 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         self.restore_accelerator()
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    def prepare_gates(self) -> None:
-        """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
-        self._read_rule()
-        _forbid_reentrant_checkpoints(self.args, self.model)
-        check_trainable(self.model)
-        depths = self.args.make_depth_sampler().limits(self.num_loops)
-        for depth in depths:
-            self.rule.check(depth)
-        bound = self._needs_one_depth()
-        if depths != (self.num_loops, self.num_loops) and bound is not None:
-            raise UserError(f"`depth_sampling` must be 'fixed' for {bound}.")
-        if not is_gated_by(self.model, self.rule):  # another adapter, trainer or handle may have replaced the gates
-            add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
-        self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
-        self.gate_state.rule = self.rule
-        self.physical_layers = physical_layers(self.model)  # [M]
-        self.batch_options = self.find_batch_options()
-        for callback in self.step_callbacks:
-            callback.trainer, callback.rule = self, self.rule
-        if self.looped.trained_with.get("training_id") in (None, self.training_id):
-            self.looped.trained_with = self.saved_settings()  # else the weights still come from another training
-
     def saved_settings(self) -> dict[str, Any]:
         """Return the settings that are saved with an adapter which this trainer has trained."""
         args = self.args
@@ -416,59 +323,6 @@ class AdapterTrainingMixin(AdapterFilesMixin, OptimizerMixin):
         if "initial_adapter" in self.looped.trained_with:  # of the adapter that the training starts from
             settings["initial_adapter"] = self.looped.trained_with["initial_adapter"]
         return settings
-
-    def _read_rule(self) -> None:
-        """Make a new rule if `p` has changed, and raise UserError if another field of `_READ_ONCE` has."""
-        fields, before = _copy_fields(self.args), self._made_with
-        changed = [name for name in fields if fields[name] != before[name]]
-        if not changed:
-            return
-        if changed == ["p"]:
-            rule = self.args.make_rule()
-            if rule.alpha_factor == self.rule.alpha_factor:  # which the adapter was made with
-                self.rule, self._made_with = rule, fields
-                return
-        name = changed[-1]
-        raise UserError(
-            f"`{name}` must keep its value {before[name]!r} after the trainer was made, got {fields[name]!r}. Make a new "
-            "trainer."
-        )
-
-    def _needs_one_depth(self) -> str | None:
-        """Return the model or the rule that cannot train at several depths, or None."""
-        if self.looped.trains_at_one_depth:
-            return f"`model_type: {self.looped.config.model_type}`"
-        if ADAPTER_KINDS[self.rule.lora_kind].one_depth or self.rule.wants_sensitivity:
-            return f"the rule {self.rule.name!r}"
-        return None
-
-    def find_batch_options(self) -> BatchOptions:
-        """Return the optimizations that training may use."""
-        args = self.args
-        has_noise = args.neftune_noise_alpha is not None  # which becomes smaller with the length of a row
-        if not args.remove_padding or args.torch_compile or has_noise or not self.looped.can_pack:
-            return BatchOptions()
-        trained = None
-        if args.skip_frozen_loops and may_skip_loops(self.accelerator, args):
-            trained = trained_lora_parameters(self.model)
-        return BatchOptions(remove_padding=True, lora_parameters=trained)
-
-    @property
-    def looped(self) -> LoopedModelMixin:
-        """The looped model inside adapters and wrappers."""
-        return find_looped_model(self.model)
-
-    @property
-    def num_loops(self) -> int:
-        """Recurrence depth K that the model runs at."""
-        return self.looped.num_loops
-
-    @property
-    def gate_seed(self) -> int:
-        """Seed of the gate and depth draws."""
-        if self.args.gate_seed is None:
-            return self.args.seed
-        return self.args.gate_seed
 
     # The order of the examples
 

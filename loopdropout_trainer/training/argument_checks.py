@@ -1,0 +1,51 @@
+"""Checks of the names and the types of a trainer's arguments. Its examples are checked in `examples.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
+from loopdropout_trainer.recipe import USUAL_NAMES
+
+
+_USUAL_ARGUMENTS = {
+    "tokenizer": "processing_class",
+    "dataset": "train_dataset",
+    "config": "args",
+    "lora_config": "peft_config",
+}
+"""Names of arguments that people type by habit, and the names that they have now."""
+
+
+def check_names(trainer: type, given: Iterable[str], arguments: Collection[str]) -> None:
+    """Raise UserError for an unknown argument of a trainer, which names the argument or the field that helps."""
+    config = trainer.config_class
+    fields = {own.name for own in dataclasses.fields(config)}
+    for name in given:
+        if name in arguments:
+            continue
+        hint = closest_match(_USUAL_ARGUMENTS.get(name, name), arguments)
+        meant = name if name in fields else USUAL_NAMES.get(name)
+        if meant in fields:
+            hint = f" Set `{meant}` in a `{config.__name__}`, which is the argument `args`."
+        raise UserError(f"`{name}` is not an argument of {trainer.__name__}.{hint}")
+
+
+def check_kinds(arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for a model, a list of callbacks or an adapter's configuration of another type."""
+    model, callbacks = arguments["model"], arguments["callbacks"]
+    for name, value in arguments.items():
+        if name != "args" and isinstance(value, TrainingArguments):
+            raise UserError(f"`{name}` must not be a {type(value).__name__}. Pass it as `args=...`.")
+    if not isinstance(model, str | Path | nn.Module):
+        raise UserError(f"`model` must be a looped model, a PEFT model over one, or a name, got {short_repr(model)}.")
+    if hasattr(model, "_orig_mod"):
+        raise UserError("`model` must not be compiled. Give the model itself, and set `torch_compile=True` in `args`.")
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise UserError(f"`callbacks` must be a list of callbacks, got {short_repr(callbacks)}.")

@@ -1,0 +1,132 @@
+"""The gates on the adapter of a trainer, by the present values of its arguments."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from torch import nn
+
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gate_state import BatchOptions
+from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
+from loopdropout_trainer.lora import (
+    ADAPTER_KINDS,
+    add_gates,
+    check_trainable,
+    is_gated_by,
+    physical_layers,
+    trained_lora_parameters,
+)
+from loopdropout_trainer.training.config import GateConfig
+from loopdropout_trainer.training.distributed import may_skip_loops
+
+
+_READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
+"""Fields that a trainer reads when it is made."""
+
+
+def _copy_fields(args: GateConfig) -> dict[str, Any]:
+    return {name: copy.deepcopy(getattr(args, name, None)) for name in _READ_ONCE}
+
+
+def _forbid_reentrant_checkpoints(args: GateConfig, model: nn.Module) -> None:
+    """Let gradient checkpointing run without a second backward pass inside of the first one.
+
+    TRL asks for the reentrant kind under ZeRO-3, and a program can ask for it in `args` or on its model. It would report the
+    gradients of a layer that runs K times K times. It would also lose the gradient of a layer whose input has none, such as
+    the first one after loops that run as the frozen model.
+    """
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # new name, old name
+        options = getattr(args, name, None)
+        if options and options.get("use_reentrant"):
+            options["use_reentrant"] = False
+    for module in model.modules():
+        run = getattr(module, "_gradient_checkpointing_func", None)  # a partial of torch's `checkpoint`
+        if run is not None and getattr(run, "keywords", {}).get("use_reentrant"):
+            module._gradient_checkpointing_func = functools.partial(run, use_reentrant=False)
+
+
+class GatingMixin:
+    """Gates on the adapter of a TRL trainer. `AdapterTrainingMixin` lists its attributes."""
+
+    def set_rule(self, args: GateConfig) -> None:
+        """Make the rule by `args`, and keep the values that it is made of."""
+        self.rule = args.make_rule()
+        self._made_with = _copy_fields(args)
+
+    def prepare_gates(self) -> None:
+        """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
+        self._read_rule()
+        _forbid_reentrant_checkpoints(self.args, self.model)
+        check_trainable(self.model)
+        depths = self.args.make_depth_sampler().limits(self.num_loops)
+        for depth in depths:
+            self.rule.check(depth)
+        bound = self._needs_one_depth()
+        if depths != (self.num_loops, self.num_loops) and bound is not None:
+            raise UserError(f"`depth_sampling` must be 'fixed' for {bound}.")
+        if not is_gated_by(self.model, self.rule):  # another adapter, trainer or handle may have replaced the gates
+            add_gates(self.model, in_activation_dtype=True, rule=self.rule, seed=self.args.seed)
+        self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
+        self.gate_state.rule = self.rule
+        self.physical_layers = physical_layers(self.model)  # [M]
+        self.batch_options = self.find_batch_options()
+        for callback in self.step_callbacks:
+            callback.trainer, callback.rule = self, self.rule
+        if self.looped.trained_with.get("training_id") in (None, self.training_id):
+            self.looped.trained_with = self.saved_settings()  # else the weights still come from another training
+
+    def _read_rule(self) -> None:
+        """Make a new rule if `p` has changed, and raise UserError if another field of `_READ_ONCE` has."""
+        fields, before = _copy_fields(self.args), self._made_with
+        changed = [name for name in fields if fields[name] != before[name]]
+        if not changed:
+            return
+        if changed == ["p"]:
+            rule = self.args.make_rule()
+            if rule.alpha_factor == self.rule.alpha_factor:  # which the adapter was made with
+                self.rule, self._made_with = rule, fields
+                return
+        name = changed[-1]
+        raise UserError(
+            f"`{name}` must keep its value {before[name]!r} after the trainer was made, got {fields[name]!r}. Make a new "
+            "trainer."
+        )
+
+    def _needs_one_depth(self) -> str | None:
+        """Return the model or the rule that cannot train at several depths, or None."""
+        if self.looped.trains_at_one_depth:
+            return f"`model_type: {self.looped.config.model_type}`"
+        if ADAPTER_KINDS[self.rule.lora_kind].one_depth or self.rule.wants_sensitivity:
+            return f"the rule {self.rule.name!r}"
+        return None
+
+    def find_batch_options(self) -> BatchOptions:
+        """Return the optimizations that training may use."""
+        args = self.args
+        has_noise = args.neftune_noise_alpha is not None  # which becomes smaller with the length of a row
+        if not args.remove_padding or args.torch_compile or has_noise or not self.looped.can_pack:
+            return BatchOptions()
+        trained = None
+        if args.skip_frozen_loops and may_skip_loops(self.accelerator, args):
+            trained = trained_lora_parameters(self.model)
+        return BatchOptions(remove_padding=True, lora_parameters=trained)
+
+    @property
+    def looped(self) -> LoopedModelMixin:
+        """The looped model inside adapters and wrappers."""
+        return find_looped_model(self.model)
+
+    @property
+    def num_loops(self) -> int:
+        """Recurrence depth K that the model runs at."""
+        return self.looped.num_loops
+
+    @property
+    def gate_seed(self) -> int:
+        """Seed of the gate and depth draws."""
+        if self.args.gate_seed is None:
+            return self.args.seed
+        return self.args.gate_seed
