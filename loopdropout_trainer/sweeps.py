@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loopdropout_trainer.files import lock_file, read_json_object, write_file
 
@@ -24,6 +24,19 @@ If all `trainings` have ended, the method may still not be `finished`, because m
 
 RUN_NAME = r"^(?P<sweep>[^/]+)/(?P<variant>[^/]+)/lr_"
 """Beginning of the `run_name` of a sweep's run, "SWEEP/METHOD/lr_X/seed_S": the sweep, and its name of the method."""
+
+
+class SweepRun(NamedTuple):
+    """One start of the training script. If `selects` is true, it only serves the choice of the learning rate."""
+
+    method: str
+    learning_rate: float
+    seed: int
+    selects: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}/lr_{self.learning_rate:.6g}/seed_{self.seed}"
 
 
 def list_runs(folder: str | Path) -> list[Path]:

@@ -20,20 +20,18 @@ same message.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from loopdropout_trainer.arguments import BenchmarkArguments, names_of, option
+from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
-from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, override, parse
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import (
     DEVELOPMENT,
     MEASURED,
@@ -41,41 +39,14 @@ from loopdropout_trainer.results import (
     compare_recipes,
     has_trained,
     is_finished,
-    read_own_results,
-    read_run,
     write_run,
 )
 from loopdropout_trainer.runs import RESTORE_CODE, find_other_code
+from loopdropout_trainer.sweep_methods import has_benchmarks, make_recipes, name_methods
 from loopdropout_trainer.sweep_plan import print_sweep_plan
-from loopdropout_trainer.sweeps import SETTINGS_FILE, describe_choice, describe_progress, update_summary
+from loopdropout_trainer.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
+from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_progress, update_summary
 from loopdropout_trainer.workers import Workers
-
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
-"""Settings of a run that the sweep makes. The list is made by hand, because the fields do not say so: a sweep averages over
-`seed`, for example, but keeps `gate_seed`."""
-
-_OF_TASKS = {field.name for field in fields(BenchmarkArguments)} - {"eval_num_loops"}
-FINAL_ONLY = names_of("measurement", "output") - _OF_TASKS
-"""Settings that the runs that choose a learning rate leave out. They are measured on a task, but not at other depths."""
-
-NON_FINITE = (-math.inf, -math.inf)
-
-
-class SweepRun(NamedTuple):
-    """One start of the training script. If `selects` is true, it only serves the choice of the learning rate."""
-
-    method: str
-    learning_rate: float
-    seed: int
-    selects: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}/lr_{self.learning_rate:.6g}/seed_{self.seed}"
 
 
 class Choice(NamedTuple):
@@ -84,13 +55,6 @@ class Choice(NamedTuple):
     rates: list[float]
     best: float | None
     remark: str = ""
-
-
-class Recipes(NamedTuple):
-    """The settings of a method's runs without learning rate and seed: of those that choose the rate, and of the final ones."""
-
-    selecting: dict[str, Any]
-    final: dict[str, Any]
 
 
 @dataclass
@@ -129,7 +93,7 @@ class Sweep:
     dry_run: bool = option(False, "Print the trainings, their folder and evaluation, and stop.")
 
     def __post_init__(self):
-        methods = self._name_methods()
+        methods = name_methods(self.methods)
         for field, choices in (("rate_factors", methods), ("measure", MEASURED | {"benchmark_batch_size"})):
             for name in getattr(self, field):
                 if name not in choices:
@@ -138,81 +102,13 @@ class Sweep:
         if not self.learning_rates or not self.seeds:
             raise UserError("`learning_rates` and `seeds` must be set.")
         self.full_grid = self.full_grid or len(self.learning_rates) == 1
-        self.loss_chooses_by_default = self.select_on is None and not self._has_benchmarks(methods)
+        self.loss_chooses_by_default = self.select_on is None and not has_benchmarks(self, methods)
         if self.select_on is None:
             self.select_on = "eval_loss" if self.loss_chooses_by_default else DEVELOPMENT
-        self.recipes = {name: self._make_recipes(definition) for name, definition in methods.items()}
+        self.recipes = {name: make_recipes(self, definition) for name, definition in methods.items()}
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[SweepRun] = set()
         self.pool = Workers(self, self.workers)
-
-    def _name_methods(self) -> dict[str, Any]:
-        """Return the definition of each method by its name. Without a mapping, it is the rule or the name of the recipe."""
-        if len(self.methods) == 1 and isinstance(self.methods[0], dict):
-            for name, definition in self.methods[0].items():
-                if not isinstance(definition, str | dict):
-                    raise UserError(f"`methods` must map {name} to a rule, a recipe or settings, got {definition!r}.")
-            return self.methods[0]
-        methods = {}
-        for definition in self.methods:
-            if not isinstance(definition, str):
-                raise UserError(f"`methods` must be texts or one mapping, got {definition!r} in a list.")
-            name = Path(definition).stem
-            if name in methods:
-                raise UserError(
-                    f"`methods` must have different names, got {name!r} twice ({methods[name]} and {definition}). Give them "
-                    f"names in a mapping, such as `methods: {{first: {methods[name]}, second: {definition}}}`."
-                )
-            methods[name] = definition
-        if not methods:
-            raise UserError("`methods` must name at least one method, such as lora.")
-        return methods
-
-    def _has_benchmarks(self, methods: dict[str, Any]) -> bool:
-        """Return whether the final runs of a method have a benchmark."""
-        for definition in methods.values():
-            recipe, own = self._read_method(definition)
-            if {**recipe, **self.measure, **own}.get("benchmarks"):
-                return True
-        return False
-
-    def _make_recipes(self, definition: str | dict) -> Recipes:
-        """Return the settings of a method's runs."""
-        recipe, own = self._read_method(definition)
-        has_held_out = _has_held_out(override(recipe, own))
-        if self.loss_chooses_by_default and not self.full_grid and not has_held_out:
-            raise UserError(
-                "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
-                "learning rate."
-            )
-        if has_held_out and (self.script == "dpo" or self.select_on == "eval_loss"):
-            recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
-        final = override({**recipe, **self.measure}, own)
-        for name in SET_BY_SWEEP & final.keys():
-            raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
-        make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
-        return Recipes(self._make_selecting_recipe(override(recipe, own), has_held_out), final)
-
-    def _read_method(self, definition: str | dict) -> tuple[dict, dict]:
-        """Return the recipe that a method starts from, with the sweep's settings, and the method's own settings."""
-        path, own = self.recipe, definition
-        if isinstance(definition, str) and definition.endswith(".yaml"):
-            path, own = definition, {}
-        elif isinstance(definition, str):
-            own = {"rule": definition}
-        recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
-        return {**override(recipe, self.settings), "evaluate_base": False}, own
-
-    def _make_selecting_recipe(self, recipe: dict, has_held_out: bool) -> dict:
-        """Return the recipe of the runs that choose a learning rate, which are measured on what chooses only."""
-        first = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
-        first["evaluate_base"] = False
-        first["benchmarks"] = [] if self.select_on == "eval_loss" else [self.select_on]
-        if "own_benchmarks" in self.measure:
-            first["own_benchmarks"] = self.measure["own_benchmarks"]
-        if has_held_out and self.script not in ("dpo", "grpo"):
-            first["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
-        return first
 
     def run_settings(self, run: SweepRun) -> dict:
         """Return the recipe of a run."""
@@ -338,23 +234,8 @@ class Sweep:
 
     def describe_score(self, run: SweepRun) -> str:
         """Return the score that chooses the learning rate, or the first accuracy of a final run, or its held-out loss."""
-        score = self.score(run)
-        if run.selects:
-            return self._name_score(score)
-        for row in read_own_results(self.folder(run)):
-            is_default = row["gates"] == "unit" and row["metric"] == "accuracy"
-            if is_default and row["task"] != DEVELOPMENT:
-                return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
-        return self._name_score(score)
-
-    def _name_score(self, score: tuple[float, float] | None) -> str:
-        if score is None:
-            return ""
-        if score == NON_FINITE:
-            return "held-out loss not finite" if self.select_on == "eval_loss" else "loss not finite"
-        if self.select_on == "eval_loss":
-            return f"held-out loss {-score[1]:.4f} nats per token"
-        return f"accuracy {score[0]:.2f}% on {self.select_on}"
+        accuracy = None if run.selects else find_accuracy(self.folder(run))
+        return accuracy or name_score(self.score(run), self.select_on)
 
     # The state of a run, from its folder
 
@@ -362,22 +243,10 @@ class Sweep:
         """Return the score that chooses the learning rate and the negative held-out loss, or None before the run."""
         folder = self.folder(run)
         if run.name not in self.scores and folder.is_dir():
-            score = self._read_score(folder)
+            score = read_score(folder, self.select_on)
             if score is not None:
                 self.scores[run.name] = score
         return self.scores.get(run.name)
-
-    def _read_score(self, folder: Path) -> tuple[float, float] | None:
-        """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured."""
-        if read_run(folder).get("status") == "non-finite":
-            return NON_FINITE
-        rows = [row for row in read_own_results(folder) if row["gates"] == "unit"]
-        values = {(row["metric"], row["task"]): row["value"] for row in rows}
-        loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
-        score = values.get(("accuracy", self.select_on), -math.inf)
-        if self.select_on == "eval_loss":
-            score = -loss
-        return (score, -loss) if score > -math.inf else None
 
     def is_done(self, run: SweepRun) -> bool:
         """Return whether a run has finished with its settings, or need not.
@@ -458,112 +327,8 @@ class Sweep:
                 unsafe.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
         return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *unsafe, *imports]
 
-    def write_summary(self) -> None:
-        """Print the chosen learning rates, and the accuracies as mean ± SD over seeds or the lowest held-out loss.
-
-        The table of accuracies is also written to `summary.json`.
-        """
-        from loopdropout_trainer.frames import final_results, load_results, select, tasks_of
-        from loopdropout_trainer.printing import print_table
-        from loopdropout_trainer.tables import (
-            ACCURACY_TITLE,
-            accuracy_numbers,
-            accuracy_table,
-            fit_title,
-            loss_numbers,
-        )
-
-        if not self.full_grid:
-            self._print_choices()
-        num_ended, _ = self.count()
-        if num_ended == 0:
-            return
-        self.save_progress()
-        final = final_results(load_results(self.output_dir))
-        trained = final[final["method"] != "base model"]
-        numbers = accuracy_numbers(final)
-        table = accuracy_table(numbers)
-        if len(table):
-            print_table(fit_title(ACCURACY_TITLE, numbers), table)
-        if self.loss_chooses_by_default or not len(table):
-            _print_lowest(loss_numbers(trained))
-            score, best = "lowest held-out loss", select(trained, {"metric": "eval_loss", "task": "training"})
-            best = best.assign(value=-best["value"])
-        else:
-            task = tasks_of(trained[trained["metric"] == "accuracy"])[0]
-            score, best = f"highest accuracy on {task}", select(trained, {"metric": "accuracy", "task": task})
-        if len(self.seeds) == 1 and len(self.recipes) > 1:
-            print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
-        update_summary(self.output_dir, accuracy=table.reset_index().to_dict("records"))
-        print(f"\nNext:\n  loopdropout report {self.output_dir}   # tables of losses, accuracies and costs")
-        run = _find_best_run(best)
-        if run is not None:
-            folder = Path(self.output_dir, *Path(run).parts[-3:])  # METHOD/lr_X/seed_S
-            print(f"  loopdropout chat {folder}   # ask the adapter with the {score}")
-
-    def _print_choices(self) -> None:
-        """Print the chosen learning rate of each method."""
-        if self.loss_chooses_by_default:
-            print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
-        for method in self.recipes:
-            choice = self.choice(method)
-            if choice.best is None:
-                print(f"{method}: no learning rate is chosen. {choice.remark}")
-            else:
-                print(describe_choice(method, choice.best, choice.remark))
-            self._print_scores(method, choice.rates)
-
-    def _print_scores(self, method: str, rates: list[float]) -> None:
-        """Print the scores of a method's candidates."""
-        for rate in rates:
-            print(f"  {rate:<10g} {self._name_score(self.score(SweepRun(method, rate, self.seeds[0], True)))}")
-
-
-def _print_lowest(losses: pd.DataFrame) -> None:
-    """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
-
-    Methods with different numbers of seeds, as after a failed run, are not compared, because seeds differ.
-
-    Args:
-        losses: From `loss_numbers`.
-    """
-    means = losses["mean"].sort_values(kind="stable")
-    if losses["num_seeds"].nunique() > 1:
-        seeds = ", ".join(f"{name}: {number:.0f}" for name, number in losses["num_seeds"].items())
-        print(f"The held-out losses are not compared, because the methods have different numbers of seeds ({seeds}).")
-    elif len(means):
-        others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
-        higher = f" ({', '.join(others)})" if others else ""
-        print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
-
-
-def _find_best_run(scores: pd.DataFrame) -> str | None:
-    """Return the folder of the first seed of the method with the highest mean score.
-
-    There is none without scores, or if the methods have different numbers of seeds, as after a failed run.
-
-    Args:
-        scores: Results of final runs, of which a higher `value` is better.
-    """
-    from loopdropout_trainer.frames import labelled
-
-    if scores.empty:
-        return None
-    methods = labelled(scores).groupby("label", sort=False)
-    if methods["seed"].nunique().nunique() > 1:
-        return None
-    best = methods.get_group(methods["value"].mean().idxmax())
-    return best.sort_values("seed", kind="stable")["run"].iloc[0]
-
 
 ARGUMENTS = (Sweep,)
-
-
-def _has_held_out(recipe: dict) -> bool:
-    """Return whether a training with this recipe has held-out examples. Some preparations hold out examples by default."""
-    from loopdropout_trainer.data.arguments import count_held_out
-
-    return bool(recipe.get("eval_files") or count_held_out(recipe))
 
 
 def _rounded(rate: float) -> float:
@@ -599,10 +364,12 @@ def main(argv: list[str] | None = None) -> None:
     elif sweep.print_commands:
         print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
     else:
+        from loopdropout_trainer.sweep_summary import print_summary
+
         former = signal.signal(signal.SIGTERM, _interrupt)  # a stop is one sentence, as after Ctrl-C
         try:
             sweep.train_all()
-            sweep.write_summary()
+            print_summary(sweep)
             sweep.check_failures()
         except KeyboardInterrupt as error:
             error.args = (describe_progress(sweep.output_dir) or "interrupted.",)

@@ -30,7 +30,8 @@ from loopdropout_trainer.plots import GRAY, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.checkpoints import load_state
-from loopdropout_trainer.sweeps import update_summary
+from loopdropout_trainer.sweep_summary import print_lowest
+from loopdropout_trainer.sweeps import SweepRun, update_summary
 
 
 report, sweep = load_script("recipes/report.py"), load_script("recipes/sweep.py")
@@ -62,7 +63,7 @@ def write_sweep(path, folder):
         rates = made.choice(method).rates
         for rate in rates if made.full_grid else [rates[len(rates) // 2]]:
             for seed in made.seeds:
-                recipe = made.run_settings(sweep.SweepRun(method, rate, seed, False))
+                recipe = made.run_settings(SweepRun(method, rate, seed, False))
                 run = folder / recipe["run_name"]
                 run.mkdir(parents=True)
                 rows = expected_results(recipe)
@@ -612,7 +613,7 @@ def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
     column = r"(?m)^method +loss +seeds *$"
     assert re.search(column, printed) and not re.search(column, capsys.readouterr().out)
     losses = report.loss_numbers(report.load_results(tmp_path))
-    sweep._print_lowest(losses)
+    print_lowest(losses)
     text = "The held-out losses are not compared, because the methods have different numbers of seeds"
     assert f"{text} (LoRA, sweep = mine: 2, LoRA, sweep = other: 1).\n" in capsys.readouterr().out
 
@@ -1024,7 +1025,7 @@ def test_held_out_losses_of_a_sweep_are_compared_by_seed(tmp_path, capsys):
     gain = numbers.loc["p_0.5", ["difference", "low", "high", "p"]].astype(float).to_list()
     assert gain == pytest.approx([0.2, low, high, test.pvalue])
     assert f"+0.2000 [{low:+.4f}, {high:+.4f}]" in (tmp_path / "report/held_out_loss.md").read_text()
-    sweep._print_lowest(report.loss_numbers(report.final_results(report.load_results(tmp_path))))
+    print_lowest(report.loss_numbers(report.final_results(report.load_results(tmp_path))))
     assert capsys.readouterr().out.endswith("Lowest held-out loss: LoRA 2.2000 nats per token (p_0.5: +0.2000)\n")
 
 

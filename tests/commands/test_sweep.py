@@ -20,7 +20,8 @@ from helpers.processes import PATIENCE, Program, python, wait_for
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.sweeps import describe_choices, describe_progress, read_summary
+from loopdropout_trainer.sweep_summary import print_summary
+from loopdropout_trainer.sweeps import SweepRun, describe_choices, describe_progress, read_summary
 from loopdropout_trainer.workers import read_message
 
 
@@ -124,12 +125,12 @@ def test_sweep_prepares_runs_of_each_method(lab):
     measure = {"benchmarks": ["arithmetic_test"], "eval_num_loops": [4]}
     made = lab.sweep(methods={"hard": own}, measure=measure, select_on="eval_loss", rate_factors={"hard": 0.5})
     assert made.choice("hard").rates == [0.005, 0.01, 0.02]
-    first, final = (made.run_settings(sweep.SweepRun("hard", 0.01, 101, selects)) for selects in (True, False))
+    first, final = (made.run_settings(SweepRun("hard", 0.01, 101, selects)) for selects in (True, False))
     measured = lambda run: [run.get(name) for name in ("benchmarks", "single_loop_batches", "eval_num_loops")]
     assert measured(first) == [[], 16, None] and measured(final) == [["arithmetic_hard"], 1, [2]]
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "single_loop_batches": None}))
     made = lab.sweep(script="dpo")  # ties are broken by its own held-out loss
-    first, final = (made.run_settings(sweep.SweepRun("lora", 0.01, 101, selects)) for selects in (True, False))
+    first, final = (made.run_settings(SweepRun("lora", 0.01, 101, selects)) for selects in (True, False))
     assert first["eval_strategy"] == final["eval_strategy"] == "epoch" and "single_loop_batches" not in first
 
 
@@ -147,7 +148,7 @@ def test_sweep_continues_finished_runs(lab):
 
 def test_sweep_summary_has_means_and_choices(lab, capsys):
     for method in ("lora", "loop_dropout"):
-        lab.run(methods=[method]).write_summary()
+        print_summary(lab.run(methods=[method]))
         if method == "lora":
             (lab.folder / "kept").hardlink_to(lab.out / "summary.json")
     assert [*json.loads((lab.folder / "kept").read_text())["choices"]] == ["lora"]  # a file is replaced, not rewritten
@@ -175,21 +176,21 @@ def test_unfinished_sweep_says_how_far_it_is_in_its_summary(lab):
 def test_sweep_itself_says_if_it_is_finished(lab, capsys):
     """Also if no learning rate can be chosen, and not yet if a training has ended whose measurement has failed."""
     lab.set_world(diverging=[0.01, 0.02, 0.04])
-    lab.run().write_summary()
+    print_summary(lab.run())
     summary = read_summary(lab.out)
     assert (summary["trainings"], summary["finished"]) == ({"lora": [3, 3]}, {"lora": True})
     assert describe_progress(lab.out) == "" and not lab.sweep().pending()
     assert "lora: no learning rate is chosen. No learning rate has a finite score.\n" in capsys.readouterr().out
     lab.set_world()
     other = str(lab.folder / "other")
-    lab.sweep(output_dir=other).write_summary()
+    print_summary(lab.sweep(output_dir=other))
     assert "lora: no learning rate is chosen. Not every learning rate has a score.\n" in capsys.readouterr().out
     lab.set_world(fails=["lr_0.02/seed_101"])
     made = lab.sweep(output_dir=other)
     for rate in (0.01, 0.02, 0.04):
         path = Path(other, f"lora/lr_{rate}/seed_101")
         path.mkdir(parents=True)
-        run = sweep.SweepRun("lora", rate, 101, True)
+        run = SweepRun("lora", rate, 101, True)
         dump_recipe(made.run_settings(run), path / "sweep_recipe.yaml")
         row = {"metric": "accuracy", "task": "development", "gates": "unit", "value": 60.0 - abs(rate - 0.02)}
         write_results(path, [row])
@@ -216,7 +217,7 @@ def test_plan_bounds_the_tokens_that_are_known(lab, capsys):
 def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "benchmarks": []}))
     lab.set_world(losses={"0.01": 0.3, "0.02": 0.2, "0.04": 0.4})
-    lab.run(**fields).write_summary()
+    print_summary(lab.run(**fields))
     out = capsys.readouterr().out
     assert out.endswith(
         "lora: learning rate 0.02.\n  0.01       held-out loss 0.3000 nats per token\n"
@@ -250,7 +251,7 @@ def test_sweep_names_the_best_adapter_and_the_chance_of_one_seed(lab, capsys):
             if seed in seeds:
                 write_results(lab.out / f"{method}/lr_0.02/seed_{seed}", [row])
         capsys.readouterr()
-        made.write_summary()
+        print_summary(made)
         out = capsys.readouterr().out
         command = (
             f"  loopdropout chat {lab.out}/{best}/lr_0.02/seed_101   # ask the adapter with the lowest held-out loss\n"
@@ -636,10 +637,10 @@ def test_sweep_runs_the_training_script(lab):
     recipe |= {"benchmark_limit": 1, "eval_num_loops": None, "single_loop_accuracy": False, "merge": False}
     lab.recipe.write_text(yaml.safe_dump(recipe))
     made = lab.sweep(seeds=[1], script="sft")
-    for run in made.pending()[0], sweep.SweepRun("lora", 0.01, 1, False):
+    for run in made.pending()[0], SweepRun("lora", 0.01, 1, False):
         python(*made.command(run)[1:])
         assert made.is_done(run) and all(map(math.isfinite, made.score(run)))
     assert "\n# out/lora/lr_0.01/seed_1\n" in (made.folder(run) / "README.md").read_text()
     rows = [(row["task"], row["metric"]) for row in read_lines(made.folder(run) / "results.jsonl")]
     assert rows.index(("development", "loss")) < rows.index(("development", "accuracy"))
-    made.write_summary()
+    print_summary(made)

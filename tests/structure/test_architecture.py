@@ -18,7 +18,8 @@ terminal | errors renames arithmetic rewards plots memory bounds
 files limits gate_state gates library_fields read_yaml | looped fields | help lora arguments tokenizers sweeps | recipe
 models data results handle | prompts | saving generation diagnostics
 training integrations | evaluation progress serving
-lm_eval cli runs workers | plan frames measuring | tables sweep_plan | figures | printing | job | __main__
+lm_eval cli runs workers sweep_methods sweep_scores | plan frames measuring | tables sweep_plan | figures | printing
+job sweep_summary | __main__
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
 BASE = {"errors", "renames"}

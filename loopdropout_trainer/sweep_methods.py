@@ -1,0 +1,122 @@
+"""The methods of a sweep: their names, and the recipes of their runs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loopdropout_trainer.arguments import BenchmarkArguments, names_of
+from loopdropout_trainer.data.arguments import count_held_out
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.recipe import load_recipe, override
+
+
+SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
+"""Settings of a run that the sweep makes. The list is made by hand, because the fields do not say so: a sweep averages over
+`seed`, for example, but keeps `gate_seed`."""
+
+_OF_TASKS = {field.name for field in fields(BenchmarkArguments)} - {"eval_num_loops"}
+FINAL_ONLY = names_of("measurement", "output") - _OF_TASKS
+"""Settings that the runs that choose a learning rate leave out. They are measured on a task, but not at other depths."""
+
+
+class Recipes(NamedTuple):
+    """The settings of a method's runs without learning rate and seed: of those that choose the rate, and of the final ones."""
+
+    selecting: dict[str, Any]
+    final: dict[str, Any]
+
+
+def name_methods(definitions: list[Any]) -> dict[str, Any]:
+    """Return the definition of each method by its name. Without a mapping, it is the rule or the name of the recipe.
+
+    Args:
+        definitions: The field `methods` of a sweep.
+
+    Raises:
+        UserError: If `methods` are not texts or one mapping, or two have the same name.
+    """
+    if len(definitions) == 1 and isinstance(definitions[0], dict):
+        for name, definition in definitions[0].items():
+            if not isinstance(definition, str | dict):
+                raise UserError(f"`methods` must map {name} to a rule, a recipe or settings, got {definition!r}.")
+        return definitions[0]
+    methods = {}
+    for definition in definitions:
+        if not isinstance(definition, str):
+            raise UserError(f"`methods` must be texts or one mapping, got {definition!r} in a list.")
+        name = Path(definition).stem
+        if name in methods:
+            raise UserError(
+                f"`methods` must have different names, got {name!r} twice ({methods[name]} and {definition}). Give them "
+                f"names in a mapping, such as `methods: {{first: {methods[name]}, second: {definition}}}`."
+            )
+        methods[name] = definition
+    if not methods:
+        raise UserError("`methods` must name at least one method, such as lora.")
+    return methods
+
+
+def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:
+    """Return whether the final runs of a method have a benchmark."""
+    for definition in methods.values():
+        recipe, own = _read_method(sweep, definition)
+        if {**recipe, **sweep.measure, **own}.get("benchmarks"):
+            return True
+    return False
+
+
+def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
+    """Return the settings of a method's runs.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py, which knows by now if the held-out loss chooses.
+        definition: Definition of the method, from `name_methods`.
+
+    Raises:
+        UserError: If there are no held-out examples to choose by, the rule does not exist, or a field is set by the sweep.
+    """
+    recipe, own = _read_method(sweep, definition)
+    has_held_out = _has_held_out(override(recipe, own))
+    if sweep.loss_chooses_by_default and not sweep.full_grid and not has_held_out:
+        raise UserError(
+            "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
+            "learning rate."
+        )
+    if has_held_out and (sweep.script == "dpo" or sweep.select_on == "eval_loss"):
+        recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
+    final = override({**recipe, **sweep.measure}, own)
+    for name in SET_BY_SWEEP & final.keys():
+        raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
+    make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
+    return Recipes(_make_selecting_recipe(sweep, override(recipe, own), has_held_out), final)
+
+
+def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
+    """Return the recipe that a method starts from, with the sweep's settings, and the method's own settings."""
+    path, own = sweep.recipe, definition
+    if isinstance(definition, str) and definition.endswith(".yaml"):
+        path, own = definition, {}
+    elif isinstance(definition, str):
+        own = {"rule": definition}
+    recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
+    return {**override(recipe, sweep.settings), "evaluate_base": False}, own
+
+
+def _make_selecting_recipe(sweep: Any, recipe: dict, has_held_out: bool) -> dict:
+    """Return the recipe of the runs that choose a learning rate, which are measured on what chooses only."""
+    first = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
+    first["evaluate_base"] = False
+    first["benchmarks"] = [] if sweep.select_on == "eval_loss" else [sweep.select_on]
+    if "own_benchmarks" in sweep.measure:
+        first["own_benchmarks"] = sweep.measure["own_benchmarks"]
+    if has_held_out and sweep.script not in ("dpo", "grpo"):
+        first["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
+    return first
+
+
+def _has_held_out(recipe: dict) -> bool:
+    """Return whether a training with this recipe has held-out examples. Some preparations hold out examples by default."""
+    return bool(recipe.get("eval_files") or count_held_out(recipe))

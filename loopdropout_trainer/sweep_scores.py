@@ -1,0 +1,49 @@
+"""The score of a sweep's run, which chooses the learning rate: how it is read from the folder of the run, and named.
+
+A score is a pair, of which a higher one is better: the number that `select_on` of the sweep names, and the negative held-out
+loss, which breaks ties.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from loopdropout_trainer.results import DEVELOPMENT, read_own_results, read_run
+
+
+NON_FINITE = (-math.inf, -math.inf)
+"""Score of a run whose training has failed with a loss that is not finite."""
+
+
+def read_score(folder: Path, select_on: str) -> tuple[float, float] | None:
+    """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured."""
+    if read_run(folder).get("status") == "non-finite":
+        return NON_FINITE
+    rows = [row for row in read_own_results(folder) if row["gates"] == "unit"]
+    values = {(row["metric"], row["task"]): row["value"] for row in rows}
+    loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
+    score = values.get(("accuracy", select_on), -math.inf)
+    if select_on == "eval_loss":
+        score = -loss
+    return (score, -loss) if score > -math.inf else None
+
+
+def name_score(score: tuple[float, float] | None, select_on: str) -> str:
+    """Return a score with its name and unit, or "" without a score."""
+    if score is None:
+        return ""
+    if score == NON_FINITE:
+        return "held-out loss not finite" if select_on == "eval_loss" else "loss not finite"
+    if select_on == "eval_loss":
+        return f"held-out loss {-score[1]:.4f} nats per token"
+    return f"accuracy {score[0]:.2f}% on {select_on}"
+
+
+def find_accuracy(folder: Path) -> str | None:
+    """Return the first accuracy of a run on a task that does not choose the learning rate, with its name, or None."""
+    for row in read_own_results(folder):
+        is_default = row["gates"] == "unit" and row["metric"] == "accuracy"
+        if is_default and row["task"] != DEVELOPMENT:
+            return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
+    return None

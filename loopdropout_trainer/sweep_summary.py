@@ -1,0 +1,104 @@
+"""The end of a sweep: its chosen learning rates, its accuracies or held-out losses, and the commands for afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from loopdropout_trainer.frames import final_results, labelled, load_results, select, tasks_of
+from loopdropout_trainer.printing import print_table
+from loopdropout_trainer.sweeps import SweepRun, describe_choice, update_summary
+from loopdropout_trainer.tables import ACCURACY_TITLE, accuracy_numbers, accuracy_table, fit_title, loss_numbers
+
+
+def print_summary(sweep: Any) -> None:
+    """Print the chosen learning rates, and the accuracies as mean ± SD over seeds or the lowest held-out loss.
+
+    The table of accuracies is also written to `summary.json`.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+    """
+    if not sweep.full_grid:
+        _print_choices(sweep)
+    num_ended, _ = sweep.count()
+    if num_ended == 0:
+        return
+    sweep.save_progress()
+    final = final_results(load_results(sweep.output_dir))
+    trained = final[final["method"] != "base model"]
+    numbers = accuracy_numbers(final)
+    table = accuracy_table(numbers)
+    if len(table):
+        print_table(fit_title(ACCURACY_TITLE, numbers), table)
+    if sweep.loss_chooses_by_default or not len(table):
+        print_lowest(loss_numbers(trained))
+        score, best = "lowest held-out loss", select(trained, {"metric": "eval_loss", "task": "training"})
+        best = best.assign(value=-best["value"])
+    else:
+        task = tasks_of(trained[trained["metric"] == "accuracy"])[0]
+        score, best = f"highest accuracy on {task}", select(trained, {"metric": "accuracy", "task": task})
+    if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
+        print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
+    update_summary(sweep.output_dir, accuracy=table.reset_index().to_dict("records"))
+    print(f"\nNext:\n  loopdropout report {sweep.output_dir}   # tables of losses, accuracies and costs")
+    run = _find_best_run(best)
+    if run is not None:
+        folder = Path(sweep.output_dir, *Path(run).parts[-3:])  # METHOD/lr_X/seed_S
+        print(f"  loopdropout chat {folder}   # ask the adapter with the {score}")
+
+
+def _print_choices(sweep: Any) -> None:
+    """Print the chosen learning rate of each method."""
+    if sweep.loss_chooses_by_default:
+        print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
+    for method in sweep.recipes:
+        choice = sweep.choice(method)
+        if choice.best is None:
+            print(f"{method}: no learning rate is chosen. {choice.remark}")
+        else:
+            print(describe_choice(method, choice.best, choice.remark))
+        _print_scores(sweep, method, choice.rates)
+
+
+def _print_scores(sweep: Any, method: str, rates: list[float]) -> None:
+    """Print the scores of a method's candidates."""
+    for rate in rates:
+        print(f"  {rate:<10g} {sweep.describe_score(SweepRun(method, rate, sweep.seeds[0], True))}")
+
+
+def print_lowest(losses: pd.DataFrame) -> None:
+    """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
+
+    Methods with different numbers of seeds, as after a failed run, are not compared, because seeds differ.
+
+    Args:
+        losses: From `loss_numbers`.
+    """
+    means = losses["mean"].sort_values(kind="stable")
+    if losses["num_seeds"].nunique() > 1:
+        seeds = ", ".join(f"{name}: {number:.0f}" for name, number in losses["num_seeds"].items())
+        print(f"The held-out losses are not compared, because the methods have different numbers of seeds ({seeds}).")
+    elif len(means):
+        others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
+        higher = f" ({', '.join(others)})" if others else ""
+        print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
+
+
+def _find_best_run(scores: pd.DataFrame) -> str | None:
+    """Return the folder of the first seed of the method with the highest mean score.
+
+    There is none without scores, or if the methods have different numbers of seeds, as after a failed run.
+
+    Args:
+        scores: Results of final runs, of which a higher `value` is better.
+    """
+    if scores.empty:
+        return None
+    methods = labelled(scores).groupby("label", sort=False)
+    if methods["seed"].nunique().nunique() > 1:
+        return None
+    best = methods.get_group(methods["value"].mean().idxmax())
+    return best.sort_values("seed", kind="stable")["run"].iloc[0]
