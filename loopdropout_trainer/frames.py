@@ -16,16 +16,8 @@ from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.results import (
-    COLUMNS,
-    DEVELOPMENT,
-    RESULTS_FILE,
-    read_recipe,
-    read_results,
-    split_choices,
-    split_repeated,
-    split_replaced,
-)
+from loopdropout_trainer.result_choice import split_choices, split_repeated, split_replaced
+from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, RESULTS_FILE, read_recipe, read_results
 from loopdropout_trainer.sweeps import (
     RUN_NAME,
     describe_choices,

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import SFTArguments
-from loopdropout_trainer.results import UNITS, result_columns, write_results
+from loopdropout_trainer.results import write_results
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.distributed import shards_weights
+from loopdropout_trainer.training_results import UNITS, result_columns
 
 
 if TYPE_CHECKING:

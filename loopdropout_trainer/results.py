@@ -9,19 +9,13 @@ A folder of results has three files:
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import platform
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
-from contextlib import suppress
-from enum import Enum
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from loopdropout_trainer.arguments import describe_adapter, names_of
 from loopdropout_trainer.errors import UserError, find_unusable, short_repr
 from loopdropout_trainer.files import (
     checkpoint_step,
@@ -29,20 +23,13 @@ from loopdropout_trainer.files import (
     is_checkpoint,
     lock_file,
     parse_json,
-    public_name,
     read_json_object,
     read_text,
     sync_files,
     write_file,
 )
-from loopdropout_trainer.library_fields import SAFE_VALUES
 from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
-from loopdropout_trainer.sweeps import RUN_NAME
 
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import Trainer
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
 
@@ -62,29 +49,6 @@ COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loo
 step, or None for the base model. `num_loops` is the recurrence depth of the measurement. `gates` is "unit", "none" (the base
 model), "loop 1" or "1-1-0-0". `n` is the number of problems, examples or tokens.
 """
-
-UNITS = {
-    "train_loss": "nats",
-    "eval_loss": "nats",
-    "num_tokens": "tokens",
-    "train_seconds": "s",
-    "step_seconds": "s",
-    "tokens_per_second": "tokens/s",
-    "peak_memory_gb": "GB",
-}
-"""Units of the results of a training. The others are numbers."""
-
-UNCOMPARED = names_of("never")
-"""Settings that `compare_recipes` ignores by default, since they do not change a result."""
-
-MEASURED = names_of("score", "measurement", "output")
-"""Settings of the steps after the training. They may change after a run has finished."""
-
-LENGTH = {"max_steps", "num_train_epochs", "early_stopping_patience"}
-"""Settings that may change when a run is resumed, usually to make it longer."""
-
-RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
-"""Settings that may change if a run is resumed. The weights after a step do not depend on them."""
 
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
@@ -171,11 +135,11 @@ def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = Non
     if has_training and weights_of(training) != weights_of(weights):
         own = [row for row in own if _is_of_base(row)]
         training = {**training, **weights}
-    measured = {_measurement(row) for row in own}
+    measured = {measurement_key(row) for row in own}
     added = []
     for row in _read_evaluated(folder):
         is_of_adapter = all(row.get(name) == training.get(name) for name in ("training", "method", "seed", "step"))
-        if (is_of_adapter or _is_of_base(row)) and _measurement(row) not in measured:
+        if (is_of_adapter or _is_of_base(row)) and measurement_key(row) not in measured:
             added.append(row)
     return own + added
 
@@ -201,6 +165,15 @@ def _run_of_checkpoint(folder: str | Path) -> Path | None:
     return folder.parent
 
 
+def measurement_key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """Return what a result measures, wherever it is stored. Results of several runs need the column `run`."""
+    ignored = {"folder", "adapter", "training"}
+    if row.get("method") == "base model":  # it has results next to those of each training
+        ignored |= {"run", "seed", "step"}
+    settings = {name for name in row if name.startswith("recipe_")} - {"recipe_model_name_or_path"}
+    return _key({name: value for name, value in row.items() if name not in ignored | settings})
+
+
 def measurement_folder(output_dir: str | Path, name: str) -> str:
     """Return the folder of the results of a command that measures trained models: `output_dir`, or `name` in a run's folder.
 
@@ -211,80 +184,6 @@ def measurement_folder(output_dir: str | Path, name: str) -> str:
     output_dir = _run_of_checkpoint(output_dir) or output_dir
     is_run = Path(output_dir, RUN_FILE).is_file() or any(map(is_of_training, read_own_results(output_dir)))
     return str(Path(output_dir, name)) if is_run else str(output_dir)
-
-
-def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Divide results into those that are shown, and those that repeat a measurement of a training itself.
-
-    A training's own result is the one in its run's folder without the column `adapter`. `evaluate` and `diagnose` can measure
-    the same again, perhaps on another number of examples, so that the results of two runs are not comparable any more.
-
-    Args:
-        rows: Results of `read_results` with the column `run`, the folder of their training.
-    """
-    # A folder is a run's if it has a result of a training, even if only the held-out loss of the base model is left of it.
-    run_folders = {row["folder"] for row in rows if row["task"] == "training"}
-    is_own = [row["folder"] in run_folders and not row.get("adapter") for row in rows]
-    own_keys = {_measurement(row) for row, own in zip(rows, is_own, strict=True) if own}
-    shown, repeated = [], []
-    for row, own in zip(rows, is_own, strict=True):
-        if own or _measurement(row) not in own_keys:
-            shown.append(row)
-        else:
-            repeated.append(row)
-    return shown, repeated
-
-
-def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Divide results into those that are shown, and losses of a sweep's run that only served the choice of a learning rate.
-
-    The run of the first seed has them, also if the recipe of the final runs does not ask for them. If `diagnose` has measured
-    all seeds since, on its own number of examples, the seeds can only be compared by its results.
-
-    Args:
-        rows: Results of `read_results` with the column `run`, the folder of their training.
-    """
-    later = {_measurement(row) for row in rows if row.get("adapter")}
-    shown, of_choice = [], []
-    for row in rows:
-        is_of_choice = (
-            row.get("task") == DEVELOPMENT
-            and row["metric"] in LOOP_METRICS
-            and not row.get("adapter")
-            and re.match(RUN_NAME, str(row.get("recipe_run_name")))
-            and not row.get("recipe_single_loop_batches")
-        )
-        if is_of_choice and _measurement(row) in later:
-            of_choice.append(row)
-        else:
-            shown.append(row)
-    return shown, of_choice
-
-
-LOOP_METRICS = ("loss", "loss_reduction", "readout_loss", "readout_token_accuracy")
-"""Metrics that `single_loop_batches` measures."""
-
-
-def split_replaced(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Divide results into those of present weights, and those of weights that a later training in a run's folder replaced.
-
-    The later training was longer, or began again. Results of checkpoints stay, because their folders name their steps.
-
-    Args:
-        rows: Results of `read_results` with the column `run`, the folder of their training.
-    """
-    weights: dict[str, set] = {}  # of a run. A copy of its folder may have other ones.
-    for row in rows:
-        if is_of_training(row) and row.get("training"):
-            weights.setdefault(row["run"], set()).add(weights_of(row))
-    present, replaced = [], []
-    for row in rows:
-        is_of_final_weights = row.get("adapter") and row.get("training") and not is_checkpoint(row["adapter"])
-        if is_of_final_weights and row["run"] in weights and weights_of(row) not in weights[row["run"]]:
-            replaced.append(row)
-        else:
-            present.append(row)
-    return present, replaced
 
 
 def recipe_path(folder: str | Path) -> Path:
@@ -356,198 +255,12 @@ def is_finished(output_dir: str | Path) -> bool:
     return read_run(output_dir).get("status") == "finished"
 
 
-class Difference(NamedTuple):
-    """A field in which two recipes differ. Its text is a clause, "`learning_rate` changed from 0.001 to 0.0003"."""
-
-    field: str
-    saved: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"`{self.field}` changed from {self._text(self.saved)} to {self._text(self.new)}"
-
-    def _text(self, value: Any) -> str:
-        if self.field == "num_loops" and value is None:
-            return "the model's own"
-        if value is None:
-            return "the default"
-        return short_repr(value)
-
-
-def compare_recipes(
-    saved: Mapping[str, Any],
-    new: Mapping[str, Any],
-    ignored: Collection[str] = UNCOMPARED,
-    fields: Collection[str] | None = None,
-) -> Difference | None:
-    """Find the first difference between two recipes.
-
-    Args:
-        saved: settings of the earlier run. new: settings of the later run.
-        ignored: fields that may differ.
-        fields: fields to compare. Default: all.
-
-    Returns:
-        The first field that differs, with its values, or None without a difference.
-    """
-    if fields is None:
-        fields = {**saved, **new}
-    for name in fields:
-        if name not in ignored and saved.get(name) != new.get(name):
-            return Difference(name, saved.get(name), new.get(name))
-    return None
-
-
-def find_difference(
-    folder: str | Path,
-    new: Mapping[str, Any],
-    ignored: Collection[str] = UNCOMPARED,
-    fields: Collection[str] | None = None,
-) -> Difference | None:
-    """Compare the recipe of the run in a folder, if there is one, with a new recipe, as `compare_recipes` does."""
-    saved = read_recipe(folder)
-    return compare_recipes(saved, new, ignored, fields) if saved else None
-
-
-def saved_step(trainer: Trainer) -> int:
-    """Return the optimizer step of a trainer's weights, which is the best one after `load_best_model_at_end`."""
-    state = trainer.state
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-        return checkpoint_step(state.best_model_checkpoint)  # the best step may have no checkpoint
-    return state.global_step
-
-
-def result_columns(trainer: Trainer, method: str) -> dict[str, Any]:
-    """Return the columns that all results of a trainer's model share."""
-    return {
-        "method": method,
-        "num_loops": trainer.num_loops,
-        "seed": trainer.args.seed,
-        "step": saved_step(trainer),
-        "training": trainer.training_id,
-    }
-
-
-def count_examples(dataset: Dataset) -> tuple[int, int | None]:
-    """Return the number of examples of a dataset, and the number of the rows that they are packed into, or None."""
-    if "seq_lengths" not in dataset.column_names:
-        return len(dataset), None
-    return sum(len(lengths) for lengths in dataset["seq_lengths"]), len(dataset)
-
-
-def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
-    """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
-
-    `eval_loss` belongs to the weights that the trainer has now: it is measured at their step, or before if no evaluation was
-    at the last step.
-
-    Args:
-        trainer: Trainer after its training.
-        first_step: Number of steps before the last interruption, whose time is estimated from the steps after it.
-    """
-    import numpy as np
-    import torch
-    from datasets import Dataset
-
-    history, num_steps = trainer.state.log_history, trainer.state.global_step
-    last = {name: value for log in history for name, value in log.items()}
-    losses = [log["loss"] for log in history if "loss" in log]
-    eval_losses = [log["eval_loss"] for log in history if "eval_loss" in log and log["step"] <= saved_step(trainer)]
-    steps = [0, *(log["step"] for log in history if "loss" in log)]
-    rewards = [log["reward"] for log in history if "reward" in log]
-    tenth = max(1, len(rewards) // 10)
-    sampling = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
-    seconds = (last.get("train_runtime", math.nan) - sampling) * num_steps / (num_steps - first_step or math.nan)
-    num_tokens = last.get("num_tokens", math.nan)
-    num_examples, num_packed_rows = math.nan, None
-    if isinstance(trainer.train_dataset, Dataset):
-        num_examples, num_packed_rows = count_examples(trainer.train_dataset)
-    elif isinstance(trainer.train_dataset, Sized):
-        num_examples = len(trainer.train_dataset)
-    values = {
-        "train_loss": np.dot(losses, np.diff(steps)) / num_steps if losses else math.nan,
-        "eval_loss": eval_losses[-1] if eval_losses else math.nan,
-        "examples": num_examples,
-        "packed_rows": math.nan if num_packed_rows is None else num_packed_rows,
-        "trainable_parameters": trainer.model.get_nb_trainable_parameters()[0],
-        "num_tokens": num_tokens,
-        "train_seconds": seconds,
-        "step_seconds": seconds / num_steps,
-        "tokens_per_second": num_tokens / seconds,
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 or math.nan,
-    }
-    if rewards:
-        values |= {"reward_first": np.mean(rewards[:tenth]), "reward_last": np.mean(rewards[-tenth:])}
-    return [
-        {"metric": name, "value": value, "unit": UNITS.get(name, ""), "gates": "unit"}
-        for name, value in values.items()
-        if not math.isnan(value)
-    ]
-
-
-ALWAYS_SAVED = (
-    "rule",
-    "p",
-    "learning_rate",
-    "seed",
-    "num_train_epochs",
-    "max_steps",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-)
-"""Arguments of a training that `training_recipe` has also if the user has not given them."""
-
-_UNSAVED = {
-    "output_dir",
-    "resume_from_checkpoint",
-    "hub_token",
-    "model_init_kwargs",  # the model has fields of its own
-    "generation_batch_size",  # GRPOConfig derives it
-    *SAFE_VALUES,
-}
-"""Arguments of a training that `training_recipe` leaves out, also because they can run code."""
-
-
-def training_recipe(trainer: Trainer) -> dict[str, Any]:
-    """Return the settings of a training in Python as a recipe. It has no data, which the program made.
-
-    It has the fields that the user has given, and not the values that the libraries have chosen for this machine.
-    """
-    model, args, facts = trainer.model, trainer.args, trainer.looped.trained_with
-    recipe = {
-        "model_name_or_path": public_name(model.get_base_model().config.name_or_path),
-        "model_revision": facts.get("base_revision"),
-        "num_loops": trainer.num_loops,
-        "dtype": facts.get("dtype"),
-        "adapter_name_or_path": facts.get("initial_adapter"),
-        **describe_adapter(model),
-    }
-    recipe = {name: value for name, value in recipe.items() if value is not None}
-    given = {*args.given_fields()} - _UNSAVED
-    for field in dataclasses.fields(trainer.config_class):
-        value = getattr(args, field.name)
-        if field.name in given or field.name in ALWAYS_SAVED and value is not None:
-            value = value.value if isinstance(value, Enum) else value
-            with suppress(TypeError):  # an object, such as `accelerator_config`
-                recipe[field.name] = json.loads(json.dumps(value))
-    return recipe
-
-
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return the columns that two results in a folder share if one replaces the other."""
     ignored = {"value", "n", "samples"}
     if row.get("training"):
         ignored.add("adapter")  # its folder may have been moved
     return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
-
-
-def _measurement(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """Return what a result measures, wherever it is stored. Results of several runs need the column `run`."""
-    ignored = {"folder", "adapter", "training"}
-    if row.get("method") == "base model":  # it has results next to those of each training
-        ignored |= {"run", "seed", "step"}
-    settings = {name for name in row if name.startswith("recipe_")} - {"recipe_model_name_or_path"}
-    return _key({name: value for name, value in row.items() if name not in ignored | settings})
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from loopdropout_trainer.arguments import AdapterArguments, RewardArguments, ScriptArguments, SFTArguments
 from loopdropout_trainer.data.caching import digest_imports
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.results import (
-    LENGTH,
-    MEASURED,
-    RESUMABLE,
-    UNCOMPARED,
-    find_difference,
-    has_trained,
-    is_finished,
-    read_imports,
-)
+from loopdropout_trainer.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
+from loopdropout_trainer.results import has_trained, is_finished, read_imports
 from loopdropout_trainer.saving.checkpoints import find_shortening, has_stopped_early, load_state, newest_checkpoint
 from loopdropout_trainer.saving.integrity import find_damage
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig

@@ -18,10 +18,7 @@ from loopdropout_trainer.diagnostics import (
     describe_gain,
 )
 from loopdropout_trainer.frames import average, find_baseline, labelled, select, tasks_of
-from loopdropout_trainer.results import (
-    DEVELOPMENT,
-    read_samples,
-)
+from loopdropout_trainer.results import DEVELOPMENT, read_samples
 
 
 REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"

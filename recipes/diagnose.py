@@ -55,14 +55,8 @@ from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.files import read_json_object, write_file
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.results import (
-    DEVELOPMENT,
-    DIAGNOSTICS_FOLDER,
-    compare_recipes,
-    measurement_folder,
-    read_run,
-    write_results,
-)
+from loopdropout_trainer.recipe_changes import compare_recipes
+from loopdropout_trainer.results import DEVELOPMENT, DIAGNOSTICS_FOLDER, measurement_folder, read_run, write_results
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import ALL_KINDS, MODELS, Source

@@ -39,14 +39,8 @@ from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchm
 from loopdropout_trainer.gate_state import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings
-from loopdropout_trainer.results import (
-    EVALUATION_FOLDER,
-    RECIPE_FILE,
-    UNCOMPARED,
-    find_difference,
-    measurement_folder,
-    write_results,
-)
+from loopdropout_trainer.recipe_changes import UNCOMPARED, find_difference
+from loopdropout_trainer.results import EVALUATION_FOLDER, RECIPE_FILE, measurement_folder, write_results
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source

@@ -32,15 +32,8 @@ from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse
-from loopdropout_trainer.results import (
-    DEVELOPMENT,
-    MEASURED,
-    UNCOMPARED,
-    compare_recipes,
-    has_trained,
-    is_finished,
-    write_run,
-)
+from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
+from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
 from loopdropout_trainer.runs import RESTORE_CODE, find_other_code
 from loopdropout_trainer.sweep_methods import has_benchmarks, make_recipes, name_methods
 from loopdropout_trainer.sweep_plan import print_sweep_plan

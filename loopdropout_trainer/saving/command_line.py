@@ -9,8 +9,9 @@ from pathlib import Path
 
 from loopdropout_trainer.arguments import SourceArguments
 from loopdropout_trainer.recipe import load_recipe, name_words
-from loopdropout_trainer.results import ALWAYS_SAVED, recipe_path
+from loopdropout_trainer.results import recipe_path
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training_results import ALWAYS_SAVED
 
 
 def name_sources(argv: Sequence[str] | None, field: str) -> list[str]:

@@ -17,14 +17,7 @@ from transformers.utils import PushInProgress, logging
 from loopdropout_trainer.arguments import find_unsaved_fields
 from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.recipe import dump_recipe
-from loopdropout_trainer.results import (
-    RECIPE_FILE,
-    result_columns,
-    saved_step,
-    training_recipe,
-    training_results,
-    write_results,
-)
+from loopdropout_trainer.results import RECIPE_FILE, write_results
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, read_card_of, write_model_card
 from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
@@ -32,6 +25,7 @@ from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.pushing import create_branch, explain_push, find_repository, push_run, upload
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.training.stopping import check_finite
+from loopdropout_trainer.training_results import result_columns, saved_step, training_recipe, training_results
 
 
 logger = logging.get_logger(__name__)

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.gates.rule import is_packaged
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.results import RESUMABLE, compare_recipes, count_examples
+from loopdropout_trainer.recipe_changes import RESUMABLE, compare_recipes
 from loopdropout_trainer.saving.authors_format import WEIGHTS_FILE
 from loopdropout_trainer.saving.base_model import check_base
 from loopdropout_trainer.saving.checkpoints import (
@@ -37,6 +37,7 @@ from loopdropout_trainer.saving.checkpoints import (
 )
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training_results import count_examples
 
 
 if TYPE_CHECKING:

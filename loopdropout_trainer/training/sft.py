@@ -20,7 +20,6 @@ from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
-from loopdropout_trainer.results import saved_step
 from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
@@ -40,6 +39,7 @@ from loopdropout_trainer.training.stopping import (
     explain_write_errors,
     warn_of_unsaved_best,
 )
+from loopdropout_trainer.training_results import saved_step
 
 
 logger = logging.get_logger(__name__)

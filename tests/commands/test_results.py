@@ -7,6 +7,7 @@ from helpers.files import read_lines
 from helpers.processes import ended, fork
 from loopdropout_trainer import results
 from loopdropout_trainer.progress import finish_run
+from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
 
 
@@ -134,7 +135,6 @@ def test_write_results_survives_a_failed_write(tmp_path, monkeypatch):
 
 
 def test_compare_recipes_names_the_first_difference(tmp_path):
-    compare_recipes = results.compare_recipes
     assert compare_recipes({"seed": 1, "output_dir": "a"}, {"seed": 1, "output_dir": "b"}) is None
     assert str(compare_recipes({"p": [0.5]}, {})) == "`p` changed from [0.5] to the default"
     assert compare_recipes({}, {"rule": "lora"}).field == "rule"
@@ -152,10 +152,9 @@ def test_compare_recipes_names_the_first_difference(tmp_path):
 
 
 def test_fields_declare_when_they_matter():
-    uncompared, measured = results.UNCOMPARED, results.MEASURED
-    assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= uncompared
-    assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= measured
-    assert not uncompared & measured and not {"seed", "num_loops", "lora_r"} & (uncompared | measured)
+    assert {"output_dir", "preview", "num_threads", "benchmark_batch_size"} <= UNCOMPARED
+    assert {"eval_num_loops", "single_loop_batches", "benchmark_limit", "merge", "push_to_hub"} <= MEASURED
+    assert not UNCOMPARED & MEASURED and not {"seed", "num_loops", "lora_r"} & (UNCOMPARED | MEASURED)
 
 
 def test_curves_are_logged_over_loops(make_sft, monkeypatch):

@@ -16,7 +16,7 @@ PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 terminal | errors renames arithmetic rewards plots memory bounds
 files limits gate_state gates library_fields read_yaml | looped fields | help lora arguments tokenizers sweeps | recipe
-models data results handle | prompts | saving generation diagnostics
+models data results training_results handle | prompts recipe_changes result_choice | saving generation diagnostics
 training integrations | evaluation progress serving
 lm_eval cli runs workers sweep_methods sweep_scores | plan frames measuring | tables sweep_plan | figures | printing
 job sweep_summary | __main__

@@ -9,8 +9,9 @@ from transformers import TrainerCallback, TrainerState
 from helpers.trainers import Recorder, assert_same_weights, logged
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback, format_value
-from loopdropout_trainer.results import read_results, training_results
+from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training_results import training_results
 
 
 EXACT = {"adam_epsilon": 1e-3, "max_grad_norm": 0}
