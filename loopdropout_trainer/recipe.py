@@ -9,23 +9,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os.path
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 
-from loopdropout_trainer.errors import UserError, check_type, closest_match, describe_type, hide_secrets, short_repr
-from loopdropout_trainer.fields import check_value, single_types
+from loopdropout_trainer.errors import UserError, hide_secrets
+from loopdropout_trainer.field_hints import field_hint
+from loopdropout_trainer.field_values import is_optional, items_of, option_value, read_value
 from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.help import print_help
 from loopdropout_trainer.library_fields import unsafe_names
-from loopdropout_trainer.read_yaml import read_yaml, read_yaml_file
+from loopdropout_trainer.read_yaml import read_yaml_file
 
 
 IMPORTED: list[str] = []
@@ -42,61 +40,6 @@ REPLACED_TOGETHER = {
 }
 """Fields that describe another field. They are not inherited where that other field changes. The list is made by hand, because
 recipes are read before the classes of the fields are known."""
-
-USUAL_NAMES = {
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size",
-    "dropout": "p",
-    "loop_dropout": "p",
-    "K": "num_loops",
-    "loops": "num_loops",
-    "model": "model_name_or_path",
-    "dataset": "dataset_name",
-    "rank": "lora_r",
-    "steps": "max_steps",
-    "tasks": "benchmarks",
-    "task": "benchmarks",
-    "eval_tasks": "benchmarks",
-    "limit": "benchmark_limit",
-    "plot_loss": "report_to",
-    "resume": "resume_from_checkpoint",
-    "drop_p": "p",
-    "patience": "early_stopping_patience",
-    "torch_dtype": "dtype",
-    "load_in_4bit": "model_init_kwargs",
-    "dataset_test_split": "num_eval_examples",
-    "test_size": "num_eval_examples",
-    "max_seq_length": "max_length",
-    "group_by_length": "train_sampling_strategy",
-    "evaluation_strategy": "eval_strategy",
-}
-"""Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
-
-ITEM_FIELDS = {"fraction": "datasets", "fractions": "datasets"}
-"""Names of fields of the items of a list, and of the list."""
-
-HOW_TO_COMPARE = {
-    "learning_rate": "use `loopdropout sweep`",
-    "seed": "use `loopdropout sweep`",
-    "rule": "set `compare_with`",
-}
-"""Fields of one value that people give several values, and how to compare the values."""
-
-OF_OTHER_SCRIPTS = {
-    "recipe": ("model_name_or_path", "A recipe with this field is a sweep. Use `loopdropout sweep`."),
-    "model_name_or_path": (
-        "learning_rates",
-        "It is a field of a training, whose recipe is the field `recipe` of a sweep.",
-    ),
-}
-"""Fields that show that a recipe is one of another script: a field of the running script, and what to do."""
-
-_COMPUTED = {"q": ("p", "Set `p` = 1 - q, the probability that a loop is off.")}
-"""Quantities that follow from a field: the field, and how it is set."""
-
-FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
-"""Present names of fields in recipes of finished runs."""
 
 
 def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -214,7 +157,7 @@ def read_settings(
     fields = {f.name: f for cls in dataclass_types for f in dataclasses.fields(cls) if f.init}
     hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items() if name in fields}
     changes = _options(argv, hints, first_words)
-    import_files(_words(changes.pop("import", ())))
+    import_files(items_of(changes.pop("import", ())))
     recipe = {}
     if path is not None:
         recipe = load_recipe(path)
@@ -228,25 +171,14 @@ def read_settings(
         if name not in fields:
             raise UserError(f"`{name}` is not a field of this script.{field_hint(name, fields)}")
     settings = {
-        name: _read_value(fields[name], value, hints[name])
+        name: read_value(fields[name], value, hints[name])
         for name, value in settings.items()
-        if value is not None or _is_optional(hints[name])
+        if value is not None or is_optional(hints[name])
     }
     for name, field in fields.items():
         if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{name}` must be set.")
     return settings
-
-
-def field_hint(name: str, fields: Collection[str]) -> str:
-    """Return the end of the message about an unknown field, which names the field that helps."""
-    if ITEM_FIELDS.get(name) in fields:
-        return f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
-    own_field, advice = {**OF_OTHER_SCRIPTS, **_COMPUTED}.get(name, (None, ""))
-    if own_field in fields:
-        return f" {advice}"
-    meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
-    return closest_match(meant if meant in fields else name, fields)
 
 
 def parse(
@@ -280,74 +212,6 @@ def _check_safe(recipe: Mapping[str, Any], path: str) -> None:
             raise UserError(
                 f"{path} sets `{name}`, which can run code. Set {where} on the command line instead, by `--{field}`."
             )
-
-
-def _is_list(hint: Any) -> bool:
-    """Return whether a field takes several values."""
-    types = single_types(hint)
-    return _item_type(types) is not None or list in types
-
-
-def _is_optional(hint: Any) -> bool:
-    """Return whether a field takes None. Another field with the value `null` has its default."""
-    return type(None) in get_args(hint)
-
-
-def _read_value(field: dataclasses.Field, value: Any, hint: Any) -> Any:
-    """Return a value as a field takes it. Raise UserError unless it has the field's type, choices and bounds."""
-    value = _fit(value, hint)
-    _check_choice(field, value, hint)
-    if isinstance(value, list):
-        _check_single(field.name, value, hint)
-    check_type(f"`{field.name}`", value, hint, field.metadata.get("kinds"))
-    check_value(field, value, hint)
-    return value
-
-
-def _check_single(name: str, values: Sequence[Any], hint: Any) -> None:
-    """Raise UserError that says how to compare values if one of `HOW_TO_COMPARE` has several ones."""
-    if name in HOW_TO_COMPARE and len(values) > 1 and not _is_list(hint):
-        words = short_repr([*values])
-        raise UserError(
-            f"`{name}` must be {describe_type(hint)}, got {words}. To compare several, {HOW_TO_COMPARE[name]}."
-        )
-
-
-def _fit(value: Any, hint: Any) -> Any:
-    """Return a value as a field's type takes it: a list, a float of an integer, a text of a number, or a path without `~`."""
-    types = single_types(hint)
-    item_type = _item_type(types)
-    takes_lists_only = str not in types and value is not None
-    if item_type is not None and (isinstance(value, list) or takes_lists_only):
-        return [_fit(item, item_type) for item in _words(value)]
-    if isinstance(value, str) and value.startswith("~/"):
-        return os.path.expanduser(value)
-    if float in types and type(value) is int and abs(value) <= sys.float_info.max:
-        return float(value)
-    if str in types and isinstance(value, int | float) and type(value) not in types:
-        return json.dumps(value)
-    return value
-
-
-def _item_type(types: Collection[Any]) -> Any:
-    """Return the type of the items if one of the types is a list, else None."""
-    for kind in types:
-        if get_origin(kind) is list:
-            return get_args(kind)[0]
-    return None
-
-
-def _check_choice(field: dataclasses.Field, value: Any, hint: Any) -> None:
-    """Raise UserError unless a value, or each item of a list, is one of the field's choices."""
-    enums = [kind for kind in single_types(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
-    choices = field.metadata.get("choices") or [member.value for enum in enums for member in enum]
-    choices = [choice for choice in choices if choice]
-    if not choices:
-        return
-    for item in _words(value):
-        if item is not None and item not in choices:
-            matches = closest_match(item, choices)
-            raise UserError(f"`{field.name}` must be one of {', '.join(choices)}, got {short_repr(item)}.{matches}")
 
 
 def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
@@ -413,11 +277,6 @@ def _without_secrets(value: Any) -> Any:
     return hide_secrets(value) if isinstance(value, str) else value
 
 
-def _words(value: Any) -> list[Any]:
-    """Return the items of a field's value."""
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) -> dict[str, Any]:
     """Return the value of each `--field` of a command line. Words of a field that is not a text are read as in YAML."""
     options: dict[str, list[str]] = {}
@@ -435,35 +294,5 @@ def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) ->
         else:
             raise UserError(f"Options must be given as `--field value`, got {word!r}.")
     return {
-        name: _option_value(name, words, hints.get(name, list[str]), first_words) for name, words in options.items()
+        name: option_value(name, words, hints.get(name, list[str]), first_words) for name, words in options.items()
     }
-
-
-def _option_value(name: str, words: Sequence[str], hint: Any, first_words: str) -> Any:
-    """Return the value of `--name words`, for a field of a type."""
-    if words == ["null"]:
-        return None
-    if not words and hint is bool:
-        return True
-    types = single_types(hint)
-    item_type = _item_type(types)
-    is_list = _is_list(hint)
-    if len(words) > 1 and not is_list:
-        _check_single(name, words, hint)
-        raise UserError(
-            f"`{name}` must have one value, got {' '.join(words)}. Words without `--field` must come first, {first_words}."
-        )
-    is_text = str in types or str in single_types(item_type)
-    is_missing = not words and not is_list
-    is_null = "" in words and not is_text  # as YAML reads an empty text
-    if is_missing or is_null:
-        raise UserError(f"`{name}` must have a value.")
-    takes_mapping = any(dict in (kind, get_origin(kind)) for kind in types)
-    values = []
-    for word in words:
-        is_mapping = takes_mapping and word.startswith("{")
-        if is_text and not is_mapping:
-            values.append(word)
-        else:
-            values.append(read_yaml(word, f"`{name}`"))
-    return values[0] if len(values) == 1 else values

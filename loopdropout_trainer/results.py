@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import UserError, find_unusable, short_repr
+from loopdropout_trainer.field_hints import FORMER_NAMES
 from loopdropout_trainer.files import (
     checkpoint_step,
     describe_version,
@@ -28,7 +29,7 @@ from loopdropout_trainer.files import (
     sync_files,
     write_file,
 )
-from loopdropout_trainer.recipe import FORMER_NAMES, load_recipe
+from loopdropout_trainer.recipe import load_recipe
 
 
 RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"

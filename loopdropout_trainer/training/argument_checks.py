@@ -11,7 +11,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
-from loopdropout_trainer.recipe import USUAL_NAMES
+from loopdropout_trainer.field_hints import USUAL_NAMES
 
 
 _USUAL_ARGUMENTS = {

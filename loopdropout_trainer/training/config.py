@@ -15,10 +15,10 @@ from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint
 from loopdropout_trainer.fields import check_fields, option
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
-from loopdropout_trainer.recipe import USUAL_NAMES, field_hint
 
 
 if TYPE_CHECKING:
