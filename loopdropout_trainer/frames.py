@@ -1,5 +1,35 @@
 """The results of runs as a data frame: loading, selection, names and means over seeds."""
 
+# Columns of results.jsonl that the tables, figures, the summary, sweep.py and docs/replication filter on. Every result has
+#   metric, value, unit, task, method, seed, step, num_loops, gates, n
+# with these values:
+#   method     title of the rule ("LoRA", "Loop Dropout", "LoRA+", "rsLoRA", "CoTo", "Input dropout", ...) or "base model"
+#   num_loops  loops that ran in the measurement (results of the training itself: the depth of the training)
+#   gates      "unit", "none" (base model), "loop 1" ... "loop K" (only this loop has the adapter), else "1-1-0-0"
+#   loop       (optional) the only active loop of gates "loop t", or the loop that is read out
+#   group      (optional) subset of a task, for metric "accuracy_by_<column>": "Algebra", "1", ...
+#   samples    (optional) file in the folder of the result with one line per problem, in the order of the problems, with the
+#              columns `correct` (0 to 1) and `answered` (1 if an answer was extracted), for paired intervals
+#   adapter    (optional) folder of the training, if the result is stored elsewhere; its recipe.yaml gives `recipe_*`
+#
+#   task                               metric
+#   metamath_gsm8k, metamath_math500   accuracy (%), missing (% of completions without an answer), accuracy_by_subject,
+#                                      accuracy_by_level
+#   gsm8k, gsm8k_platinum, gsm_plus_mini, arithmetic_*, development, mmlu, bbh, truthfulqa_mc2, humaneval, humaneval_plus,
+#   mbpp, mbpp_plus, ifeval_strict, ifeval_loose, ...     accuracy (%): one task name for each headline number
+#                                      (arithmetic_*: also accuracy_by_num_steps)
+#   training                           train_loss and eval_loss (nats), examples, trainable_parameters, num_tokens,
+#                                      train_seconds, step_seconds, tokens_per_second, peak_memory_gb, and of GRPO
+#                                      reward_first, reward_last
+#   of the diagnostics (task: "development" for held-out examples, or the name of a task):
+#     single loop                      loss (nats) and loss_reduction (%) with gates "loop t" and loop t, or with gates
+#                                      "unit"; frozen loss: metric loss, gates "none", method "base model"
+#     readouts                         readout_loss (nats), loop t
+#     curvature                        curvature (nats), loop t, and curvature_term (nats)
+#
+# From recipe.yaml: recipe_learning_rate, recipe_lora_r, recipe_num_loops, recipe_model_name_or_path, recipe_rule, recipe_p,
+# recipe_run_name ("SWEEP/METHOD/lr_X/seed_S" for a run of a sweep, which gives the columns `sweep` and `variant`).
+
 from __future__ import annotations
 
 import json
@@ -60,7 +90,7 @@ OF_BASE_LOSS = OF_BASE | {
 
 
 def load_results(*folders: str | Path) -> pd.DataFrame:
-    """Return all results below the folders, with the columns that the comment at the top of recipes/report.py lists.
+    """Return all results below the folders, with the columns that the comment at the top of this file lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep), and
     `checkpoint` (its step, if a checkpoint was measured). Three kinds of results are left out: those that repeat a measurement

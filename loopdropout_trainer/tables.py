@@ -195,6 +195,27 @@ def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
     return lines
 
 
+COSTS = {
+    "trainable_parameters": "trained parameters",
+    "train_seconds": "training in s",
+    "tokens_per_second": "tokens per s",
+    "peak_memory_gb": "peak memory in GB",
+}
+"""Costs of a training, and their printed heads."""
+
+
+def cost_numbers(costs: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean costs of a training by method, from the results with the metrics `COSTS`."""
+    means = labelled(costs).pivot_table("value", "label", "metric").rename_axis("method")
+    return means[[name for name in COSTS if name in {*costs["metric"]}]]
+
+
+def cost_table(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers of `cost_numbers` as texts."""
+    texts = numbers.round(2).map("{:.12g}".format, na_action="ignore")
+    return texts.fillna("–").rename(columns=COSTS)
+
+
 def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
     """Return the held-out losses of trainings by method in the columns `NUMBERS`, and differences to LoRA, paired by seed."""
     losses = labelled(results[(results["metric"] == "eval_loss") & (results["task"] == "training")])

@@ -24,11 +24,13 @@ from scipy import stats
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
+from loopdropout_trainer import figure_files, figures, frames, printing, saved_tables, table_files, tables
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.figures import average_windows, points
 from loopdropout_trainer.plots import GRAY, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
+from loopdropout_trainer.saved_tables import TableText
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.sweep_summary import print_lowest
 from loopdropout_trainer.sweeps import SweepRun, update_summary
@@ -79,7 +81,7 @@ def write_sweep(path, folder):
                         write_lines(run / row["samples"], lines)
                 names = {*SAVED, *(name for name in recipe if recipe[name] != base.get(name))} & recipe.keys()
                 write(run, rows, {name: recipe[name] for name in names})
-    return report.load_results(folder)
+    return frames.load_results(folder)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def built(results):
     @functools.cache
     def build(path):
         spec = load_recipe(path)
-        return spec, *report.build_table(spec, results_of(spec, results))
+        return spec, *table_files.build_table(spec, results_of(spec, results))
 
     return build
 
@@ -123,10 +125,10 @@ def test_table_of_the_paper_is_filled(path, built, all_results):
     minus_itself = [("LoRA", "Platinum vs LoRA"), ("LoRA", "GSM-Plus vs LoRA")] * 2 if path.stem == "transfer" else []
     assert missing == [] and [*zip(empty.get("Method", []), empty["column"], strict=False)] == minus_itself
     assert len(empty) == len(minus_itself)
-    assert report.build_table(spec, all_results)[0].equals(table)
+    assert table_files.build_table(spec, all_results)[0].equals(table)
     papers = [str(number) for row in spec["rows"] for number in row[len(spec["heads"]) :] if number is not None]
     assert [number for number in table.get("paper", []) if number != "–"] == papers
-    shown = report.lay_out(spec, table, report.bold_in_markdown)
+    shown = table_files.lay_out(spec, table, saved_tables.bold_in_markdown)
     sources = [name for name in ("paper", "here") if name in table]
     assert shown.shape == (len(spec["rows"]), len(spec["columns"]) * len(sources))
     assert shown.to_numpy().ravel()[-1].strip("*") == table[sources[-1]].iloc[-1]
@@ -138,7 +140,7 @@ def test_table_of_the_paper_is_filled(path, built, all_results):
 
 
 def test_final_runs_of_the_papers_sweeps_are_not_left_out(all_results):
-    assert len(report.final_results(all_results)) == len(all_results)
+    assert len(frames.final_results(all_results)) == len(all_results)
 
 
 def assert_readable(plot):
@@ -155,7 +157,7 @@ def assert_readable(plot):
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
 def test_figure_of_the_paper_is_drawn(path, results):
     spec = load_recipe(path)
-    plot = report.build_figure(spec, results_of(spec, results))
+    plot = figure_files.build_figure(spec, results_of(spec, results))
     figure = assert_readable(plot)
     texts = [text.get_text() for text in figure.findobj(Text)]
     if path.stem == "figure_overview":
@@ -163,7 +165,7 @@ def test_figure_of_the_paper_is_drawn(path, results):
     if path.stem == "figure_depth_gains":
         wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
         gain = plot.data.set_index(["num_loops", "trained_loops"])["mean"][6, 4]
-        text, _ = report.fill_cell(results["gsm8k_depths"], minus=spec["minus"], **wanted)
+        text, _ = table_files.fill_cell(results["gsm8k_depths"], minus=spec["minus"], **wanted)
         assert text.startswith(f"{gain:+.2f} [")
         assert f"{gain:+.2f}" in texts
         edges = [own.get_edgecolor() for own in figure.findobj(PolyCollection)]
@@ -171,7 +173,7 @@ def test_figure_of_the_paper_is_drawn(path, results):
         assert outlines == [3]  # trained and evaluated at the same depth
     if path.stem == "figure_depth_accuracy":
         wanted = {**spec["filter"], "trained_loops": 4, "num_loops": 6, "method": "Loop Dropout"}
-        gain, _ = report.fill_cell(results["gsm8k_depths"], minus={"method": "LoRA"}, **wanted)
+        gain, _ = table_files.fill_cell(results["gsm8k_depths"], minus={"method": "LoRA"}, **wanted)
         assert gain.split()[0] in texts
 
 
@@ -186,7 +188,7 @@ def test_best_accuracy_among_methods_is_bold():
         {"Method": row[0], "LR": str(row[1]), "column": column} for row in spec["rows"] for column in spec["columns"]
     ]
     table = pd.DataFrame(lines).assign(here=numbers, paper=numbers)
-    shown = report.lay_out(spec, table, report.bold_in_markdown)
+    shown = table_files.lay_out(spec, table, saved_tables.bold_in_markdown)
     assert [*shown.columns] == ["A & B, paper", "A & B, here", "Minutes, paper", "Minutes, here"]
     assert shown["A & B, here"].tolist() == [
         "85.3 ± 0.6",
@@ -195,16 +197,18 @@ def test_best_accuracy_among_methods_is_bold():
     ]  # the last one has another LR
     assert shown["Minutes, here"].tolist() == ["110.6", "112.8", "100.0"]
     table.loc[0, "here"] = "–"  # then the best one is not known
-    shown = report.lay_out(spec, table, report.bold_in_latex)
+    shown = table_files.lay_out(spec, table, saved_tables.bold_in_latex)
     assert shown["A & B, here"].tolist() == ["–", "86.5 ± 0.4", "90.1 ± 0.1"]
-    assert report.escape_latex(shown["A & B, paper"].iloc[1]) == r"\textbf{86.5 $\pm$ 0.4}"
-    assert report.escape_latex("A & B, 5% ~ -0.2, 1e-4, Ouro-1.4B") == r"A \& B, 5\% $\sim$ $-$0.2, 1e-4, Ouro-1.4B"
+    assert saved_tables.escape_latex(shown["A & B, paper"].iloc[1]) == r"\textbf{86.5 $\pm$ 0.4}"
+    assert (
+        saved_tables.escape_latex("A & B, 5% ~ -0.2, 1e-4, Ouro-1.4B") == r"A \& B, 5\% $\sim$ $-$0.2, 1e-4, Ouro-1.4B"
+    )
 
 
 @pytest.mark.parametrize("head", [{}, {"Ours": {"method": "LoRA"}, "Rank": {"recipe_lora_r": 16}}])
 def test_head_of_a_row_has_one_text(head):
     with user_error("A head in `rows` must be a column's value or `{text: {column: value}}`, got {"):
-        [*report.read_numbers({"rows": [[head]], "heads": {"Method": "method"}, "columns": {}})]
+        [*table_files.read_numbers({"rows": [[head]], "heads": {"Method": "method"}, "columns": {}})]
 
 
 @pytest.mark.parametrize("num_titles", [1, 5])
@@ -213,9 +217,9 @@ def test_latex_has_the_papers_number_next_to_ours(num_titles, tmp_path):
     columns = pd.MultiIndex.from_product([titles, ["paper", "here"]], names=[None, "numbers"])
     numbers = [["85.3 ± 0.6", "+1.0 [-0.5, +2.5], not significant"] * num_titles]
     table = pd.DataFrame(numbers, pd.Index(["LoRA"], name="Method"), columns)
-    if len(columns) > report.WIDEST:
+    if len(columns) > saved_tables.WIDEST:
         table = table.stack("numbers", future_stack=True)
-    report.save_latex(table, "Accuracy in %", tmp_path / "a")
+    saved_tables.save_latex(table, TableText("Accuracy in %"), tmp_path / "a")
     text = (tmp_path / "a.tex").read_text()
     assert r"\caption{Accuracy in \% (n.s.: not significant. Each difference is a test of its own" in text
     if num_titles == 1:
@@ -230,11 +234,11 @@ def test_tables_compile_with_latex(built, tmp_path, capsys):
     names = []
     for path in TABLES:
         spec, table, _ = built(path)
-        report.save_layout(spec, table, tmp_path / path.stem)
+        saved_tables.save_layout(spec, table, tmp_path / path.stem)
         names.append(path.stem)
     lora = {"task": "a", "num_loops": 4, "gates": "unit", "seed": 1, "method": "LoRA", "metric": "accuracy"}
     lora = pd.DataFrame([lora]).set_index("task")
-    report.save_table(lora, lora, report.ACCURACY_TITLE, tmp_path / "accuracy")
+    saved_tables.save_table(lora, lora, TableText(tables.ACCURACY_TITLE), tmp_path / "accuracy")
     inputs = "".join(rf"\input{{{name}}}\clearpage" for name in [*names, "accuracy"])
     head = r"\documentclass{article}\usepackage{booktabs,graphicx}"
     (tmp_path / "all.tex").write_text(rf"{head}\begin{{document}}{inputs}\end{{document}}")
@@ -254,7 +258,7 @@ def test_tables_and_figures_name_existing_files():
 
 
 def accuracy_table(folder):
-    return report.accuracy_table(report.accuracy_numbers(report.load_results(folder)))
+    return tables.accuracy_table(tables.accuracy_numbers(frames.load_results(folder)))
 
 
 def cell(folder, **options):
@@ -262,7 +266,7 @@ def cell(folder, **options):
 
 
 def numbered_cell(folder, **options):
-    return report.fill_cell(report.load_results(folder), **{"task": "b", "method": "LoRA", **options})
+    return table_files.fill_cell(frames.load_results(folder), **{"task": "b", "method": "LoRA", **options})
 
 
 @pytest.mark.parametrize("row", PAPER["mean_sd"])
@@ -310,14 +314,14 @@ def test_results_of_replaced_weights_are_left_out(change, tmp_path):
     write(tmp_path / "run/evaluation", [{"value": 40.0, **at, **adapter}, {"value": 20.0, **at, **checkpoint}])
     write(tmp_path / "run", [{"task": "training", "metric": "train_seconds", "value": 9.0}], **{**at, **change})
     place = f"Left out: 1 result in {tmp_path}/run/evaluation, because later trainings replaced the measured weights."
-    results = report.load_results(tmp_path)
+    results = frames.load_results(tmp_path)
     assert results.attrs["left_out"].startswith(place) and 40.0 not in {*results["value"]} >= {20.0}
     write(tmp_path / "run/evaluation", [{"value": 50.0, **at, **adapter, **change}])
     table = accuracy_table(tmp_path).reset_index().set_index("method")["accuracy"]
     assert table["LoRA"] == "50.00"
     # In a copy of the folder, the former weights are the present ones.
     write(tmp_path / "copy", [{"task": "training", "metric": "train_seconds", "value": 9.0}], **at)
-    assert 40.0 in {*report.load_results(tmp_path)["value"]}
+    assert 40.0 in {*frames.load_results(tmp_path)["value"]}
 
 
 @pytest.mark.parametrize("gains", [[2.0, 1.0, 6.0], [5.0, 6.0, 5.0], [0.0, 0.1, 0.0]])
@@ -372,7 +376,7 @@ def test_cell_shows_seeds_costs_and_averages(tmp_path):
             cell(tmp_path, minus={"method": "LoRA"}, **option)
     spec = {"heads": {"method": "method"}, "columns": {"b": {"task": "b"}}, "rows": [["LoRA", 51.5, 52.0]]}
     with user_error("A row must have at most one number for each of the 1 columns, got .*52.0"):
-        report.build_table(spec, report.load_results(tmp_path))
+        table_files.build_table(spec, frames.load_results(tmp_path))
 
 
 # Reading
@@ -382,20 +386,20 @@ def test_select_defaults_to_trained_depth_and_gates(tmp_path):
     alone = {"gates": "loop 1", "loop": 1, "value": 3.0}
     rows = [{"value": 1.0}, {"num_loops": 8, "value": 2.0}, alone]
     write(tmp_path, [*rows, {"task": "training", "metric": "train_seconds", "value": 9.0}])
-    results = report.load_results(tmp_path)
-    value = lambda **wanted: report.select(results, {"task": "b", **wanted})["value"].tolist()
+    results = frames.load_results(tmp_path)
+    value = lambda **wanted: frames.select(results, {"task": "b", **wanted})["value"].tolist()
     assert (value(), value(num_loops=8), value(loop=1)) == ([1.0], [2.0], [3.0])
     assert value(recipe_rule="lora") == []
 
 
 def test_load_results_joins_evaluation_and_training(tmp_path):
     with user_error("There are no results below"):
-        report.load_results(tmp_path)
+        frames.load_results(tmp_path)
     training, evaluation = tmp_path / "s/lora/lr_0.001/seed_1", tmp_path / "evaluation"
     recipe = {"learning_rate": 0.001, "run_name": "s/lora/lr_0.001/seed_1"}
     write(training, [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
     write(evaluation, [{"value": 50.0, "num_loops": 8}], {"learning_rate": 1.0, "p": 0.5}, adapter=str(training))
-    (row,) = report.load_results(tmp_path).query("metric == 'accuracy'").to_dict("records")
+    (row,) = frames.load_results(tmp_path).query("metric == 'accuracy'").to_dict("records")
     assert (row["sweep"], row["variant"], row["recipe_learning_rate"], row["trained_loops"]) == ("s", "lora", 0.001, 4)
     assert pd.isna(row["recipe_p"])
 
@@ -415,9 +419,9 @@ def test_base_model_has_no_settings_of_the_adapter_next_to_it(tmp_path):
         write(tmp_path / f"{rate}", [{"task": "training", "metric": "train_seconds", "value": 9.0}], recipe)
         row = {**base, "value": 2.0 + number // 2, "adapter": str(tmp_path / f"{rate}")}
         write(tmp_path / f"{rate}/diagnostics", [row])
-    rows = report.load_results(tmp_path).query("method == 'base model'")
+    rows = frames.load_results(tmp_path).query("method == 'base model'")
     assert rows[["recipe_learning_rate", "recipe_rule"]].isna().all(axis=None)
-    assert [*report.labelled(rows)["label"].unique()] == [f"base model, split_seed = {seed}" for seed in (0, 1)]
+    assert [*frames.labelled(rows)["label"].unique()] == [f"base model, split_seed = {seed}" for seed in (0, 1)]
 
 
 # The command
@@ -488,14 +492,14 @@ def test_report_shows_the_held_out_loss_of_the_base_model(tmp_path):
     for name, value, rate in (("a", 3.1, 0.1), ("b", 3.1000001, 0.2)):
         rows = [{**loss, "value": value - 1}, {**base, "value": value}]
         write(tmp_path / name, rows, {"learning_rate": rate, "train_files": ["x.jsonl"]})
-    table = report.loss_numbers(report.load_results(tmp_path))
+    table = tables.loss_numbers(frames.load_results(tmp_path))
     assert table["mean"].to_dict() == {
         "base model": 3.1,
         "LoRA, learning_rate = 0.1": pytest.approx(2.1),
         "LoRA, learning_rate = 0.2": pytest.approx(2.1),
     }
     write(tmp_path / "c", [{**base, "value": 4.0}], {"train_files": ["y.jsonl"]})
-    table = report.loss_numbers(report.load_results(tmp_path))
+    table = tables.loss_numbers(frames.load_results(tmp_path))
     assert table["mean"]['base model, train_files = "x.jsonl"'] == 3.1
     assert table["mean"]['base model, train_files = "y.jsonl"'] == 4.0
 
@@ -509,7 +513,7 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
     found = compare_answers(samples["Loop Dropout"], samples["LoRA"])
     table = accuracy_table(tmp_path)
     assert [*table["minus LoRA"]] == ["", str(found)] and [*table["p"]] == ["", f"{found.p:.3f}"]
-    numbers = report.accuracy_numbers(report.load_results(tmp_path)).iloc[1]
+    numbers = tables.accuracy_numbers(frames.load_results(tmp_path)).iloc[1]
     assert tuple(numbers[["difference", "low", "high", "p", "test"]]) == (*found[:4], "McNemar over problems")
 
 
@@ -565,7 +569,7 @@ def test_cell_subtracts_a_method_or_a_variant(tmp_path, head, minus):
     for variant, method, value in (("lora", "LoRA", 50.0), ("mine", "Mine", 56.0)):
         run = {"run_name": f"sweep/{variant}/lr_0.1/seed_1"}
         write(tmp_path / variant, [{"value": value, "seed": seed} for seed in (1, 2)], run, method=method)
-    _, numbers = report.fill_cell(report.load_results(tmp_path), **head, minus=minus)
+    _, numbers = table_files.fill_cell(frames.load_results(tmp_path), **head, minus=minus)
     assert numbers["difference"] == 6
 
 
@@ -612,7 +616,7 @@ def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
     report.main([str(tmp_path / "mine"), "--output_dir", str(tmp_path / "report")])
     column = r"(?m)^method +loss +seeds *$"
     assert re.search(column, printed) and not re.search(column, capsys.readouterr().out)
-    losses = report.loss_numbers(report.load_results(tmp_path))
+    losses = tables.loss_numbers(frames.load_results(tmp_path))
     print_lowest(losses)
     text = "The held-out losses are not compared, because the methods have different numbers of seeds"
     assert f"{text} (LoRA, sweep = mine: 2, LoRA, sweep = other: 1).\n" in capsys.readouterr().out
@@ -690,18 +694,20 @@ def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
         rows.append({"task": "training", "metric": "train_seconds", "value": 1.0})
         method = "LoRA" if p is None else "Loop Dropout"
         write(tmp_path / run_name, rows, {"run_name": run_name, "p": p}, method=method)
-    results = report.load_results(tmp_path)
-    data = report.panel_points(DEPTHS, results, ["label", "num_loops"])
+    results = frames.load_results(tmp_path)
+    data = figure_files.panel_points(DEPTHS, results, ["label", "num_loops"])
     assert {*data["label"]} == {"LoRA", "weak", "strong"}
-    data = report.panel_points({**DEPTHS, "x": "recipe_p", "filter": {"task": "b"}}, results, ["label", "recipe_p"])
+    data = figure_files.panel_points(
+        {**DEPTHS, "x": "recipe_p", "filter": {"task": "b"}}, results, ["label", "recipe_p"]
+    )
     assert {*data["label"]} == {"Loop Dropout"}  # one line over p
 
 
 def test_printed_table_has_80_columns(capsys):
     heads = [f"adapter, K = {depth}" for depth in range(1, 10)]
     table = pd.DataFrame([range(9)], ["arithmetic_easy_test, learning_rate = 0.001"], heads).rename_axis("task")
-    report.print_table("Results", table, "{:.1f}")
-    report.print_table("Some", table[heads[:4]].astype(str))
+    printing.print_table("Results", table, "{:.1f}")
+    printing.print_table("Some", table[heads[:4]].astype(str))
     parts = capsys.readouterr().out.split("\n\n")
     assert [part.count(" K =") for part in parts] == [3, 3, 3, 4]
     assert all(len(line) <= 80 for part in parts for line in part.splitlines())
@@ -742,9 +748,9 @@ def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
     for file in ("costs", "held_out_loss"):
         lines = (tmp_path / "report" / f"{file}.md").read_text().splitlines()
         assert {line.split("|")[1].strip() for line in lines if line.startswith("|")} >= names
-    results = report.load_results(tmp_path)
+    results = frames.load_results(tmp_path)
     gains = (
-        report.accuracy_table(report.accuracy_numbers(results)).reset_index("method").set_index("method")["minus LoRA"]
+        tables.accuracy_table(tables.accuracy_numbers(results)).reset_index("method").set_index("method")["minus LoRA"]
     )
     assert gains.to_dict() == {
         "plain": "",
@@ -753,7 +759,7 @@ def test_report_has_the_names_of_the_sweep(tmp_path, capsys):
         "weak_16": "+0.2",
         "Loop Dropout": "+0.5",
     }
-    plot = report.overview_figure(results)
+    plot = figures.overview_figure(results)
     panels = plot.items if hasattr(plot, "items") else [plot]
     assert all({*panel.data["label"]} == names for panel in panels)
 
@@ -763,7 +769,7 @@ def test_rule_that_is_not_imported_has_its_title(tmp_path):
     for variant in ("drop_last", "my_name"):
         run = {"run_name": f"sweep/{variant}/lr_0.1/seed_1", "rule": "drop_last"}
         write(tmp_path / variant, [{"value": 50.0}], run, method="Drop last")
-    names = report.name_methods(report.load_results(tmp_path))
+    names = frames.name_methods(frames.load_results(tmp_path))
     assert sorted(names) == ["Drop last", "my_name"]
 
 
@@ -782,8 +788,8 @@ def test_overview_figure_has_three_panels(quickstart):
     of_base = {"gates": "none", "method": "base model", "seed": None, "num_loops": 4}
     strict = {**of_base, "metric": "accuracy", "value": 0.0}
     write(folder, [strict, {**strict, "metric": "last_number", "value": 73.2}])
-    results = report.load_results(quickstart)
-    plot = report.overview_figure(results)
+    results = frames.load_results(quickstart)
+    plot = figures.overview_figure(results)
     assert_readable(plot)
     panels = [panel.data.set_index(["label", "loop"])["mean"] for panel in plot.items]
     assert [len(panel["Loop Dropout"]) for panel in panels] == [3, 4, 4]
@@ -823,7 +829,7 @@ def test_band_of_accuracies_stays_between_0_and_100(tmp_path):
         rows = [{"value": value}, {"value": 100 - value, "num_loops": 2}]
         rows.append({"metric": "loss_reduction", "value": value, "gates": "loop 1"})
         write(tmp_path / str(seed), rows, seed=seed)
-    data = points(report.load_results(tmp_path), ["metric", "num_loops"]).set_index(["metric", "num_loops"])
+    data = points(frames.load_results(tmp_path), ["metric", "num_loops"]).set_index(["metric", "num_loops"])
     sd = 9 / math.sqrt(2)
     for place, band in {
         ("accuracy", 4): [0, 4.5 + sd],
@@ -834,7 +840,7 @@ def test_band_of_accuracies_stays_between_0_and_100(tmp_path):
 
 
 def test_training_depth_is_wider_than_the_grid(quickstart):
-    panel = report.overview_figure(report.load_results(quickstart)).items[0]
+    panel = figures.overview_figure(frames.load_results(quickstart)).items[0]
     (line,) = (layer.geom for layer in panel.layers if type(layer.geom).__name__ == "geom_vline")
     assert line.aes_params["size"] > 1 and line.aes_params["linetype"] == "dotted"
     assert to_hex(line.aes_params["color"]) == GRAY  # without the transparency of the grid
@@ -853,11 +859,11 @@ def test_report_draws_the_losses_of_trainings(tmp_path, capsys, num_steps):
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     assert f"Wrote {tmp_path}/report/losses.png, .pdf and .svg\n" in capsys.readouterr().out
     assert (tmp_path / "report/losses.png").is_file() and not (tmp_path / "report/overview.png").exists()
-    curves = report.loss_curves(report.load_results(tmp_path))
+    curves = figures.loss_curves(frames.load_results(tmp_path))
     of_lora = curves.query("label == 'LoRA'").set_index(["panel", "step"])[["mean", "sd"]]
     assert [*of_lora.loc["training loss", "mean"]] == pytest.approx([step + 1.5 for step in range(1, num_steps + 1)])
     assert [*of_lora.loc["held-out loss", num_steps]] == pytest.approx([4.5, 3 / math.sqrt(2)])
-    plot = report.loss_figure(curves)
+    plot = figures.loss_figure(curves)
     assert_readable(plot)
     has_markers = any(type(layer.geom).__name__ == "geom_point" for layer in plot.items[0].layers)
     assert has_markers == (num_steps == 4) and [*curves["panel"].unique()] == ["training loss", "held-out loss"]
@@ -876,7 +882,7 @@ def test_training_losses_are_means_of_equal_numbers_of_steps(tmp_path):
     write(tmp_path, [{"task": "training", "metric": "eval_loss", "value": 1.0}])
     history = [{"step": step, "loss": loss} for step, loss in zip(logged, means, strict=True)]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    curves = report.loss_curves(report.load_results(tmp_path)).set_index("step")
+    curves = figures.loss_curves(frames.load_results(tmp_path)).set_index("step")
     assert curves["mean"].to_dict() == pytest.approx(drawn.to_dict())
 
 
@@ -891,7 +897,7 @@ def test_single_run_has_no_words_about_seeds_and_lora(tmp_path, capsys):
     assert "minus LoRA" not in printed
     write(tmp_path / "b", [{**row, "seed": seed} for seed in (1, 2)], {"rule": "lora"})
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
-    assert f"\n{report.LOSS_TITLE}\n" in capsys.readouterr().out
+    assert f"\n{tables.LOSS_TITLE}\n" in capsys.readouterr().out
 
 
 def test_tick_labels_have_room():
@@ -1025,7 +1031,7 @@ def test_held_out_losses_of_a_sweep_are_compared_by_seed(tmp_path, capsys):
     gain = numbers.loc["p_0.5", ["difference", "low", "high", "p"]].astype(float).to_list()
     assert gain == pytest.approx([0.2, low, high, test.pvalue])
     assert f"+0.2000 [{low:+.4f}, {high:+.4f}]" in (tmp_path / "report/held_out_loss.md").read_text()
-    print_lowest(report.loss_numbers(report.final_results(report.load_results(tmp_path))))
+    print_lowest(tables.loss_numbers(frames.final_results(frames.load_results(tmp_path))))
     assert capsys.readouterr().out.endswith("Lowest held-out loss: LoRA 2.2000 nats per token (p_0.5: +0.2000)\n")
 
 
@@ -1042,7 +1048,7 @@ def test_readme_describes_the_recipes():
     for name, line in lines:
         examples, steps, *cells = line.replace("`", "").split(" | ")
         drawn, *fitting = map(int, re.findall(r"\d+", examples.replace(",", "")))
-        recipe = report.describe_recipe(f"recipes/{name}")
+        recipe = table_files.describe_recipe(f"recipes/{name}")
         assert drawn == recipe["num_train_examples"]
         batches = math.ceil((fitting or [drawn])[0] / recipe["batch"])
         assert steps == f"{recipe['num_train_epochs'] * batches:,}"

@@ -13,6 +13,7 @@ from helpers.tiny import with_adapter
 from loopdropout_trainer import load_model
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import read_json_object
+from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.results import read_run
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 from loopdropout_trainer.saving.integrity import CHECKSUMS_FILE, find_damage, saving
@@ -39,8 +40,7 @@ def adapter(tmp_path_factory):
 def read_all(folder):
     """Read a folder as the commands do, and return the sentences of the errors."""
     sentences = []
-    reports = load_script("recipes/report.py")
-    for read in (find_source, load_model, find_damage, read_run, newest_checkpoint, reports.load_results):
+    for read in (find_source, load_model, find_damage, read_run, newest_checkpoint, load_results):
         try:
             read(folder)
         except UserError as error:

@@ -19,8 +19,8 @@ files limits gate_state gates library_fields read_yaml field_hints
 looped fields | help lora arguments tokenizers sweeps field_values | recipe
 models data results training_results handle | prompts recipe_changes result_choice | saving generation diagnostics
 training integrations | evaluation progress serving
-lm_eval cli runs workers sweep_methods sweep_scores | plan frames measuring | tables sweep_plan | figures | printing
-job sweep_summary | __main__
+lm_eval cli runs workers sweep_methods sweep_scores | plan frames measuring | tables sweep_plan | figures table_files
+printing figure_files | saved_tables job sweep_summary | __main__
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
 BASE = {"errors", "renames"}
