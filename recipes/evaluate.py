@@ -36,7 +36,7 @@ from loopdropout_trainer.arguments import (
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.gate_state import expand_gates
+from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings
 from loopdropout_trainer.recipe_changes import UNCOMPARED, find_difference

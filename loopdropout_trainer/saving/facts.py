@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
-from loopdropout_trainer.gate_state import expand_gates, parse_gates
+from loopdropout_trainer.gate_texts import expand_gates, parse_gates
 from loopdropout_trainer.results import read_imports
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.hub import split_revision

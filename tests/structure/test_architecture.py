@@ -15,7 +15,7 @@ import loopdropout_trainer
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
 terminal | errors renames arithmetic rewards plots memory bounds
-files limits gate_state gates library_fields read_yaml field_hints
+files limits gate_state gate_texts gates library_fields read_yaml field_hints
 looped fields | help lora arguments tokenizers sweeps field_values | recipe
 models data results training_results handle | prompts recipe_changes result_choice | saving generation diagnostics
 training integrations | evaluation progress serving

@@ -1,0 +1,48 @@
+"""Gates as a command or a recipe gives them, such as `1-0-0-0`, `loop 1` or `single_loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loopdropout_trainer.errors import UserError, short_repr
+
+
+def expand_gates(gates: Sequence[str] | None, num_loops: int) -> list[str | None]:
+    """Return gates with `single_loop` replaced by "loop 1" to "loop K". Unit gates are None."""
+    if not gates:
+        return [None]
+    expanded = []
+    for text in gates:
+        if text == "single_loop":
+            expanded.extend(f"loop {loop}" for loop in range(1, num_loops + 1))
+        else:
+            expanded.append(text)
+    return expanded
+
+
+def parse_gates(gates: str | float | Sequence[float] | None, num_loops: int) -> list[float] | None:
+    """Return the gates [K] from numbers, or from a string such as "1-0-0-0" or "loop 1". Unit gates are None.
+
+    Raises:
+        UserError: if there is not one number for each loop.
+    """
+    if gates is None:
+        return None
+    single_loops = expand_gates(["single_loop"], num_loops)
+    values = gates
+    if gates in single_loops:
+        values = [text == gates for text in single_loops]  # True in the named loop only
+    elif isinstance(gates, str | int | float):
+        values = str(gates).split("-")
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != num_loops:
+        example = "-".join("1000"[:num_loops])
+        raise UserError(
+            f"`gates` must have one number for each loop (K = {num_loops}), such as {example}, got {short_repr(gates)}."
+        )
+    if all(number == 1 for number in numbers):
+        return None
+    return numbers
