@@ -8,7 +8,6 @@ layers and gate rules never import one another.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.reruns import Reruns
 
 
 @dataclass(frozen=True)
@@ -221,12 +220,9 @@ class GateState:
         running: Running loop, with the gates of its pass. The recurrent layers set it inside their checkpointed `forward`, so
             that recomputation in the backward pass sets the right loop again, although loops run backwards there.
         dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
+        reruns: Number of passes that a checkpoint around the whole model will run again.
         is_read: Whether gated layers read the gates. False once they are removed.
         rule: Rule that trains the gated layers, or None.
-        num_reruns_due: Number of passes in the running block of `use_gates` that a checkpoint around the whole model will run
-            again. None outside of such blocks, and in a block without gradient.
-        num_reruns_due_outside: Number of such passes in the blocks around it.
-        has_missed_rerun: Whether a block ended before such a pass ran again.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
     """
@@ -234,13 +230,11 @@ class GateState:
     must_draw = False
     is_read = True
     rule: Any = None
-    num_reruns_due: int | None = None
-    num_reruns_due_outside = 0
-    has_missed_rerun = False
     ignores_padding = False
     dropout: Any = None
 
     def __init__(self) -> None:
+        self.reruns = Reruns()
         self.reset()
 
     def __repr__(self) -> str:
@@ -266,69 +260,9 @@ class GateState:
         """Return to unit gates, which is ordinary LoRA."""
         self.set(UNIT_GATES)
 
-    @contextmanager
-    def counting_reruns(self, has_gradient: bool) -> Iterator[None]:
-        """Count the passes of a block of `use_gates` that will run again, apart from those of other blocks (`begin_pass`).
-
-        Args:
-            has_gradient: Whether gradients are enabled. Without them, no pass of the block runs again.
-        """
-        outer = self.num_reruns_due
-        outside = self.num_reruns_due_outside
-        self.num_reruns_due_outside += outer or 0
-        self.num_reruns_due = 0 if has_gradient else None
-        try:
-            yield
-        finally:
-            if self.num_reruns_due:
-                self.has_missed_rerun = True
-            self.num_reruns_due = outer
-            self.num_reruns_due_outside = outside
-
     def begin_pass(self) -> None:
-        """Note that a pass begins, and raise an error for a rerun whose gates may no longer be the current ones.
-
-        A checkpoint around a layer keeps the gates of its pass, as an argument of the layer. A checkpoint around the whole
-        model cannot, because the model reads its gates from here. In the backward pass it runs the model again, under the
-        gates of that moment. So the gradient of such a rerun is right only inside of the block of `use_gates` that its forward
-        pass ran in. The forward pass adds one to the reruns that are due in its block, and the rerun subtracts one. These
-        numbers cannot tell which pass runs again. So every rerun raises an error while a pass of another block may still run
-        again, be it a block around this one or one that has ended.
-
-        Passes under unit gates are not counted, because they may run outside of any block, where the search for a checkpoint
-        would cost every training time. So a rerun under gates also raises an error if no rerun is due in its block. It may be
-        one of such a pass, or the second backward pass of one graph.
-
-        Raises:
-            UserError: If a pass runs again that may belong to another block, or to none.
-        """
-        in_block = self.num_reruns_due is not None or self.num_reruns_due_outside > 0  # of `use_gates` with gradient
-        if not in_block and not self.has_missed_rerun:
-            return
-        if not is_checkpointed():
-            return
-        is_rerun = torch._C._current_graph_task_id() >= 0  # -1 outside of a backward pass
-        if not is_rerun:
-            if self.num_reruns_due is not None and self.gates is not None:
-                self.num_reruns_due += 1
-        elif self.has_missed_rerun or self.num_reruns_due_outside:
-            # A pass that never runs again, because it has no backward pass, raises one error and not one in each later block.
-            self.has_missed_rerun = False
-            if self.num_reruns_due is not None:
-                self.num_reruns_due = 0
-            raise UserError(
-                "`backward()` must be called inside of its block of `use_gates` if the whole model is checkpointed, because "
-                "the model runs again there under its gates. Run passes without a backward pass under `torch.no_grad()`. Or "
-                "checkpoint the layers by `model.gradient_checkpointing_enable()`."
-            )
-        elif self.num_reruns_due:
-            self.num_reruns_due -= 1
-        elif self.gates is not None:
-            raise UserError(
-                "`backward()` of a pass outside of `use_gates` must not be called inside of a block if the whole model is "
-                "checkpointed, and of a pass inside only once, because the model runs again there under the gates of the "
-                "block. Or checkpoint the layers by `model.gradient_checkpointing_enable()`."
-            )
+        """Note that a pass begins, and raise UserError for one that runs again and may belong to other gates (`Reruns`)."""
+        self.reruns.begin_pass(has_gates=self.batch.gates is not None)
 
     def set_loop(self, loop: RunningLoop) -> None:
         """Set the running loop, and the tokens that run in it."""
@@ -410,18 +344,6 @@ class GateState:
             return True
         unused = self.running.batch.unused_modules
         return bool(unused) and unused[module]
-
-
-@torch.compiler.disable
-def is_checkpointed() -> bool:
-    """Return whether `torch.utils.checkpoint` calls this function, now or again in the backward pass.
-
-    A checkpointed function cannot ask torch for it, but it has torch's module among its callers.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
-        frame = frame.f_back
-    return frame is not None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from loopdropout_trainer.errors import UserError, count, short_repr
-from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples, is_checkpointed
+from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw, GateRule, make_rule
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import (
@@ -27,6 +27,7 @@ from loopdropout_trainer.lora import (
     physical_layers,
 )
 from loopdropout_trainer.renames import renamed_attribute
+from loopdropout_trainer.reruns import is_checkpointed
 
 
 def loop_dropout(

@@ -417,7 +417,7 @@ def use_gates(
         add_gates(model)
     state = looped.gate_state
     try:
-        with state.counting_reruns(has_gradient), applied_gates(state, gates, token_examples):
+        with state.reruns.counting(has_gradient), applied_gates(state, gates, token_examples):
             yield state
     finally:
         # With a gradient, a backward pass may run after the block. Gradient checkpointing then runs the layers again under the

@@ -14,7 +14,7 @@ import loopdropout_trainer
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-terminal | errors renames arithmetic rewards plots memory bounds
+terminal | errors renames arithmetic rewards plots memory bounds | reruns
 files limits gate_state gate_texts gates library_fields read_yaml field_hints
 looped fields | help lora arguments tokenizers sweeps field_values | recipe
 models data results training_results handle | prompts recipe_changes result_choice | saving generation diagnostics
@@ -25,7 +25,14 @@ printing figure_files | saved_tables job sweep_summary | __main__
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""
 BASE = {"errors", "renames"}
 MEETING = {*BASE, "gate_state", "looped"}
-APART = {"gate_state": BASE, "looped": MEETING, "gates": BASE, "lora": MEETING, "models": MEETING}
+APART = {
+    "reruns": BASE,
+    "gate_state": {*BASE, "reruns"},
+    "looped": MEETING,
+    "gates": BASE,
+    "lora": MEETING,
+    "models": MEETING,
+}
 """Places that meet in `gate_state.py` and `looped.py` only."""
 
 
