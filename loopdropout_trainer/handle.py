@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, count, short_repr
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
@@ -26,8 +27,12 @@ from loopdropout_trainer.lora import (
     gated_layers,
     physical_layers,
 )
+from loopdropout_trainer.means import describe_mean
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.reruns import is_checkpointed
+
+
+logger = logging.get_logger(__name__)
 
 
 def loop_dropout(
@@ -102,6 +107,9 @@ class LoopDropoutHandle:
                 variant.gate_state = self.gate_state  # gates of the adapters that `set_adapter` activates later
         self.model = model
         self._number_layers()
+        warning = describe_mean(rule, self.looped.num_loops, self.physical_layers, seed=self.seed)
+        if warning is not None and _process_index() == 0:
+            logger.warning(warning)
         backbone = self.looped.base_model
         self._hooks = [
             backbone.register_forward_pre_hook(self._draw_gates, with_kwargs=True, prepend=True),

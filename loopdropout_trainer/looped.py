@@ -41,6 +41,8 @@ class LoopedModelMixin:
         optional_linears: Ends of the names of projections that an adapter has only if you name them.
         trained_with: Training settings of the adapter on the model, which are saved with it.
         run_folder: Folder with the results of that training, or None if it is not known.
+        trained_adapter: Name of the adapter that a trainer has trained last, or None.
+        loaded_adapter: Folder or Hub name of the adapter that the model was loaded with to train it, until it is trained.
         base_revision: Commit of the repository on the Hub that the model was loaded from, or None if it is not known.
     """
 
@@ -51,6 +53,8 @@ class LoopedModelMixin:
     optional_linears: tuple[str, ...] = ()
     trained_with: Mapping[str, Any] = MappingProxyType({})
     run_folder: str | None = None
+    trained_adapter: str | None = None
+    loaded_adapter: str | None = None
     base_revision: str | None = None
 
     @property
@@ -181,11 +185,31 @@ def find_looped_model(model: nn.Module) -> LoopedModelMixin:
             if cls in DESCRIPTIONS:
                 return vars(module).get("loop_description") or DESCRIPTIONS[cls](module)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of a PEFT model
-    kind, config = type(base).__name__, getattr(base, "config", None)
-    check_supported(kind, getattr(config, "model_type", None))
-    name = getattr(config, "name_or_path", None)
+    config = getattr(base, "config", None)
+    raise not_looped(type(base), getattr(config, "model_type", None), getattr(config, "name_or_path", None))
+
+
+def not_looped(model_class: type, model_type: str | None = None, name: str | None = None) -> NotLoopedError:
+    """Return the error about a model of a class without loops. One that is not supported raises its own error."""
+    check_supported(model_class.__name__, model_type)
     place = f" from {name}" if name else ""
-    raise NotLoopedError(f"`model` must be a looped model, such as `model_type: ouro`, got a {kind}{place}.")
+    return NotLoopedError(
+        f"`model` must be a looped model, such as `model_type: ouro`, got a {model_class.__name__}{place}."
+    )
+
+
+def is_looped_class(model_class: type) -> bool:
+    """Return whether the models of a class are looped, by their own class or by a description."""
+    return issubclass(model_class, LoopedModelMixin) or not DESCRIPTIONS.keys().isdisjoint(model_class.__mro__)
+
+
+def check_not_compiled(model: Any) -> None:
+    """Raise UserError for a model that `torch.compile` has returned, whose modules have other names."""
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            "`model` must not be compiled. Give the model that `torch.compile` has got, whose gates the compiled one shares. "
+            "A trainer compiles it with `torch_compile=True` in `args`."
+        )
 
 
 def attach_looped_model(model: nn.Module) -> LoopedModelMixin:

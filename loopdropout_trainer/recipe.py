@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -252,14 +252,15 @@ def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple
     return tuple(instances)
 
 
-def dump_recipe(settings: Mapping[str, Any], path: str | Path) -> None:
+def dump_recipe(settings: Mapping[str, Any], path: str | Path, comments: Iterable[str] = ()) -> None:
     """Write settings as a recipe that repeats the run, without secrets. A comment names the files of `--import`.
 
-    They are no field, because a recipe must not run code.
+    They are no field, because a recipe must not run code. `comments` are further lines in front of the fields.
     """
     public = {name: _as_written(_without_secrets(value)) for name, value in settings.items() if name != "hub_token"}
-    imports = [f"# It needs `--import {' '.join(file.splitlines())}`.\n" for file in IMPORTED]
-    write_file(Path(path), "".join(imports) + yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+    imports = [f"It needs `--import {file}`." for file in IMPORTED]
+    lines = [f"# {' '.join(comment.splitlines())}\n" for comment in (*imports, *comments)]
+    write_file(Path(path), "".join(lines) + yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
 
 
 def _as_written(value: Any) -> Any:

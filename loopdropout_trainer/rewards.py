@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match
 
 
 Reward = Callable[..., list[float | None]]
@@ -35,6 +38,27 @@ def register_reward(is_right: Callable[[str, str], bool]) -> Reward:
     del reward.__wrapped__  # it has other arguments
     REWARDS[reward.__name__] = reward
     return reward
+
+
+def find_rewards(rewards: Sequence[Any]) -> list[Any]:
+    """Return rewards for TRL, with the functions of `REWARDS` in place of their names.
+
+    Args:
+        rewards: Functions, reward models, their folders or Hub names, or names in `REWARDS`.
+
+    Raises:
+        UserError: If a name is neither in `REWARDS`, nor a folder, nor of the form `user/name`.
+    """
+    found = []
+    for reward in rewards:
+        is_name = isinstance(reward, str) and "/" not in reward and not Path(reward).is_dir()
+        if is_name and reward not in REWARDS:
+            raise UserError(
+                f"`reward_funcs` must be functions, reward models, or names such as {', '.join(REWARDS)}, got {reward!r}."
+                f"{closest_match(reward, REWARDS)}{OWN_FILE_HINT}"
+            )
+        found.append(REWARDS[reward] if is_name else reward)
+    return found
 
 
 def _normalize(text: str) -> str:

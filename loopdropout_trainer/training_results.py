@@ -141,7 +141,7 @@ def training_recipe(trainer: Trainer) -> dict[str, Any]:
         "model_revision": facts.get("base_revision"),
         "num_loops": trainer.num_loops,
         "dtype": facts.get("dtype"),
-        "adapter_name_or_path": facts.get("initial_adapter"),
+        "adapter_name_or_path": None if facts.get("earlier_trainings") else facts.get("initial_adapter"),
         **describe_adapter(model),
     }
     recipe = {name: value for name, value in recipe.items() if value is not None}

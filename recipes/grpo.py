@@ -16,7 +16,6 @@ from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.job import Job
 from loopdropout_trainer.recipe import build, read_settings
-from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 
@@ -67,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     def make_trainer(run: Run) -> LoopDropoutGRPOTrainer:
         return LoopDropoutGRPOTrainer(
             model=job.load_model(run),
-            reward_funcs=[REWARDS[name] for name in reward_args.rewards],
+            reward_funcs=reward_args.rewards,
             args=run.args,
             train_dataset=dataset["train"],
             eval_dataset=dataset.get("eval"),

@@ -49,6 +49,8 @@ _UNREAD_ATTRIBUTES = {
     "warnings_issued",
     "trained_with",
     "run_folder",
+    "trained_adapter",
+    "loaded_adapter",
     "name_or_path",
 }
 _UNREAD_ATTRIBUTES |= vars(nn.Module()).keys() - {"training"}  # parameters and buffers are read by name, hooks too

@@ -65,6 +65,7 @@ class Unscaled(MaskedRule):
     """
 
     name = "unscaled"
+    has_unit_mean = False
 
     def sample(self, draw: Draw) -> Tensor:
         return (~draw.removals(self.p)).to(torch.float32)

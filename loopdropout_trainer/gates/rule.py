@@ -65,6 +65,7 @@ class GateRule:
     lora_kind: ClassVar[str] = "gated"  # kind of LoRA layer in `loopdropout_trainer.lora`
     uses_steps: ClassVar[bool] = False  # gates depend on the optimizer step
     wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
+    has_unit_mean: ClassVar[bool] = True  # the mean gate of each loop is 1, as inference with gates of 1 needs it
     mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
     alpha_factor: ClassVar[float] = 1.0  # factor on the `lora_alpha` of a new adapter
     draws_per_batch: ClassVar[int] = 1  # each with a forward and a backward pass; the loss is their mean
@@ -119,6 +120,11 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
     if cls.name in RULES and is_packaged(RULES[cls.name]) and not is_packaged(cls):
         raise UserError(
             f"The rule {cls.__name__} must have a `name` of its own, got {cls.name!r}, which is a rule of this package."
+        )
+    if cls.sample is GateRule.sample:
+        raise UserError(
+            f"The rule {cls.__name__} must have a method `sample(self, draw)`. Write one that returns the gates [K, N] of the "
+            "`draw.num_loops` loops and the `draw.example_ids`."
         )
     take_old_attribute(cls, "adapter", "lora_kind")
     take_old_attribute(cls, "passes", "draws_per_batch")

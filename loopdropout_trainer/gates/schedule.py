@@ -62,6 +62,7 @@ class CoTo(GateRule):
     name = "coto"
     title = "CoTo"
     uses_steps = True
+    has_unit_mean = False
     keep_start: float = 0.1
     ramp: float = 0.75
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from loopdropout_trainer.errors import UserError, check_type, closest_match, first_line, short_repr
-from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.looped import check_not_compiled, find_looped_model
 
 
 # Fields of LoraConfig that change more than the low-rank update, with the conflict with gates.
@@ -72,7 +73,9 @@ def default_peft_config(
         peft_config.task_type = TaskType.CAUSAL_LM
     if targets in (None, "all-linear"):
         peft_config.target_modules = _default_targets(model, peft_config)
-    elif model is not None and not isinstance(targets, str):  # a text is a pattern of names
+    elif model is not None and isinstance(targets, str):
+        _check_pattern(model, targets)
+    elif model is not None:
         peft_config.target_modules = _targets_inside(model, peft_config)
     return peft_config
 
@@ -85,6 +88,21 @@ def _default_targets(model: PreTrainedModel | None, peft_config: LoraConfig) -> 
     if peft_config.layers_to_transform is None:
         return set(names)
     return {_last_part(name) for name in names}  # because PEFT ignores `layers_to_transform` for full names
+
+
+def _check_pattern(model: PreTrainedModel, pattern: str) -> None:
+    """Raise UserError unless the names of some modules match a pattern, as PEFT reads `target_modules` that is a text."""
+    try:
+        found = any(re.fullmatch(pattern, name) for name, _ in model.named_modules())
+    except re.error as error:
+        raise UserError(f"`target_modules` must be a list of names or a pattern, got {pattern!r} ({error}).") from None
+    if not found:
+        names = find_looped_model(model).recurrent_linears()
+        known = ", ".join(sorted({_last_part(name) for name in names}))
+        raise UserError(
+            f"The pattern `target_modules` must match full names such as {names[0]!r}, got {pattern!r}. For a list of names "
+            f"such as {known}, write `[{pattern!r}]`."
+        )
 
 
 def _targets_inside(model: PreTrainedModel, peft_config: LoraConfig) -> Collection[str]:
@@ -175,10 +193,7 @@ def check_layers(model: nn.Module) -> None:
     The forward of a layer must call its LoRA variant. PEFT's LoRA layers do so over linear and most quantized weights, unless
     their adapters are merged. Other tuners' layers and quantized layers with their own forward are not supported.
     """
-    if hasattr(model, "_orig_mod"):
-        raise UserError(
-            "`model` must not be compiled. Give the model that `torch.compile` has got, whose gates it shares."
-        )
+    check_not_compiled(model)
     if not isinstance(model, PeftModel):
         raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
     for config in model.peft_config.values():

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -29,6 +29,8 @@ from loopdropout_trainer.looped import (
     NotLoopedError,
     check_num_loops,
     check_supported,
+    is_looped_class,
+    not_looped,
     refuse_continuous_batching,
 )
 from loopdropout_trainer.models.layers import Attention, RecurrentLayer
@@ -221,6 +223,10 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
             f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. The supported "
             f"looped models are in docs/models.md.{OWN_FILE_HINT}"
         )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
+    is_of_transformers = model_class is not None and model_class.__module__.startswith("transformers.")
+    if is_of_transformers and not is_looped_class(model_class):  # a user's class may have a looped model inside
+        raise not_looped(model_class, model_type, name)
     if model_type == "dory" and "mlp" not in (fields.get("layer_types") or ()):
         raise UserError(
             f'`layer_types` of {name} must list "mlp" after each attention block, as in the published checkpoint, got '

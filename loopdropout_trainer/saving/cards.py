@@ -90,6 +90,7 @@ def write_model_card(
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": metadata.get("p"),
         "Trained from the adapter": _public(metadata.get("initial_adapter")),
+        "Trained before": "; ".join(metadata.get("earlier_trainings") or ()) or None,
         "LoRA rank / alpha": f"{lora.r} / {lora.lora_alpha}",
         "Factor of the merged update": None if scale == 1 else scale,
         "Base weights in training": "4-bit, here dequantized" if is_quantized and merged else None,

@@ -193,7 +193,7 @@ class ModelLoader:
         self._adapted = None
         self._base.generation_config.eos_token_id = copy.deepcopy(self._own_end_tokens)
         looped = attach_looped_model(self._base)
-        looped.trained_with, looped.run_folder = {}, None
+        looped.trained_with, looped.run_folder, looped.loaded_adapter = {}, None, None
         if len(self._base.get_input_embeddings().weight) != self._vocabulary_size:
             self._key = None  # the embeddings were resized
 
@@ -228,7 +228,8 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     check_peft_config(config)
     check_base(source, model)
     looped = attach_looped_model(model)
-    looped.trained_with = {**metadata, "initial_adapter": source.name} if is_trainable else metadata
+    looped.trained_with = metadata
+    looped.loaded_adapter = source.name if is_trainable else None
     looped.run_folder = str(source.results_folder)
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     num_loops = looped.num_loops

@@ -33,6 +33,7 @@ _TYPES = {
     "training_id": str | None,
     "training_data": str | None,
     "initial_adapter": str | None,
+    "earlier_trainings": list[str] | None,
     "method": str | None,
     "seed": int | None,
     "step": int | None,

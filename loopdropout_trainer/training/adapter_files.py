@@ -60,11 +60,13 @@ class AdapterFilesMixin:
         self.save_state()
         rows = training_results(self, first_step)
         if self.is_world_process_zero():
-            recipe = self.recipe
+            recipe, comments = self.recipe, []
             if recipe is None:
                 recipe = training_recipe(self)
                 self._warn_of_unsaved_fields(recipe)
-            dump_recipe(recipe, Path(self.args.output_dir, RECIPE_FILE))
+                earlier = self.start.get("earlier_trainings")
+                comments = [f"The adapter was trained before: {'; '.join(earlier)}."] if earlier else []
+            dump_recipe(recipe, Path(self.args.output_dir, RECIPE_FILE), comments)
             columns = result_columns(self, self.method or self.rule.title)
             rows = [{"task": "training", **columns, **row} for row in rows]
             write_results(self.args.output_dir, rows, columns["step"], columns["training"])

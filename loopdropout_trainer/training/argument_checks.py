@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.field_hints import USUAL_NAMES
+from loopdropout_trainer.looped import check_not_compiled
 
 
 _USUAL_ARGUMENTS = {
@@ -45,7 +46,6 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
             raise UserError(f"`{name}` must not be a {type(value).__name__}. Pass it as `args=...`.")
     if not isinstance(model, str | Path | nn.Module):
         raise UserError(f"`model` must be a looped model, a PEFT model over one, or a name, got {short_repr(model)}.")
-    if hasattr(model, "_orig_mod"):
-        raise UserError("`model` must not be compiled. Give the model itself, and set `torch_compile=True` in `args`.")
+    check_not_compiled(model)
     if callbacks is not None and not isinstance(callbacks, list | tuple):
         raise UserError(f"`callbacks` must be a list of callbacks, got {short_repr(callbacks)}.")

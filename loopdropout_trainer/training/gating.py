@@ -21,6 +21,7 @@ from loopdropout_trainer.lora import (
 )
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import may_skip_loops
+from loopdropout_trainer.training.start import find_start
 
 
 _READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
@@ -75,8 +76,9 @@ class GatingMixin:
         self.batch_options = self.find_batch_options()
         for callback in self.step_callbacks:
             callback.trainer, callback.rule = self, self.rule
-        if self.looped.trained_with.get("training_id") in (None, self.training_id):
-            self.looped.trained_with = self.saved_settings()  # else the weights still come from another training
+        if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
+            self.start = find_start(self.model)
+            self.looped.trained_with = self.saved_settings()
 
     def _read_rule(self) -> None:
         """Make a new rule if `p` has changed, and raise UserError if another field of `_READ_ONCE` has."""

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from trl import GRPOTrainer
 
+from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.rewards import REWARDS, find_rewards
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
+from loopdropout_trainer.training.examples import read_first
 from loopdropout_trainer.training.reference import check_reference
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
@@ -18,8 +21,9 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
 
     Completions are sampled at unit gates, and each completion is trained on under its own gates. The reference keeps unit
     gates. It takes the arguments of [`~trl.GRPOTrainer`] in the same order, and `peft_config` defaults to the paper's
-    adapter. Each batch of completions trains once (`num_iterations=1`), because TRL computes old log-probabilities at unit
-    gates and the importance ratio would clip many tokens.
+    adapter. `reward_funcs` may also have the names of this package's rewards, such as "last_number". Each batch of
+    completions trains once (`num_iterations=1`), because TRL computes old log-probabilities at unit gates and the importance
+    ratio would clip many tokens.
     """
 
     samples_start_states = False  # as for the completions and the reference
@@ -41,7 +45,16 @@ class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
         return (("prompt",),)
 
     def before_init(self, arguments: dict[str, Any]) -> None:
+        rewards = arguments["reward_funcs"]
+        arguments["reward_funcs"] = rewards = find_rewards(rewards if isinstance(rewards, list) else [rewards])
         super().before_init(arguments)
+        example = read_first(arguments["train_dataset"])
+        compares = any(reward in REWARDS.values() for reward in rewards)
+        if compares and example is not None and "answer" not in example:
+            raise UserError(
+                f"`train_dataset` must have the column `answer`, the reference that a reward of this package reads, got the "
+                f"columns {', '.join(example)}. Rename one by `Dataset.rename_column`."
+            )
         if arguments["args"].beta != 0:
             check_reference(arguments["model"], "Set `beta` to 0")
 

@@ -248,12 +248,9 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
         )
     others = list_checkpoints(folder)
     if others and is_first_process:
-        start = ""
-        if trainer.state.global_step:
-            start = "It starts from the present weights of the model, so make a new trainer for a fresh start. "
         logger.warning(
             f"{folder} has checkpoints of an earlier training up to {others[-1].name}, which this training does not continue. "
-            f"{start}It replaces the checkpoints of its own steps and keeps the others. To continue the earlier training, use "
+            "It replaces the checkpoints of its own steps and keeps the others. To continue the earlier training, use "
             f"{describe_resuming(trainer)}. To keep all of its checkpoints, set another `output_dir`."
         )
     return None

@@ -8,6 +8,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -32,6 +33,7 @@ from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain
 from loopdropout_trainer.renames import renamed_attribute
 from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.facts import MODELS
+from loopdropout_trainer.saving.loading import load_skeleton
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import check_end_token, check_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
@@ -121,6 +123,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         draw_index: Index of the running draw.
         recipe: Recipe of the training, which is saved with its results. Default: made of the arguments.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
+        start: Settings of `find_start`, which say what the training starts from.
         num_given: Numbers of examples of the datasets that TRL makes tokens of, by their names in messages.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
             {field}), `is_chat`, `system_turn` (of all conversations), and `base_weights` (a digest).
@@ -144,6 +147,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     runs_several_draws = False
     draw_index = 0
     training_id: str | None = None
+    start: Mapping[str, Any] = MappingProxyType({})
     saved_facts: dict[str, Any]
     num_given: dict[str, int]
 
@@ -246,7 +250,11 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
                 "(`trainer.model` of the first trainer), or load the base model again."
             )
         else:
-            arguments["peft_config"] = default_peft_config(skeleton, arguments["peft_config"])
+            lora = arguments["peft_config"]
+            names_targets = getattr(lora, "target_modules", None) not in (None, "all-linear")
+            if skeleton is None and names_targets:  # of a model by name, whose modules are not known yet
+                skeleton = load_skeleton(model, (arguments["args"].model_init_kwargs or {}).get("revision") or "main")
+            arguments["peft_config"] = default_peft_config(skeleton, lora)
 
     def _add_callbacks(self, arguments: dict[str, Any]) -> None:
         """Put the callbacks of this package before those of the user, which may evaluate and must see unit gates."""
@@ -306,7 +314,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         """Return the settings that are saved with an adapter which this trainer has trained."""
         args = self.args
         depths = args.make_depth_sampler().limits(self.num_loops)
-        settings = {
+        return {
             "rule": args.rule,
             "p": args.p,
             "rule_args": args.rule_args,
@@ -319,10 +327,8 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
             "seed": args.seed,
             "training_id": self.training_id,
             **self.saved_facts,
+            **self.start,
         }
-        if "initial_adapter" in self.looped.trained_with:  # of the adapter that the training starts from
-            settings["initial_adapter"] = self.looped.trained_with["initial_adapter"]
-        return settings
 
     # The order of the examples
 

@@ -20,6 +20,7 @@ from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
+from loopdropout_trainer.means import describe_mean
 from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
@@ -33,6 +34,7 @@ from loopdropout_trainer.training.distributed import IGNORED, EveryExampleOnceMi
 from loopdropout_trainer.training.examples import name_datasets
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
+from loopdropout_trainer.training.start import find_start, log_start
 from loopdropout_trainer.training.stopping import (
     ended_early,
     explain_metrics,
@@ -169,6 +171,14 @@ class GateSamplingMixin(AdapterTrainingMixin):
         else:
             first_step = load_state(checkpoint).global_step
             self.training_id = find_source(checkpoint).training_id
+        self.start = find_start(self.model, self.saved_facts["base_weights"], checkpoint)
+        if self.is_world_process_zero():
+            log_start(self.model, self.start)
+            rows = self.args.rows_per_process
+            warning = describe_mean(self.rule, num_loops, self.physical_layers, rows, self.gate_seed)
+            if warning is not None:
+                logger.warning(warning)
+        self.looped.trained_adapter, self.looped.loaded_adapter = self.model.active_adapters[0], None
         self.looped.trained_with = self.saved_settings()
         self.gate_state.must_draw = self.rule.name != "lora"  # whose gates are all one
         self.tokens_before = self.num_tokens

@@ -11,6 +11,7 @@ from helpers.errors import user_error
 from loopdropout_trainer.gates import RULES, Draw, GateRule, LoopDropout, make_rule, register_rule
 from loopdropout_trainer.gates.__main__ import main
 from loopdropout_trainer.gates.streams import Streams
+from loopdropout_trainer.means import measure_mean
 
 
 K, M = 4, 3
@@ -179,7 +180,7 @@ def test_make_rule_names_valid_fields(name, fields, message):
     ],
 )
 def test_rule_gets_p_as_it_declares(declared, p, given):
-    own = type("Own", (GateRule,), {"name": "own", "__annotations__": {"p": declared}, "p": 0.0})
+    own = type("Own", (GateRule,), {"name": "own", "__annotations__": {"p": declared}, "p": 0.0, "sample": None})
     with patch.dict(RULES):
         register_rule(dataclass(frozen=True)(own))
         rule = make_rule("own", p=p)
@@ -192,7 +193,7 @@ def test_rule_gets_p_as_it_declares(declared, p, given):
 def test_rules_of_the_package_are_not_replaced():
     """A baseline `lora` would be another method then. A notebook cell with a user's rule may run again."""
     for name, message in (("lora", "`name` of its own, got 'lora'"), ("own", None)):
-        own = dataclass(frozen=True)(type("Own", (GateRule,), {"name": name}))
+        own = dataclass(frozen=True)(type("Own", (GateRule,), {"name": name, "sample": LoopDropout.sample}))
         with patch.dict(RULES), user_error(message) if message else nullcontext():
             register_rule(own)
             register_rule(own)
@@ -203,3 +204,18 @@ def test_rule_without_dataclass_or_name_raises():
     for rule in (type("Own", (GateRule,), {"name": "own"}), without_name):
         with user_error("The rule Own must be a dataclass with its own `name`"):
             register_rule(rule)
+
+
+def test_rule_without_sample_raises():
+    own = dataclass(frozen=True)(type("Own", (GateRule,), {"name": "own"}))
+    with user_error(
+        r"The rule Own must have a method `sample\(self, draw\)`. Write one that returns the gates \[K, N\]"
+    ):
+        register_rule(own)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_say_if_their_mean_gate_is_one(name):
+    means, _ = measure_mean(make_rule(name), K, LAYERS, batch_size=64)
+    error = 5 * means.std(dim=0) / len(means) ** 0.5 + 1e-6
+    assert bool(((means.mean(dim=0) - 1).abs() <= error).all()) is RULES[name].has_unit_mean

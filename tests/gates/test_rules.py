@@ -1,6 +1,7 @@
 """Test rules in training: gradients against full matrices, resuming, saving, loading and merging."""
 
 import math
+import re
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from loopdropout_trainer import LoRADropoutSFTTrainer, default_peft_config, load
 from loopdropout_trainer.gates import RULES, Draw, make_rule
 from loopdropout_trainer.gates.loop_dropout import LoopDropout
 from loopdropout_trainer.lora import adapted_layers, add_gates, physical_layers
+from loopdropout_trainer.means import describe_mean
 from loopdropout_trainer.training.callbacks import SensitivityCallback
 
 
@@ -322,3 +324,41 @@ def test_example_of_own_rule_trains(train):
         assert ((gates == 0).sum(dim=0) <= 1).all() and torch.allclose(gates.mean(dim=1), torch.ones(K), atol=0.03)
         trainer = train(rule="drop_one_loop", p=0.5, max_steps=1)
     assert trainer.last_gates.sampled.dtype == torch.float32
+
+
+HALVED = """
+from dataclasses import dataclass
+import torch
+from loopdropout_trainer.gates import GateRule, register_rule
+
+@register_rule
+@dataclass(frozen=True)
+class Halved(GateRule):
+    name = "halved"
+    factor: float = 0.5
+
+    def sample(self, draw):
+        return self.factor * 2 * (draw.uniforms("halved", draw.num_loops).T < 0.5).float() + 0 * torch.rand(1)
+"""
+
+
+@pytest.mark.parametrize(("factor", "has_unit_mean"), [(0.5, True), (1, True), (0.5, False)])
+def test_mean_gate_of_own_rule_is_measured(train, log, factor, has_unit_mean):
+    """The measurement does not change torch's random state."""
+    says = (
+        r"rule 'halved' must have the mean 1, .* over 2,048 examples it is 0\.\d+ in loop 1, .*`has_unit_mean = False`"
+    )
+    with patch.dict(RULES):
+        exec(HALVED, {"__name__": "halved"})
+        RULES["halved"].has_unit_mean = has_unit_mean
+        rule = train(rule="halved", rule_args={"factor": factor}, max_steps=1).rule
+    is_wrong = factor == 0.5 and has_unit_mean
+    assert bool(re.search(says, log.text)) is is_wrong
+    log.clear()
+    loop_dropout(with_adapter(), rule=rule)
+    assert ("must have the mean 1" in log.text) is is_wrong
+    assert is_wrong is (describe_mean(rule, K, physical_layers(with_adapter())) is not None)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    describe_mean(rule, K, [0])
+    assert torch.equal(torch.get_rng_state(), state)

@@ -14,9 +14,9 @@ import loopdropout_trainer
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
 FLOORS = """
-terminal | errors renames arithmetic rewards plots memory bounds | reruns
-files limits gate_state gate_texts gates library_fields read_yaml field_hints
-looped fields | help lora arguments tokenizers sweeps field_values | recipe
+terminal | errors renames arithmetic plots memory bounds | reruns
+files limits gate_state gate_texts gates library_fields read_yaml rewards field_hints
+looped fields means | help lora arguments tokenizers sweeps field_values | recipe
 models data results training_results handle | prompts recipe_changes result_choice | saving generation diagnostics
 training integrations | evaluation progress serving
 lm_eval cli runs workers sweep_methods sweep_scores | plan frames measuring | tables sweep_plan | figures table_files

@@ -13,6 +13,7 @@ from helpers.trainers import Recording, assert_same_weights, logged
 from loopdropout_trainer import LoopDropoutGRPOConfig, LoopDropoutGRPOTrainer, default_peft_config, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.rewards import REWARDS
 
 
 BETA, TEMPERATURE = 0.2, 0.8
@@ -149,3 +150,22 @@ def test_settings_that_do_not_fit_raise(make):
     for fields in ({"num_iterations": 2}, {"steps_per_generation": 2}):  # which reuse completions
         with user_error("`num_iterations` must be 1, and `steps_per_generation` must divide"):
             make(**fields)
+
+
+def test_rewards_may_be_names(make, config, tokenizer):
+    rows = PROMPTS.add_column("answer", [str(number) for number in range(12)])
+
+    def trainer(rewards, data=rows):
+        fields = {"num_generations": 3, "per_device_train_batch_size": 6, "use_cpu": True, "max_completion_length": 7}
+        args = config(LoopDropoutGRPOConfig, max_steps=1, **fields)
+        return LoopDropoutGRPOTrainer(tiny_ouro(), rewards, args, train_dataset=data, processing_class=tokenizer)
+
+    named = trainer(["last_number", reward])
+    assert named.reward_funcs == [REWARDS["last_number"], reward]
+    named.train()
+    assert "rewards/last_number/mean" in named.state.log_history[0]
+    assert trainer("exact_match").reward_funcs == [REWARDS["exact_match"]]
+    with user_error("`reward_funcs` must be .* or names such as gsm8k.*got 'last_numbr'. Did you mean 'last_number'?"):
+        trainer("last_numbr")
+    with user_error("`train_dataset` must have the column `answer`, .* got the columns prompt. Rename one"):
+        trainer("last_number", PROMPTS)

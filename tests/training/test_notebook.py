@@ -1,21 +1,26 @@
 """What people do with a trainer and its model in a notebook: the right result, or one sentence."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModelForCausalLM, get_peft_model_state_dict
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModelForCausalLM, get_peft_model, get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from helpers.errors import user_error
-from helpers.tiny import tiny_ouro
+from helpers.tiny import tiny_ouro, with_adapter
 from helpers.trainers import assert_same_weights
 from loopdropout_trainer import (
     LoopDropoutDPOConfig,
     LoopDropoutDPOTrainer,
     LoopDropoutSFTTrainer,
+    default_peft_config,
+    load_adapter,
+    load_model,
+    loop_dropout,
     merge_and_save,
     use_gates,
 )
@@ -144,8 +149,12 @@ def test_last_gates_print_the_loops_of_each_example(train):
 
 
 def test_gates_of_a_compiled_model_name_the_model(train):
-    with user_error("`model` must not be compiled. Give the model that `torch.compile` has got"):
-        use_gates(torch.compile(train(max_steps=1).model), [1, 0, 0, 0]).__enter__()
+    compiled = torch.compile(train(max_steps=1).model)
+    for use in (lambda: use_gates(compiled, [1, 0, 0, 0]).__enter__(), lambda: loop_dropout(compiled)):
+        with user_error(
+            "`model` must not be compiled. Give the model that `torch.compile` has got, .*`torch_compile=True`"
+        ):
+            use()
 
 
 @pytest.mark.parametrize(
@@ -219,6 +228,31 @@ def test_model_without_loops_is_named_with_its_class(config, dataset, tokenizer,
             LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
 
 
+def test_load_model_says_early_that_a_model_has_no_loops(tmp_path):
+    """The folder has no weights, so only its configuration is read."""
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with user_error(f"must be a looped model, .*got a LlamaForCausalLM from {tmp_path}"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["query"], "must be modules of the model, such as down_proj, gate_proj, .*got query."),
+        (
+            "q_proj",
+            r"must match full names such as 'model.layers.0.self_attn.q_proj', got 'q_proj'. .* write `\['q_proj'\]`",
+        ),
+        ("(q", r"`target_modules` must be a list of names or a pattern, got '\(q' \(.*unterminated"),
+    ],
+)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_target_modules_that_are_missing_are_named(config, dataset, targets, message, by_name):
+    model = "tiny-ouro" if by_name else load_model("tiny-ouro")
+    with user_error(message):
+        LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, peft_config=LoraConfig(target_modules=targets))
+
+
 def test_adapter_of_a_bare_lora_config_loads_in_peft(config, dataset, saved):
     """Without a `task_type`, PEFT saves the module of the model's class, which it refuses to import."""
     lora = LoraConfig(r=4)
@@ -227,3 +261,88 @@ def test_adapter_of_a_bare_lora_config_loads_in_peft(config, dataset, saved):
     loaded = AutoPeftModelForCausalLM.from_pretrained(trainer.args.output_dir)
     assert type(loaded) is type(trainer.model) is PeftModelForCausalLM
     assert lora.task_type is None  # the user's own
+
+
+def metadata_of(trainer):
+    trainer.save_model()
+    return json.loads(Path(trainer.args.output_dir, "loop_dropout.json").read_text())
+
+
+BEFORE = r"Loop Dropout \(p = 0.25, K = 4, 2 steps, seed 42\) on 48 examples \(digest \w{16}\)"
+
+
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_second_training_names_the_first(train, make_sft, tmp_path, log, same_trainer):
+    """A cell with another p runs again on the same model, whose adapter is not zero."""
+    first = train(p=0.25, max_steps=2, output_dir=str(tmp_path / "first"))
+    assert "trained before" not in log.text and "earlier_trainings" not in metadata_of(first)
+    second = first
+    if not same_trainer:
+        second = make_sft(first.model, p=0.75, max_steps=1, output_dir=str(tmp_path / "second"))
+    second.train()
+    assert re.search(rf"starts from present weights of the model, which were trained before: {BEFORE}\. For", log.text)
+    (earlier,) = metadata_of(second)["earlier_trainings"]
+    assert re.fullmatch(BEFORE, earlier)
+    folder = Path(second.args.output_dir)
+    assert f"# The adapter was trained before: {earlier}.\n" in (folder / "recipe.yaml").read_text()
+    merge_and_save(second.model, tmp_path / "merged")
+    for card in (folder / "README.md", tmp_path / "merged" / "README.md"):
+        assert f"| Trained before | {earlier} |" in card.read_text()
+    third = make_sft(second.model, max_steps=1, output_dir=str(tmp_path / "third"))
+    third.train()
+    assert len(metadata_of(third)["earlier_trainings"]) == 2
+    log.clear()
+    new = train(max_steps=1)
+    assert "trained before" not in log.text and "earlier_trainings" not in metadata_of(new)
+
+
+def test_continued_training_keeps_what_it_started_from(train, make_sft, tmp_path):
+    first = train(p=0.25, max_steps=2)
+    fields = {"output_dir": str(tmp_path / "second"), "save_strategy": "steps", "save_steps": 1}
+    make_sft(first.model, max_steps=1, **fields).train()
+    resumed = make_sft(max_steps=2, **fields)  # in a new process
+    resumed.train(resume_from_checkpoint=True)
+    (earlier,) = metadata_of(resumed)["earlier_trainings"]
+    assert re.fullmatch(BEFORE, earlier)
+
+
+def test_training_from_a_saved_adapter_names_its_folder(train, make_sft, tmp_path, saved, log):
+    model = load_adapter(load_model(saved / "base"), saved / "adapter", is_trainable=True)
+    trainer = make_sft(model, max_steps=1, output_dir=str(tmp_path / "second"))
+    trainer.train()
+    assert "trained before" not in log.text
+    facts = metadata_of(trainer)
+    assert facts["initial_adapter"] == str(saved / "adapter") and "earlier_trainings" not in facts
+    assert load_recipe(tmp_path / "second" / "recipe.yaml")["adapter_name_or_path"] == str(saved / "adapter")
+    third = make_sft(trainer.model, max_steps=1, output_dir=str(tmp_path / "third"))
+    third.train()
+    facts = metadata_of(third)
+    assert facts["initial_adapter"] == str(saved / "adapter") and len(facts["earlier_trainings"]) == 1
+    assert "adapter_name_or_path" not in load_recipe(tmp_path / "third" / "recipe.yaml")
+
+
+def test_training_over_a_merged_one_names_it(train, make_sft, tmp_path, log):
+    first = train(p=0.25, max_steps=2)
+    second = make_sft(first.model.merge_and_unload(), max_steps=1, output_dir=str(tmp_path / "second"))
+    second.train()
+    assert "after which the base model was changed, as by merging" in log.text
+    assert re.match(BEFORE, metadata_of(second)["earlier_trainings"][0])
+
+
+def test_start_of_weights_from_elsewhere_is_not_known(make_sft, log):
+    trainer = make_sft(with_adapter(), max_steps=1)
+    trainer.train()
+    assert metadata_of(trainer)["earlier_trainings"] == ["not known, but the update is not zero"]
+    log.clear()
+    untrained = make_sft(get_peft_model(tiny_ouro(), default_peft_config()), max_steps=1)
+    untrained.train()
+    assert "trained before" not in log.text and "earlier_trainings" not in metadata_of(untrained)
+
+
+def test_trained_one_of_two_adapters_is_named(make_sft, log):
+    model = with_adapter()
+    model.add_adapter("second", default_peft_config(model.get_base_model(), r=2))
+    model.set_adapter("second")
+    make_sft(model, max_steps=1).train()
+    assert "The adapter 'second' trains, and 'default' stays unchanged." in log.text
+    assert "trained before" not in log.text  # the second one is new

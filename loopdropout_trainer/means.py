@@ -1,0 +1,72 @@
+"""The mean gates of a rule, which must be 1, because all gates are 1 at inference."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loopdropout_trainer.gate_state import as_gate_matrix
+from loopdropout_trainer.gates.rule import Draw, GateRule, is_packaged
+
+
+_NUM_EXAMPLES = 4096
+_MOST_STEPS = 512
+_TOLERANCE = 0.02
+
+
+def describe_mean(
+    rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int = 16, seed: int = 0
+) -> str | None:
+    """Return a warning with the measured mean gates of a user's rule, or None if they are 1.
+
+    The rules of this package are tested, and a rule with `has_unit_mean = False` has another mean on purpose. The measurement
+    draws from a copy of the rule, and leaves its state and torch's random state unchanged.
+
+    Args:
+        rule: Rule of the training.
+        num_loops: Recurrence depth K.
+        layers: Index of the physical layer of each adapted module, [M].
+        batch_size: Number of examples of a draw.
+        seed: Seed of the draws.
+    """
+    if is_packaged(type(rule)) or not rule.has_unit_mean:
+        return None
+    means, num_examples = measure_mean(rule, num_loops, layers, batch_size, seed)  # [steps, K]
+    mean, error = means.mean(dim=0), means.std(dim=0) / math.sqrt(len(means))  # [K]
+    if not bool(((mean - 1).abs() > _TOLERANCE + 5 * error).any()):
+        return None
+    loops = ", ".join(f"{value:.2f} in loop {loop}" for loop, value in enumerate(mean.tolist(), start=1))
+    return (
+        f"The gates of the rule {rule.name!r} must have the mean 1, because all gates are 1 at inference, but over "
+        f"{num_examples:,} examples it is {loops}. Divide the gates by their mean, or write `has_unit_mean = False` in "
+        f"the class {type(rule).__name__} if another scale is meant."
+    )
+
+
+def measure_mean(
+    rule: GateRule, num_loops: int, layers: Sequence[int], batch_size: int, seed: int = 0
+) -> tuple[Tensor, int]:
+    """Return the mean gates of each of many steps, [steps, K], and the number of examples in all of them."""
+    rule = copy.deepcopy(rule)
+    num_steps = min(_MOST_STEPS, math.ceil(_NUM_EXAMPLES / batch_size))
+    means = []
+    with torch.random.fork_rng(devices=[]):
+        for step in range(num_steps):
+            draw = Draw(
+                seed=seed,
+                step=step,
+                example_ids=[(row, 0) for row in range(batch_size)],
+                num_loops=num_loops,
+                num_steps=num_steps,
+                num_modules=len(layers),
+                layers=layers,
+            )
+            sampled = rule.sample(draw)
+            name = f"Gates of the rule {rule.name!r}"
+            gates = as_gate_matrix(sampled, num_loops, len(layers), batch_size, name)  # [K, N] or [K, N, M]
+            means.append(gates.detach().double().cpu().flatten(1).mean(dim=1))
+    return torch.stack(means), num_steps * batch_size

@@ -1,0 +1,105 @@
+"""What a training starts from: a new adapter, a saved one, or weights trained before. Only this module decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peft import PeftModel
+from transformers.utils import logging
+
+from loopdropout_trainer.errors import count
+from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving.checkpoints import Checkpoint
+from loopdropout_trainer.saving.source import find_source
+
+
+logger = logging.get_logger(__name__)
+
+START_FIELDS = ("initial_adapter", "earlier_trainings")
+"""Settings of a training that say what it started from, as `find_start` returns them."""
+
+_ZERO_INITS = (True, "gaussian", "eva")
+"""Values of `init_lora_weights` with which the factor B of a new adapter is zero."""
+
+
+def find_start(
+    model: PeftModel, base_weights: str | None = None, checkpoint: Checkpoint | None = None
+) -> dict[str, Any]:
+    """Return the settings that say what a training starts from, which are saved with its adapter.
+
+    Args:
+        model: Model with the adapter that is trained.
+        base_weights: Digest of the weights of its base model, from `digest_weights`.
+        checkpoint: Checkpoint that the training continues from, or None.
+
+    Returns:
+        `initial_adapter`, the folder or Hub name of the saved adapter that the first training started from, and
+        `earlier_trainings`, a text for each training whose weights this one starts from. A new adapter has neither.
+    """
+    looped = find_looped_model(model)
+    before = looped.trained_with
+    if checkpoint is not None:
+        before = find_source(checkpoint).metadata
+    kept = {name: before[name] for name in START_FIELDS if name in before}
+    if checkpoint is not None:
+        return kept
+    was_trained = before.get("training_id") is not None
+    trained_base = before.get("base_weights")
+    if was_trained and None not in (trained_base, base_weights) and trained_base != base_weights:
+        return _add_training(
+            kept, f"{describe_training(before)}, after which the base model was changed, as by merging"
+        )
+    adapter = model.active_adapters[0]
+    has_zero_init = model.peft_config[adapter].init_lora_weights in _ZERO_INITS
+    if has_zero_init and _has_no_update(model, adapter):
+        return {}
+    if looped.loaded_adapter is not None:
+        return {"initial_adapter": looped.loaded_adapter}
+    if was_trained and looped.trained_adapter == adapter:
+        return _add_training(kept, describe_training(before))
+    return _add_training({}, "not known, but the update is not zero") if has_zero_init else {}
+
+
+def _add_training(start: Mapping[str, Any], training: str) -> dict[str, Any]:
+    return {**start, "earlier_trainings": [*start.get("earlier_trainings", ()), training]}
+
+
+def _has_no_update(model: PeftModel, adapter: str) -> bool:
+    """Return whether the factors B of an adapter are all zero, as far as this process has them."""
+    factors = [x for name, x in model.named_parameters() if "lora_B" in name and adapter in name.split(".")]
+    return not any(bool(factor.detach().any()) for factor in factors)
+
+
+def describe_training(settings: Mapping[str, Any]) -> str:
+    """Return a training in words, from the settings that were saved with it.
+
+    For example "Loop Dropout (p = 0.5, K = 4, 20 steps, seed 42) on 64 examples (digest ...)".
+    """
+    facts = [f"{name} = {settings[name]}" for name in ("p", "rule_args") if settings.get(name) is not None]
+    if settings.get("num_loops") is not None:
+        facts.append(f"K = {settings['num_loops']}")
+    # An interrupted training has no number of steps unless it was saved.
+    facts.append("interrupted" if settings.get("step") is None else count(settings["step"], "step"))
+    if settings.get("seed") is not None:
+        facts.append(f"seed {settings['seed']}")
+    data = settings.get("training_data")
+    method = settings.get("method") or settings.get("rule") or "a training"
+    return f"{method} ({', '.join(facts)}){f' on {data}' if data else ''}"
+
+
+def log_start(model: PeftModel, start: Mapping[str, Any]) -> None:
+    """Log which of several adapters trains, and that its weights were trained before."""
+    adapter = model.active_adapters[0]
+    others = [name for name in model.peft_config if name not in (adapter, "ref")]  # TRL adds the reference "ref"
+    if others:
+        names = ", ".join(map(repr, others))
+        logger.warning(
+            f"The adapter {adapter!r} trains, and {names} stays unchanged. `set_adapter` chooses another one."
+        )
+    earlier = start.get("earlier_trainings")
+    if earlier:
+        logger.warning(
+            f"The training starts from present weights of the model, which were trained before: {'; '.join(earlier)}. For a "
+            "fresh start, load the base model again and make a new trainer."
+        )
