@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,7 +248,7 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
     """Return the lines about the examples that are trained on, the optimizer steps and the epochs.
 
     If fewer examples are held out than the recipe asks for, the rest was too long, and the line says so. A mixture has a
-    line for each data set, with the number of its examples that are in the mixture.
+    line for each data set, with the numbers of its examples that are trained on and held out.
     """
     num_examples, num_held_out = len(loaded.datasets["train"]), len(loaded.datasets.get("eval") or ())
     held_out = f"{num_held_out:,} held out"
@@ -256,9 +257,13 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
             f" of the {data.num_held_out:,} asked for, because the others have more than {args.max_length:,} tokens"
         )
     num_rows, about, packed = num_examples, "", ""
-    if getattr(args, "packing", False) and loaded.num_tokens and args.max_length:
-        num_rows, about = math.ceil(loaded.num_tokens / args.max_length), "about "  # as if packing filled all rows
-        packed = f" in about {count(num_rows, 'packed row')}"
+    if getattr(args, "packing", False) and loaded.lengths is not None:
+        num_rows = count_packed_rows(loaded.lengths.tolist(), args.max_length)
+        # TRL packs other examples together if it divides them between processes, or shuffles them before.
+        is_one_group = num_examples <= _PACKED_TOGETHER or not args.shuffle_dataset
+        if not is_one_group or (args.dataset_num_proc or 1) > 1:
+            about = "about "
+        packed = f" in {about}{count(num_rows, 'packed row')}"
     steps_per_epoch = math.ceil(num_rows / args.examples_per_step)
     if args.max_steps > 0:
         num_steps, num_epochs, about_steps = args.max_steps, f"{about}{args.max_steps / steps_per_epoch:.3g}", ""
@@ -268,8 +273,33 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
     epochs = "epoch" if num_epochs == "1" else "epochs"
     length = f"{about_steps}{count(num_steps, 'optimizer step')}, {num_epochs} {epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
-    lines += [f"{number:,} of the {size:,} examples of {title}" for title, number, size in loaded.sources]
+    for source in loaded.sources:
+        line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
+        lines.append(f"{line}, {source.num_held_out:,} held out" if data.num_held_out else line)
     return _titled("examples", lines)
+
+
+_PACKED_TOGETHER = 1000
+"""Number of examples that TRL packs together, which is the default number of rows of a batch in `Dataset.map`."""
+
+
+def count_packed_rows(lengths: Sequence[int], row_length: int) -> int:
+    """Return the number of rows into which TRL packs examples with these lengths (the strategy `bfd`).
+
+    The longest example comes first. Each one goes into the row with the least space that is enough for it.
+    """
+    num_rows = 0
+    for start in range(0, len(lengths), _PACKED_TOGETHER):
+        spaces: list[int] = []  # left in each row, sorted
+        for length in sorted(lengths[start : start + _PACKED_TOGETHER], reverse=True):
+            place = bisect_left(spaces, length)
+            if place < len(spaces):
+                space = spaces.pop(place)
+            else:
+                space = row_length
+                num_rows += 1
+            insort(spaces, space - length)
+    return num_rows
 
 
 def describe_left_out(left_out: Sequence[LeftOut]) -> list[str]:

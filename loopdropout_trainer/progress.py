@@ -100,7 +100,7 @@ def format_value(value: Any) -> Any:
 class SampleCompletionsCallback(TrainerCallback):
     """Print a greedy completion of the first evaluation example, and log it to W&B and Trackio.
 
-    It does so at each evaluation, and after the last step, once for each step.
+    It does so at each evaluation, and after the last step, once for each step. After a signal, the training ends without one.
 
     Args:
         trainer: Trainer with an evaluation dataset.
@@ -127,7 +127,8 @@ class SampleCompletionsCallback(TrainerCallback):
             self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if state.global_step == self.last_step:  # the evaluation of an epoch comes after its last step
+        is_stopped = self.trainer.stop_callback.received
+        if is_stopped or state.global_step == self.last_step:  # the evaluation of an epoch comes after its last step
             return
         self.last_step = state.global_step
         trainer, tokenizer, start = self.trainer, self.trainer.processing_class, time.monotonic()

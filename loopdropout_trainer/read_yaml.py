@@ -29,15 +29,20 @@ MOST_DIGITS = 1000
 
 
 class _Loader(yaml.SafeLoader):
-    """Read YAML without duplicate fields and very long numbers."""
+    """Read YAML without duplicate fields, very long numbers, and names like `a:b` for a missing space."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in names:
                     raise UserError(f"`{key.value}` is set twice.")
                 names.add(key.value)
+                first, colon, rest = key.value.partition(":")
+                if colon and key.style is None and value.value == "":  # `{a:b}` is the name `a:b` without a value
+                    raise UserError(
+                        f"`{key.value}` must have a space after the colon, as in `{first}: {rest.strip()}`."
+                    )
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:

@@ -148,9 +148,16 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> 
     path = CHAT_TEMPLATES.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         raise unknown_template("chat_template", name_or_path, "a Jinja file")
+    tokens = CHAT_TOKENS.get(name_or_path, {})
+    missing = {*tokens.values()}.difference(tokenizer.get_vocab())
+    if missing:
+        raise UserError(
+            f"`chat_template` must be one whose tokens the tokenizer {tokenizer.name_or_path} has, got {name_or_path!r}, "
+            f"which needs {', '.join(sorted(missing))}. The chat template tulu2 needs no tokens of its own."
+        )
     tokenizer.chat_template = read_text(path)
-    for name, token in CHAT_TOKENS.get(name_or_path, {}).items():
-        _set_token(tokenizer, name, token)
+    for name, token in tokens.items():
+        setattr(tokenizer, name, token)
 
 
 def unknown_template(field: str, name: str, others: str) -> UserError:
@@ -202,11 +209,7 @@ def check_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str | None
 
 
 def _set_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str) -> None:
-    if token not in tokenizer.get_vocab():
-        raise UserError(
-            f"`{name}` must be a token of the tokenizer {tokenizer.name_or_path}, got {token}. The chat template tulu2 needs "
-            "no tokens of its own."
-        )
+    check_token(tokenizer, name, token)
     setattr(tokenizer, name, token)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,19 @@ def count_examples(dataset: Dataset) -> tuple[int, int | None]:
     return sum(len(lengths) for lengths in dataset["seq_lengths"]), len(dataset)
 
 
+def mean_loss(history: Sequence[Mapping[str, float]]) -> float:
+    """Return the training loss of a log: the mean over all steps, also of those before an interruption, or NaN without a loss.
+
+    A logged loss is the mean over the steps since the loss before it.
+    """
+    total, last_step = 0.0, 0
+    for log in history:
+        if "loss" in log:
+            total += log["loss"] * (log["step"] - last_step)
+            last_step = log["step"]
+    return total / last_step if last_step else math.nan
+
+
 def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, Any]]:
     """Return the results of a training, without the columns of `task`, `method`, `seed` and `num_loops`.
 
@@ -73,9 +86,7 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
 
     history, num_steps = trainer.state.log_history, trainer.state.global_step
     last = {name: value for log in history for name, value in log.items()}
-    losses = [log["loss"] for log in history if "loss" in log]
     eval_losses = [log["eval_loss"] for log in history if "eval_loss" in log and log["step"] <= saved_step(trainer)]
-    steps = [0, *(log["step"] for log in history if "loss" in log)]
     rewards = [log["reward"] for log in history if "reward" in log]
     tenth = max(1, len(rewards) // 10)
     sampling = sum(getattr(callback, "seconds", 0) for callback in trainer.callback_handler.callbacks)
@@ -87,7 +98,7 @@ def training_results(trainer: Trainer, first_step: int = 0) -> list[dict[str, An
     elif isinstance(trainer.train_dataset, Sized):
         num_examples = len(trainer.train_dataset)
     values = {
-        "train_loss": np.dot(losses, np.diff(steps)) / num_steps if losses else math.nan,
+        "train_loss": mean_loss(history),
         "eval_loss": eval_losses[-1] if eval_losses else math.nan,
         "examples": num_examples,
         "packed_rows": math.nan if num_packed_rows is None else num_packed_rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
@@ -45,6 +45,51 @@ def find_format(names: Iterable[str], formats: Iterable[tuple[str, ...]] = FORMA
         if names.issuperset(columns):
             return columns
     return ()
+
+
+_USUAL_COLUMNS = {
+    "prompt": ("question", "instruction", "query", "problem", "input"),
+    "completion": ("answer", "output", "response", "solution", "target"),
+    "chosen": ("preferred", "accepted", "good"),
+    "rejected": ("dispreferred", "refused", "bad"),
+}
+"""Names that columns of a format often have elsewhere."""
+
+
+def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) -> dict[str, str]:
+    """Return which columns could be renamed to those of a format, as an example for a message.
+
+    Args:
+        example: First row of the data.
+        formats: Columns of each format that the data can have.
+
+    Returns:
+        Columns of the data by their names in a format, or an empty dict if no format has enough columns.
+    """
+    formats = [*map(tuple, formats)]
+    chats = [
+        name for name, value in example.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
+    texts = [name for name, value in example.items() if isinstance(value, str)]
+    if chats and ("messages",) in formats:
+        return {"messages": chats[0]}
+    for others in ([], texts):  # first by usual names only
+        for columns in formats:
+            if found := _find_names(columns, example, others):
+                return found
+    return {}
+
+
+def _find_names(columns: Sequence[str], names: Collection[str], others: Sequence[str]) -> dict[str, str]:
+    """Return the other names of columns: usual ones, or some of the others. It is empty if there are too few."""
+    found: dict[str, str] = {}
+    for column in columns:
+        usual = [name for name in (column, *_USUAL_COLUMNS.get(column, ())) if name in names]
+        free = [name for name in [*usual, *others] if name not in found.values()]
+        if not free:
+            return {}
+        found[column] = free[0]
+    return {column: name for column, name in found.items() if column != name}
 
 
 def wrong_columns(

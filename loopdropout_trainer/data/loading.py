@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import yaml
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -18,6 +20,7 @@ from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import (
     TARGETS,
     check_roles,
+    guess_columns,
     has_text,
     to_messages,
     to_text,
@@ -47,13 +50,29 @@ class LoadedExamples(NamedTuple):
 
     Attributes:
         datasets: As from `load_datasets`.
-        num_tokens: Number of tokens of the training examples, or None if they were not counted.
-        sources: Name, number of training examples and number of usable examples of each data set of a mixture.
+        lengths: [N] numbers of tokens of the training examples, or None if they were not counted.
+        sources: The data sets of a mixture.
     """
 
     datasets: DatasetDict
-    num_tokens: int | None
-    sources: list[tuple[str, int, int]]
+    lengths: np.ndarray | None
+    sources: list[MixedSource]
+
+
+class MixedSource(NamedTuple):
+    """A data set of a mixture.
+
+    Attributes:
+        title: Name.
+        num_train: Number of its training examples.
+        num_held_out: Number of its held-out examples.
+        size: Number of its usable examples, of which the mixture may have a part.
+    """
+
+    title: str
+    num_train: int
+    num_held_out: int
+    size: int
 
 
 def load_datasets(
@@ -96,17 +115,25 @@ def load_examples(
             splits[name] = _complete(examples, tokenizer, max_length, left_out, noun)
     if not len(splits["train"]):
         raise UserError(f"`max_length` must be larger, because no example has {max_length} tokens or fewer.")
-    train, num_tokens, sources = splits["train"], None, []
-    if "num_tokens" in train.column_names:
-        num_tokens = int(np.array(train["num_tokens"]).sum())
+    lengths, sources = None, []
+    if "num_tokens" in splits["train"].column_names:
+        lengths = np.array(splits["train"]["num_tokens"])
     if len(mixture.sizes) > 1:
-        numbers = np.bincount(np.array(train["source"]), minlength=len(mixture.sizes))
-        sources = [*zip(mixture.titles, numbers.tolist(), mixture.sizes, strict=True)]
+        num_train = _count_by_source(splits["train"], len(mixture.sizes))
+        num_held_out = [0] * len(mixture.sizes)
+        if not args.eval_files:
+            num_held_out = _count_by_source(splits["eval"], len(mixture.sizes))
+        sources = [*map(MixedSource, mixture.titles, num_train, num_held_out, mixture.sizes)]
     datasets = DatasetDict()
     for name, split in splits.items():
         if len(split):
             datasets[name] = split.remove_columns([own for own in split.column_names if own in _OWN_COLUMNS])
-    return LoadedExamples(datasets, num_tokens, sources)
+    return LoadedExamples(datasets, lengths, sources)
+
+
+def _count_by_source(examples: Dataset, num_sources: int) -> list[int]:
+    """Return the number of examples of each source."""
+    return np.bincount(np.array(examples["source"], dtype=int), minlength=num_sources).tolist()
 
 
 class Mixture(NamedTuple):
@@ -259,7 +286,7 @@ def _make_examples(
     of_source = f" of {title}" if title else ""
     is_mixture = len(args.datasets or ()) > 1
     template_fields = FIELD.findall(args.template) if args.prompt_template else []
-    _check_columns(columns, args.formats, mapping, template_fields, rows.column_names, of_source, is_mixture)
+    _check_columns(columns, args.formats, mapping, template_fields, rows, of_source, is_mixture)
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
@@ -325,7 +352,7 @@ def _check_columns(
     formats: Sequence[Sequence[str]],
     mapping: Mapping[str, str],
     template_fields: Sequence[str],
-    names: Sequence[str],
+    rows: Dataset,
     of_source: str,
     is_mixture: bool,
 ) -> None:
@@ -336,19 +363,25 @@ def _check_columns(
         formats: Columns of each format that the data can have.
         mapping: Columns of the data by their new names.
         template_fields: Columns in the user's `prompt_template`.
-        names: Columns of the data.
+        rows: Rows of the data.
         of_source: Name of the data in the message.
         is_mixture: Whether there are several data sets, each of which can have a mapping.
     """
+    names = rows.column_names
     needed = ({*columns} - {*mapping}) | {*mapping.values()}
     missing = sorted(needed.difference(names))
     if columns and not missing:
         return
+    wanted = [missing] if missing else formats
     place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
-    fix = f"`column_mapping` renames columns{place}, and `prompt_template` makes prompts from them."
+    unused = {name: value for name, value in (rows[0] if len(rows) else {}).items() if name not in needed}
+    guess = {} if mapping else guess_columns(unused, wanted)
+    line = yaml.safe_dump({"column_mapping": guess}, default_flow_style=None, sort_keys=False, width=math.inf).strip()
+    example = f", for example `{line}`" if guess else ""
+    fix = f"`column_mapping` renames columns{place}{example}, and `prompt_template` makes prompts from them."
     typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
     typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
-    raise wrong_columns(f"The data{of_source}", [missing] if missing else formats, names, fix, typed)
+    raise wrong_columns(f"The data{of_source}", wanted, names, fix, typed)
 
 
 def _read_row(row: Row, args: DataArguments) -> Row:

@@ -25,7 +25,13 @@ from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.pushing import create_branch, explain_push, find_repository, push_run, upload
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.training.stopping import check_finite
-from loopdropout_trainer.training_results import result_columns, saved_step, training_recipe, training_results
+from loopdropout_trainer.training_results import (
+    mean_loss,
+    result_columns,
+    saved_step,
+    training_recipe,
+    training_results,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -44,11 +50,16 @@ class AdapterFilesMixin:
         self._total_train_tokens = num_tokens
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log values, in training with the means of `step_metrics`."""
+        """Log values, in training with the means of `step_metrics`. The loss at the end is the mean over all steps.
+
+        transformers' loss at the end leaves out the steps before an interruption, so it would differ from the tables.
+        """
         if self.model.training:
             for name, values in self.step_metrics.items():
                 logs[name] = sum(values) / len(values)
             self.step_metrics.clear()
+        if "train_loss" in logs and "train_runtime" in logs:  # the log at the end
+            logs["train_loss"] = mean_loss(self.state.log_history)
         super().log(logs, start_time)
 
     def record_training(self, first_step: int) -> None:

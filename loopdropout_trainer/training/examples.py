@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
@@ -18,6 +18,7 @@ from loopdropout_trainer.data.formats import (
     check_roles,
     check_turns,
     find_format,
+    guess_columns,
     rename_keys,
     wrong_columns,
 )
@@ -105,29 +106,59 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
         if "prompt" in example:  # which TRL looks for first, and then reads no format without it
             readable = [columns for columns in formats if "prompt" in columns]
         if not any({*example}.issuperset(columns) for columns in readable):
-            fix = "Rename columns by `Dataset.rename_column`, or make new ones by `Dataset.map`."
+            renamed = {old: new for new, old in guess_columns(example, readable).items()}
+            call = f"rename_columns({renamed})" if renamed else "Dataset.rename_columns"
+            fix = f"Rename columns by `{call}`, or make new ones by `Dataset.map`."
             raise wrong_columns(title, readable, example, fix)
 
 
-def check_rows(arguments: Mapping[str, Any], formats: Collection[Sequence[str]], chat_template: Any) -> None:
+def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], chat_template: Any) -> None:
     """Raise UserError for the first row that TRL cannot read, or whose turns have a role that is a mistake.
 
-    Streams are not read, because they can be endless.
+    A stream can be endless, so each of its rows is checked when the training reads it.
 
     Args:
-        arguments: Arguments of a trainer.
+        arguments: Arguments of a trainer. Streams are replaced by streams that check their rows.
         formats: Columns of each format that the trainer reads.
         chat_template: Text of the chat template of the training.
     """
     for place, row in _iterate_rows(arguments, formats):
-        try:
-            example = {name: rename_keys(value) for name, value in row.items()}
-            for name, turns in example.items():
-                check_turns(name, turns)
-                check_roles(turns, chat_template)
-            check_complete(example)
-        except UserError as error:
-            raise error_in_row(place, error) from None
+        _check_row(row, chat_template, place)
+    train, *held_out = [
+        _check_stream(title, dataset, formats, chat_template) for title, dataset in name_datasets(arguments)
+    ]
+    arguments["train_dataset"] = train
+    if isinstance(arguments.get("eval_dataset"), dict):
+        arguments["eval_dataset"] = dict(zip(arguments["eval_dataset"], held_out, strict=True))
+    else:
+        arguments["eval_dataset"] = held_out[0]
+
+
+def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> None:
+    """Raise UserError for a wrong row. `row`: the columns that TRL makes tokens of. `place`: such as "row 4 of ..."."""
+    try:
+        example = {name: rename_keys(value) for name, value in row.items()}
+        for name, turns in example.items():
+            check_turns(name, turns)
+            check_roles(turns, chat_template)
+        check_complete(example)
+    except UserError as error:
+        raise error_in_row(place, error) from None
+
+
+def _check_stream(title: str, dataset: Any, formats: Collection[Sequence[str]], chat_template: Any) -> Any:
+    """Return a stream that checks each row as it passes, or another dataset unchanged."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    columns = _find_columns(read_first(dataset), formats)
+    if not columns:
+        return dataset
+
+    def check(row: dict[str, Any], index: int) -> dict[str, Any]:
+        _check_row({name: row[name] for name in columns}, chat_template, f"row {index + 1:,} of {title}")
+        return row
+
+    return dataset.map(check, with_indices=True, features=dataset.features)
 
 
 def explain_row(
@@ -154,15 +185,21 @@ def _iterate_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the columns of each row that TRL makes tokens of, with the place of the row, such as "row 4 of ..."."""
     for title, dataset in name_datasets(arguments):
-        example = read_first(dataset)
-        if not isinstance(dataset, Dataset) or example is None or "input_ids" in example:
+        if not isinstance(dataset, Dataset):
             continue
-        # TRL renames `conversations` in ShareGPT's spelling to `messages` before it looks for a format.
-        columns = find_format(example, [*map(tuple, formats), ("conversations",)])
+        columns = _find_columns(read_first(dataset), formats)
         if not columns:
             continue
         for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
             yield f"row {number + 1:,} of {title}", row
+
+
+def _find_columns(example: Mapping[str, Any] | None, formats: Collection[Sequence[str]]) -> tuple[str, ...]:
+    """Return the columns that TRL makes tokens of, or none for examples without a format or with tokens."""
+    if example is None or "input_ids" in example:
+        return ()
+    # TRL renames `conversations` in ShareGPT's spelling to `messages` before it looks for a format.
+    return find_format(example, [*map(tuple, formats), ("conversations",)])
 
 
 def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -196,7 +196,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 facts = {"step": saved_step(self), "training_data": describe_training_data(self)}
                 self.looped.trained_with = {**self.looped.trained_with, **facts}
                 self.looped.run_folder = folder
-            return output
+            return output._replace(training_loss=output.metrics["train_loss"])  # which `log` has set
         finally:
             self.stop_callback.restore_handlers()
             self.gate_state.must_draw = False

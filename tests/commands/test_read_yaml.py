@@ -23,6 +23,7 @@ TEXTS = [
     ("a: " + "9" * 100_000, "at most 1000 digits, got 100000"),
     ("a: 1" + ":1" * 50_000, "at most 1000 digits"),
     ("a: 2024-13-45", "month must be in 1..12"),
+    ("column_mapping: {messages:chat}", "`messages:chat` must have a space after the colon, as in `messages: chat`"),
     ("a: \x00", "special characters are not allowed"),
     ('a: 1\nextends: "a\\0b"', r"line 2 must not have the character NUL, got 'a\\x00b'"),
     (r'datasets: [{path: "a\u0000b"}]', "line 1 must not have the character NUL"),

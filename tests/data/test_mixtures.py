@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from datasets import Dataset
+from trl import pack_dataset
 
 from helpers.errors import user_error
 from helpers.files import load_script, write_lines
 from loopdropout_trainer.data import DataArguments, load_datasets
 from loopdropout_trainer.data.holding_out import interleave
 from loopdropout_trainer.data.sources import describe_data
+from loopdropout_trainer.plan import count_packed_rows
 from loopdropout_trainer.results import read_recipe, read_results, read_run
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -158,7 +161,8 @@ WRONG = [
     (
         [A, {"path": "other.jsonl"}],
         "The data of other.jsonl must have .*`prompt` and `completion`;.* got the columns question, answer. `column_mapping` "
-        "renames columns .for one data set, in its item of `datasets`., and",
+        "renames columns .for one data set, in its item of `datasets`., for example `column_mapping: {prompt: question, "
+        "completion: answer}`, and",
     ),
     (
         [A, {"path": "a_chat.jsonl"}],
@@ -216,9 +220,13 @@ def test_plan_and_card_show_the_mixture(capsys):
     printed = capsys.readouterr().out
     assert "data        75% a.jsonl, 25% b.jsonl\n" in printed
     mixed = re.search(
-        r"38, 2 held out, 3 .* epochs\n +(\d+) of the 40 .* a.jsonl\n +(\d+) of the 10 .* b.jsonl", printed
+        r"38, 2 held out, 3 .* epochs\n +(\d+) of the 40 .* a.jsonl, (\d) held out\n"
+        r" +(\d+) of the 10 .* b.jsonl, (\d) held out\n",
+        printed,
     )
-    assert sum(map(int, mixed.groups())) == 38 and "left out" not in printed and "a0 =⟦ 0" in printed
+    num_a, held_out_a, num_b, held_out_b = map(int, mixed.groups())
+    assert (num_a + num_b, held_out_a + held_out_b, num_a + held_out_a) == (38, 2, 30)
+    assert "left out" not in printed and "a0 =⟦ 0" in printed
     sft(RECIPE)
     assert "| Training data | 75% a.jsonl, 25% b.jsonl |" in Path("run/README.md").read_text()
     assert read_recipe("run")["datasets"] == RECIPE["datasets"]
@@ -287,17 +295,33 @@ def test_plan_shows_what_is_left_out(capsys):
         assert f"{held_out} held out of the 15 asked for, because the others have more than 64 tokens" in examples
 
 
-def test_plan_counts_rows_of_packed_examples(capsys):
+@pytest.mark.parametrize("kind", ["pairs", "chats"])
+def test_plan_counts_rows_of_packed_examples(capsys, kind):
+    """It has the numbers of the training, also of few rows, which packing does not fill."""
     recipe = {**RECIPE, "packing": True, "max_steps": -1, "num_train_epochs": 2}
+    if kind == "chats":
+        rows = []
+        for length in (9, 1, 12, 5, 2, 12, 1, 30, 3, 6, 8, 9, 4, 5, 6, 11):
+            answer = {"role": "assistant", "content": "x 1" * length}
+            rows.append({"messages": [{"role": "user", "content": "a?"}, answer]})
+        write_lines(Path("chats.jsonl"), rows)
+        recipe |= {"datasets": None, "train_files": ["chats.jsonl"], "chat_template": "tulu2"}
+        recipe |= {"assistant_only_loss": True, "max_length": 128}
     sft(recipe, "--dry_run", "true")
     plan = re.search(
-        r"(\d+) in about (\d+) packed rows, .* about (\d+) optimizer steps, 2 epochs", capsys.readouterr().out
+        r"(\d+) in (\d+) packed rows, 2 held out, (\d+) optimizer steps, 2 epochs", capsys.readouterr().out
     )
-    num_examples, num_rows, steps = plan.groups()
+    num_examples, num_rows, steps = map(int, plan.groups())
     sft(recipe)
     values = {row["metric"]: row["value"] for row in read_results("run")}
-    assert values["examples"] == int(num_examples) > values["packed_rows"] >= int(num_rows)
+    assert (values["examples"], values["packed_rows"]) == (num_examples, num_rows)
     saved = read_run("run")["training_data"]
-    assert (saved["examples"], saved["packed_rows"]) == (values["examples"], values["packed_rows"])
-    trained = json.loads(Path("run/trainer_state.json").read_text())["max_steps"]
-    assert int(steps) <= trained <= int(steps) + 2 < 38
+    assert (saved["examples"], saved["packed_rows"]) == (num_examples, num_rows)
+    assert json.loads(Path("run/trainer_state.json").read_text())["max_steps"] == steps
+
+
+@pytest.mark.parametrize("most", [3, 20, 64])
+def test_packed_rows_are_those_of_trl(most):
+    lengths = np.random.default_rng(most).integers(1, most + 1, size=2500).tolist()
+    examples = Dataset.from_dict({"input_ids": [[0] * length for length in lengths]})
+    assert count_packed_rows(lengths, 64) == len(pack_dataset(examples, 64, "bfd"))

@@ -214,8 +214,11 @@ def test_end_tokens_of_text_and_turns(chat_tokenizer, template, ids):
         ({"name_or_path": "./none"}, "The folder .*none does not exist"),
         ({"chat_template": "chatml"}, "`chat_template` must be .*, ouro \\(ChatML\\), .* Did you mean 'ouro'?"),
         ({"chat_template": "tulu3"}, "`chat_template` must be huginn.*, got 'tulu3'. Did you mean 'tulu2'?"),
-        ({"chat_template": "ouro"}, r"`bos_token` must be a token of the tokenizer .*, got <\|im_start"),
-        ({"eos_token": "<end>"}, "`eos_token` must be a token of the tokenizer .*, got <end>"),
+        (
+            {"chat_template": "ouro"},
+            r"one whose tokens the tokenizer saved has, got 'ouro', which needs .*<\|im_start",
+        ),
+        ({"eos_token": "<end>"}, "`eos_token` must be a token of the tokenizer saved, got '<end>'"),
         ({}, "`eos_token` must be set"),
     ],
 )

@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from helpers.files import ROOT
 from helpers.processes import CPU, ENVIRONMENT, Program, free_port, ranks
@@ -149,6 +150,13 @@ def work(spec: dict) -> None:
     (folder / f"rank{PartialState().process_index}.json").write_text(json.dumps(record))
 
 
+class StepCounter(TrainerCallback):
+    steps = 0  # without those before a checkpoint
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+
 def train(folder: Path, name: str, **fields) -> dict:
     """Train `folder / "model"` in this process, save its adapter in `folder / name`, and return what to record."""
     run_dir = folder / ("saving" if name == "resuming" else name) / "run"
@@ -162,6 +170,7 @@ def train(folder: Path, name: str, **fields) -> dict:
     if trainer.is_deepspeed_enabled:  # else ZeRO-3 divides nothing of a tiny model; norms stay whole
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 100
+    trainer.add_callback(counter := StepCounter())
     resume = str(run_dir / "checkpoint-2") if name == "resuming" else bool(args.resume_from_checkpoint)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / name))
@@ -173,6 +182,7 @@ def train(folder: Path, name: str, **fields) -> dict:
         "share_of_weights": held / sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "train_loss": trainer.state.log_history[-1]["train_loss"],
+        "steps": counter.steps,
         "gate_mean": [entry["gate_mean"] for entry in trainer.state.log_history if "gate_mean" in entry],
         "num_tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry],
         "eval_loss": trainer.evaluate()["eval_loss"],

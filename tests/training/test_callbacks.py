@@ -1,16 +1,21 @@
 """Callbacks: logged gates, sampled depths, and the adaptive rule's estimate in checkpoints."""
 
 import re
+import shutil
+import signal
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback, TrainerState
 
 from helpers.trainers import Recorder, assert_same_weights, logged
+from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer.gates.depth import sample_depth
 from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback, format_value
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training.stopping import TrainingInterrupted
 from loopdropout_trainer.training_results import training_results
 
 
@@ -82,6 +87,41 @@ def test_each_step_has_one_sample(make_sft, capsys, strategy):
     steps = re.findall(r"(?m)^step: (\d+)$", printed.out)
     assert steps == (["6", "12"] if strategy == "steps" else ["12"])
     assert "it/s" not in printed.err
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_interrupted_training_ends_without_a_sample(make_sft, capsys, step):
+    """Also if its last step is evaluated, as step 3 is."""
+
+    class Interrupted(LoopDropoutSFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            if self.model.training and self.state.global_step == step - 1:
+                signal.raise_signal(signal.SIGINT)
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = make_sft(cls=Interrupted, eval_strategy="steps", eval_steps=3, max_steps=6)
+    trainer.add_callback(SampleCompletionsCallback(trainer))
+    with pytest.raises(TrainingInterrupted):
+        trainer.train()
+    assert "completion: " not in capsys.readouterr().out
+    trainer.train(resume_from_checkpoint=True)
+    assert re.findall(r"(?m)^step: (\d+)$", capsys.readouterr().out)[-1] == "6"
+
+
+def test_loss_at_the_end_is_the_mean_over_all_steps(make_sft, tmp_path):
+    """Of a continued training, too: the log, the output and the table have one number."""
+    fields = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "logging_steps": 2}
+    straight = make_sft(**fields)
+    expected = straight.train()
+    logs = [log for log in straight.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [2, 3, 4, 5]
+    assert expected.training_loss == pytest.approx(np.average([log["loss"] for log in logs], weights=[2, 1, 1, 1]))
+    shutil.rmtree(tmp_path / "run/checkpoint-5")
+    resumed = make_sft(**fields)
+    output = resumed.train(resume_from_checkpoint=True)
+    losses = [row["value"] for row in training_results(resumed) if row["metric"] == "train_loss"]
+    assert losses == logged(resumed, "train_loss") == [output.training_loss] == [output.metrics["train_loss"]]
+    assert losses == [expected.training_loss]
 
 
 def test_sample_ends_with_the_first_answer(make_sft):

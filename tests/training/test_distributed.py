@@ -46,9 +46,8 @@ def test_one_process_keeps_weights_in_every_run(reference):
         assert reference[name].distance(plain) == 0, name
     assert reference["packing"].distance(plain) > 100 * TOLERANCE, "packed rows are other batches"
     (resumed,) = reference["resuming"].records
-    # Before 5.19, transformers divided the loss of the steps after a resume by the number of all steps.
-    steps = 3 if Version(transformers.__version__) < Version("5.19") else 1
-    assert resumed["train_loss"] == pytest.approx(plain.records[0]["losses"][2] / steps), "it began again"
+    assert resumed["steps"] == 1, "it began again"
+    assert resumed["train_loss"] == pytest.approx(sum(plain.records[0]["losses"]) / 3)
 
 
 @pytest.mark.parametrize("name", ["ddp, accumulation", "zero2", "zero3"])
@@ -127,7 +126,7 @@ def test_killed_processes_resume_to_the_same_weights(reference, tmp_path, name):
         program.end()
     run = launched(layout, folder, ["saving"], resume_from_checkpoint="true", **fields)["saving"]
     uninterrupted = reference["saving"]
-    assert run.records[0]["train_loss"] < uninterrupted.records[0]["train_loss"], "it began again"
+    assert run.records[0]["steps"] < uninterrupted.records[0]["steps"], "it began again"
     assert run.distance(uninterrupted) < TOLERANCE
 
 

@@ -95,15 +95,24 @@ SFT, DPO, GRPO = LoopDropoutSFTTrainer, LoopDropoutDPOTrainer, LoopDropoutGRPOTr
 
 
 @pytest.mark.parametrize(
-    ("cls", "columns"),
+    ("cls", "columns", "renamed"),
     [
-        (SFT, "one of: `prompt` and `completion`; `messages`; `text`"),
-        (DPO, "one of: `prompt`, `chosen` and `rejected`; `chosen` and `rejected`"),
-        (GRPO, "`prompt`"),
+        (
+            SFT,
+            "one of: `prompt` and `completion`; `messages`; `text`",
+            "{'question': 'prompt', 'answer': 'completion'}",
+        ),
+        (
+            DPO,
+            "one of: `prompt`, `chosen` and `rejected`; `chosen` and `rejected`",
+            "{'question': 'chosen', 'answer': 'rejected'}",
+        ),
+        (GRPO, "`prompt`", "{'question': 'prompt'}"),
     ],
 )
-def test_wrong_columns_are_one_sentence(make, cls, columns):
-    with user_error(f"`train_dataset` must have {columns}, got the columns question, answer. Rename columns by"):
+def test_wrong_columns_are_one_sentence(make, cls, columns, renamed):
+    fix = rf"Rename columns by `rename_columns\({renamed}\)`"
+    with user_error(f"`train_dataset` must have {columns}, got the columns question, answer. {fix}, or make"):
         make(cls, QUESTIONS)
 
 
@@ -116,6 +125,22 @@ def test_broken_rows_are_named(make, tokenizer, monkeypatch, name):
         make(SFT, rows)
     with user_error(f"^Row 2 of `eval_dataset`: {message}"):
         make(SFT, rows.select([0, 1, 2]), rows.select([2, 3]))
+
+
+@pytest.mark.parametrize("name", ["role", "no completion", "no text"])
+def test_broken_rows_of_streams_are_named(make, tokenizer, monkeypatch, name):
+    """When the training reads them, with the sentence of a `Dataset`."""
+    monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
+    row, message = BROKEN[name]
+    rows = Dataset.from_list([{column: SOUND[column] for column in row}] * 9 + [row])
+    trainer = make(SFT, rows.to_iterable_dataset())
+    with user_error(f"^Row 10 of `train_dataset`: {message}"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    stream = rows.select([8, 9]).to_iterable_dataset()
+    trainer = make(SFT, rows.select([0, 1, 2, 3]), {"new": rows.select([0]), "old": stream})
+    with user_error(rf"^Row 2 of `eval_dataset\['old'\]`: {message}"):
+        trainer.evaluate()
 
 
 def test_broken_rows_have_the_sentence_of_a_recipe(make, tokenizer, monkeypatch, tmp_path):
