@@ -33,7 +33,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,31 +112,43 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     rows, repeated = split_repeated(rows)
     for row in rows:
         row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
-    results = pd.DataFrame(rows).map(lambda value: json.dumps(value) if isinstance(value, (list, dict)) else value)
-    columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]
+    results = pd.DataFrame(rows).map(_as_cell)
+    columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]  # the named ones may be missing
     results = results.reindex(columns=list(dict.fromkeys(columns)))
-    names = results["recipe_run_name"].astype(str).str.extract(RUN_NAME)
-    depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()
+    names = results["recipe_run_name"].astype(str).str.extract(RUN_NAME)  # `sweep` and `variant`
+    depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
     results.attrs["left_out"] = describe_left_out({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
     return results
 
 
+def _as_cell(value: Any) -> Any:
+    """Return a value of a result as a cell of a data frame. Lists and mappings become texts, which pandas can compare."""
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return value
+
+
 def _set_recipe(row: dict[str, Any]) -> None:
     """Give a result the columns `recipe_*` of its training. A result of the base model keeps those that it depends on."""
-    next_to_result = [name for name in row if name.startswith("recipe_")]
     if row.get("adapter"):
         recipe = read_recipe(row["run"])
-        if recipe:  # the recipe next to the result may be an evaluation's
-            row.update(dict.fromkeys(next_to_result))
+        if recipe:
+            # The columns that the result has come from the recipe next to it, which is that of `evaluate` or `diagnose`.
+            _empty_recipe(row)
             row.update({f"recipe_{name}": value for name, value in recipe.items()})
     if row["method"] == "base model":
+        # The same result lies next to each training that it was measured with, so it must not have their settings.
         is_held_out_loss = row["metric"] == "eval_loss" or (row["metric"], row["task"]) == ("loss", DEVELOPMENT)
-        settings = OF_BASE_LOSS if is_held_out_loss else OF_BASE
-        for name in row:
-            if name.startswith("recipe_") and name not in settings:
-                row[name] = None  # also of the training whose adapter was measured next to the base model
+        _empty_recipe(row, kept=OF_BASE_LOSS if is_held_out_loss else OF_BASE)
+
+
+def _empty_recipe(row: dict[str, Any], kept: Collection[str] = ()) -> None:
+    """Set the columns `recipe_*` of a result to None, except for some."""
+    for name in row:
+        if name.startswith("recipe_") and name not in kept:
+            row[name] = None
 
 
 REPEATED = (

@@ -265,7 +265,12 @@ class GateState:
         self.reruns.begin_pass(has_gates=self.batch.gates is not None)
 
     def set_loop(self, loop: RunningLoop) -> None:
-        """Set the running loop, and the tokens that run in it."""
+        """Set the running loop, and the tokens that run in it.
+
+        Raises:
+            UserError: If the layers do not read gates any more, or were prepared for another rule. Then gradient checkpointing
+                mostly runs a loop again after the layers were changed.
+        """
         if not self.is_read and loop.gate is not None:
             raise UserError(REMOVED_EARLY)
         rule = loop.batch.rule
@@ -281,7 +286,8 @@ class GateState:
 
         Such layers read no field of their rule, so that the passes of one rule can run again in layers of the other.
         """
-        return all(other is None or other.lora_kind == "gated" for other in (rule, self.rule))
+        rules = [rule] if self.rule is None else [rule, self.rule]
+        return all(own.lora_kind == "gated" for own in rules)
 
     def check_drawn(self, layer: nn.Module) -> None:
         """Raise RuntimeError if a layer trains in `train()` before gates are drawn."""

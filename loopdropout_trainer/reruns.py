@@ -33,7 +33,7 @@ class Reruns:
         due: Number of passes of the running block that will run again. None outside of blocks, and in a block without
             gradient.
         due_outside: Number of such passes in the blocks around it.
-        is_missed: Whether a block ended before such a pass ran again.
+        is_missed: Whether a block ended before such a pass ran again, and no error has said so yet.
     """
 
     def __init__(self) -> None:

@@ -70,7 +70,8 @@ def write_results(
     with lock_file(path):
         kept = _read_lines(path)
         if step:
-            kept = [row for row in kept if row.get("step") in (None, step) and row.get("training") in (None, training)]
+            kept = [row for row in kept if row.get("step") in (None, step)]
+            kept = [row for row in kept if row.get("training") in (None, training)]
         by_key = {_key(row): row for row in [*kept, *rows]}
         write_file(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in by_key.values()))
 
@@ -105,7 +106,7 @@ def weights_of(columns: Mapping[str, Any]) -> tuple[str | None, int | None]:
 
 def is_of_training(row: Mapping[str, Any]) -> bool:
     """Return whether a result is one of the training itself, such as its loss. The base model has a held-out loss, too."""
-    return row.get("task") == "training" and row.get("method") != "base model"
+    return row.get("task") == "training" and not _is_of_base(row)
 
 
 def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -120,29 +121,46 @@ def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = Non
             step. They are left out then. None: the adapter is not known, and the results decide.
     """
     own = read_own_results(folder)
-    has_training = weights is not None and weights.get("training") is not None  # an older adapter has none
+    if weights is not None and weights.get("training") is None:  # of an older adapter
+        weights = None
     run = _run_of_checkpoint(folder)
     if run is not None:
-        step = checkpoint_step(Path(folder).resolve())
-        for row in _read_evaluated(run):
-            is_of_step = checkpoint_step(row.get("adapter") or "") == step
-            is_of_other_training = has_training and row.get("training") != weights["training"]
-            if _is_of_base(row) or is_of_step and not is_of_other_training:
-                own.append(row)
-        return own
+        return own + _read_of_checkpoint(folder, run, weights)
     training = next(filter(is_of_training, own), None)
     if training is None:
         return own
-    if has_training and weights_of(training) != weights_of(weights):
-        own = [row for row in own if _is_of_base(row)]
-        training = {**training, **weights}
+    adapter = training
+    if weights is not None and weights_of(training) != weights_of(weights):
+        own = [row for row in own if _is_of_base(row)]  # the other ones are of another training
+        adapter = {**training, **weights}
     measured = {measurement_key(row) for row in own}
     added = []
     for row in _read_evaluated(folder):
-        is_of_adapter = all(row.get(name) == training.get(name) for name in ("training", "method", "seed", "step"))
+        is_of_adapter = all(row.get(name) == adapter.get(name) for name in ("training", "method", "seed", "step"))
         if (is_of_adapter or _is_of_base(row)) and measurement_key(row) not in measured:
             added.append(row)
     return own + added
+
+
+def _read_of_checkpoint(
+    checkpoint: str | Path, run: str | Path, weights: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Return the results in a run's folder that `evaluate` has measured on a checkpoint, or on the base model.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        run: Folder of its run.
+        weights: Columns with the `training` of the checkpoint. None: the number of the step decides alone.
+    """
+    step = checkpoint_step(Path(checkpoint).resolve())
+    found = []
+    for row in _read_evaluated(run):
+        is_of_adapter = checkpoint_step(row.get("adapter") or "") == step
+        if weights is not None and row.get("training") != weights["training"]:
+            is_of_adapter = False
+        if is_of_adapter or _is_of_base(row):
+            found.append(row)
+    return found
 
 
 def _read_evaluated(run: str | Path) -> list[dict[str, Any]]:
@@ -169,7 +187,7 @@ def _run_of_checkpoint(folder: str | Path) -> Path | None:
 def measurement_key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return what a result measures, wherever it is stored. Results of several runs need the column `run`."""
     ignored = {"folder", "adapter", "training"}
-    if row.get("method") == "base model":  # it has results next to those of each training
+    if _is_of_base(row):  # it has results next to those of each training
         ignored |= {"run", "seed", "step"}
     settings = {name for name in row if name.startswith("recipe_")} - {"recipe_model_name_or_path"}
     return _key({name: value for name, value in row.items() if name not in ignored | settings})

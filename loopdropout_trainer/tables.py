@@ -253,7 +253,9 @@ def describe_sizes(numbers: pd.DataFrame) -> str:
         sizes.append(f"{task} {problems}".strip())
     seeds = sorted({*numbers["num_seeds"].dropna()})
     text = f"Problems: {', '.join(sizes)}."
-    return f"{text} Seeds: {' or '.join(f'{number:.0f}' for number in seeds)}." if seeds else text
+    if seeds:
+        text += f" Seeds: {' or '.join(f'{number:.0f}' for number in seeds)}."
+    return text
 
 
 def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:

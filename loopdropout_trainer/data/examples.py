@@ -106,7 +106,7 @@ class Examples(NamedTuple):
         self, function: Callable[..., bool], left_out: list[LeftOut], noun: str, reason: str, **options: Any
     ) -> Examples:
         """Leave out the examples for which a function is false, and add their number and the reason to `left_out`."""
-        key = step_key(self.key, function.__name__, reason)
+        key = step_key(self.key, function.__name__, reason)  # the options are in the key of the rows or in the reason
         if not len(self.rows):  # the result of `map` would have no column of flags
             return self._replace(key=key)
 

@@ -86,7 +86,9 @@ def describe_difference(source: Source, model: nn.Module) -> str | None:
     is_same = trained.name == given.name
     if trained.commit and given.commit:
         is_same = trained.commit == given.commit
-    return None if is_same else f"The adapter in {source.folder} was trained on {trained}, but the model is {given}."
+    if is_same:
+        return None
+    return f"The adapter in {source.folder} was trained on {trained}, but the model is {given}."
 
 
 class _Place(NamedTuple):

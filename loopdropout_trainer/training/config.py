@@ -279,7 +279,9 @@ def check_best_checkpoint(args: TrainingArguments) -> None:
         raise UserError("`load_best_model_at_end` must be true if `early_stopping_patience` is set, got false.")
     if not keeps_best:
         return
-    condition = "if `early_stopping_patience` is set" if is_early else "if `load_best_model_at_end` is true"
+    condition = "if `load_best_model_at_end` is true"
+    if is_early:
+        condition = "if `early_stopping_patience` is set"
     evaluation, saving = word_of(args.eval_strategy), word_of(args.save_strategy)
     if evaluation == "no":
         raise UserError(f"`eval_strategy` must be steps or epoch {condition}, got no.")
@@ -290,13 +292,19 @@ def check_best_checkpoint(args: TrainingArguments) -> None:
     if evaluation == "epoch":
         return
     eval_steps, save_steps = args.eval_steps or args.logging_steps, args.save_steps
-    ratio = save_steps / eval_steps
-    is_multiple = round(ratio) >= 1 and math.isclose(ratio, round(ratio))
-    have_one_unit = (eval_steps < 1) == (save_steps < 1)  # numbers of steps, or shares of all steps
-    wanted = "equal" if is_early else "be a multiple of"
-    is_right = save_steps == eval_steps if is_early else is_multiple and have_one_unit
+    if is_early:  # which may stop at any evaluation
+        wanted, is_right = "equal", save_steps == eval_steps
+    else:
+        wanted, is_right = "be a multiple of", _is_multiple(save_steps, eval_steps)
     if not is_right:
         raise UserError(f"`save_steps` must {wanted} `eval_steps` ({eval_steps:g}) {condition}, got {save_steps:g}.")
+
+
+def _is_multiple(save_steps: float, eval_steps: float) -> bool:
+    """Return whether every save is at an evaluation. Both are numbers of steps, or both are shares of all steps below 1."""
+    have_one_unit = (eval_steps < 1) == (save_steps < 1)
+    ratio = save_steps / eval_steps
+    return have_one_unit and round(ratio) >= 1 and math.isclose(ratio, round(ratio))
 
 
 def _without_token(fields: dict[str, Any]) -> dict[str, Any]:

@@ -204,7 +204,9 @@ def describe_training_data(trainer: Trainer) -> str | None:
         return None
     text = f"{count(data['examples'], 'example')} (digest {data['digest']})"
     name = trainer.train_dataset.info.dataset_name
-    return text if name is None or name in _NAMES_OF_FORMATS else f"{name}, {text}"
+    if name is None or name in _NAMES_OF_FORMATS:
+        return text
+    return f"{name}, {text}"
 
 
 def describe_resuming(trainer: Trainer) -> str:
@@ -231,29 +233,34 @@ def find_resumable(trainer: Trainer, name: str | bool | None) -> Checkpoint | No
         checkpoint = find_checkpoint(name, folder)
         if checkpoint is not None:
             _check_checkpoint(trainer, checkpoint)
-    is_first_process = trainer.is_world_process_zero()
-    if checkpoint is not None:
-        if shortening := find_shortening(checkpoint, trainer.args):
-            raise UserError(shortening)
-        if trainer.is_deepspeed_enabled and is_first_process:
-            logger.warning(
-                f"DeepSpeed unpickles the files of {checkpoint}, which can run code in them, so continue only from a "
-                "checkpoint that you trust."
+    if checkpoint is None:
+        if name and trainer.state.global_step:
+            raise UserError(
+                f"`resume_from_checkpoint` must be False, because {folder} has no checkpoint and the model is "
+                f"already trained for {trainer.state.global_step:,} steps. Call `train()` to train it further."
             )
-        return checkpoint
-    if name and trainer.state.global_step:
-        raise UserError(
-            f"`resume_from_checkpoint` must be False, because {folder} has no checkpoint and the model is "
-            f"already trained for {trainer.state.global_step:,} steps. Call `train()` to train it further."
+        _warn_of_others(trainer)
+        return None
+    if shortening := find_shortening(checkpoint, trainer.args):
+        raise UserError(shortening)
+    if trainer.is_deepspeed_enabled and trainer.is_world_process_zero():
+        logger.warning(
+            f"DeepSpeed unpickles the files of {checkpoint}, which can run code in them, so continue only from a "
+            "checkpoint that you trust."
         )
+    return checkpoint
+
+
+def _warn_of_others(trainer: Trainer) -> None:
+    """Warn before a new training begins in a folder with checkpoints of another training."""
+    folder = trainer.args.output_dir
     others = list_checkpoints(folder)
-    if others and is_first_process:
+    if others and trainer.is_world_process_zero():
         logger.warning(
             f"{folder} has checkpoints of an earlier training up to {others[-1].name}, which this training does not continue. "
             "It replaces the checkpoints of its own steps and keeps the others. To continue the earlier training, use "
             f"{describe_resuming(trainer)}. To keep all of its checkpoints, set another `output_dir`."
         )
-    return None
 
 
 def _find_own_checkpoint(trainer: Trainer) -> Checkpoint | None:
@@ -304,9 +311,8 @@ def _find_other_settings(checkpoint: Checkpoint, facts: Mapping[str, Any], now: 
         return None
     fix = "Restore the setting"
     if difference.field == "num_processes":
-        fix = (
-            "Continue it with 1 process" if difference.saved == 1 else f"Continue it with {difference.saved} processes"
-        )
+        noun = "process" if difference.saved == 1 else "processes"
+        fix = f"Continue it with {difference.saved} {noun}"
     return (
         f"{checkpoint} was trained with other settings: {difference}. {fix}, or start a new training in another "
         "`output_dir`."
