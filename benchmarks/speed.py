@@ -43,6 +43,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config
+from loopdropout_trainer.costs import PEAK_FLOPS
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroConfig, OuroForCausalLM
@@ -72,9 +73,6 @@ ALL_ROWS = ROWS | MEMORY_ROWS
 
 SEED = 44
 """With its gates, the share of frozen loops in the measured steps is close to the expected share."""
-
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 FLOP/s by a part of the device name, from the data sheets of SXM cards."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,14 @@ from loopdropout_trainer.data.caching import digest_imports
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.measuring import evaluate, measure
-from loopdropout_trainer.plan import describe_examples, describe_left_out, print_next_commands, print_plan
+from loopdropout_trainer.plan import (
+    describe_examples,
+    describe_left_out,
+    describe_loaded_tokens,
+    print_next_commands,
+    print_plan,
+    read_trainings,
+)
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
 from loopdropout_trainer.runs import Run
@@ -113,8 +120,10 @@ class Job:
         self.tasks: list[Task | Group] = []
         self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
+        self.trainings = []  # of the plan, in the process that prints it
         if training.process_index == 0:
-            print_plan(self.runs, model, adapter)
+            self.trainings = read_trainings(self.runs, model, adapter)
+            print_plan(self.runs, model, adapter, self.trainings)
 
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
@@ -153,6 +162,8 @@ class Job:
         try:
             loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
             lines.append(describe_examples(loaded, self.data_args, self.args))
+            if self.trainings:
+                lines += describe_loaded_tokens(loaded, self.trainings)
             self._check_held_out(loaded.datasets)
             self._hint_at_evaluation(loaded.datasets)
             check_assistant_loss(self.args, loaded.datasets["train"][0])

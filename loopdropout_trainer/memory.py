@@ -1,4 +1,4 @@
-"""Estimate the memory of a training from the fields of a model's config.json, before anything heavy is imported."""
+"""Estimate the memory and the operations of a training from the fields of a model's config.json, without heavy imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Family:
         hidden: Field of the hidden size H.
         num_loops: Field of the recurrence depth K.
         looped: Field of the layers that are looped, their number or a list of their indices.
-        outside: Fields of the layers that run once.
+        outside: Fields of the layers that run once before and after them.
         heads: Field of the number of attention heads.
     """
 
@@ -65,7 +65,7 @@ class Shape:
         hidden: Hidden size H.
         mlp: Width I of an MLP.
         num_loops: Recurrence depth K of the model.
-        looped, outside: Numbers of layers that are looped, and that run once.
+        looped, before, after: Numbers of layers that are looped, and that run once before and after them.
         projections: (in, out) of the linear projections of a layer.
         vocabulary: Number of tokens.
         has_tied_head: Whether the head is the embedding.
@@ -75,7 +75,8 @@ class Shape:
     mlp: int
     num_loops: int
     looped: int
-    outside: int
+    before: int
+    after: int
     projections: list[tuple[int, int]]
     vocabulary: int
     has_tied_head: bool
@@ -94,13 +95,15 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     projections += [(hidden, mlp), (hidden, mlp), (mlp, hidden)]
     if kind == "dory":
         projections.append((hidden, width))  # the gate of its attention
+    before, after = [_count_layers(config[name], kind) for name in family.outside] or (0, 0)
     is_tied = config.get("tie_word_embeddings", config.get("tie_embeddings", False))
     return Shape(
         hidden=hidden,
         mlp=mlp,
         num_loops=config[family.num_loops],
         looped=_count_layers(config[family.looped], kind),
-        outside=sum(_count_layers(config[name], kind) for name in family.outside),
+        before=before,
+        after=after,
         projections=projections,
         vocabulary=config["vocab_size"],
         has_tied_head=bool(is_tied) and kind != "lds",  # LoopUS has a head of its own
@@ -171,12 +174,13 @@ def estimate_memory(
     if family is None:
         return {}
     shape = read_shape(config)
-    layers = shape.looped + shape.outside
+    outside = shape.before + shape.after
+    layers = shape.looped + outside
     linear = layers * sum(rows * columns for rows, columns in shape.projections)
     num_embeddings = 1 if shape.has_tied_head else 2
     factors = _count_adapter(shape, rank)
 
-    runs = (num_loops or shape.num_loops) * shape.looped + shape.outside  # of layers, in a forward pass
+    runs = (num_loops or shape.num_loops) * shape.looped + outside  # of layers, in a forward pass
     kept = family.kept * shape.hidden + 6 * shape.mlp  # bytes of a token in a run
     if checkpointing:  # the inputs of all runs, and one run that is computed again
         activations = num_tokens * (runs * 2 * shape.hidden + kept)
@@ -192,3 +196,32 @@ def estimate_memory(
     }
     parts["total"] = sum(parts.values())
     return {name: size / 1e9 for name, size in parts.items()}
+
+
+def count_operations(
+    config: Mapping[str, Any], num_loops: int | None = None, checkpointing: bool = True
+) -> float | None:
+    """Return the floating point operations of a token in a training: two for each weight that multiplies it.
+
+    The loops and the layers behind them run forward and backward, and with gradient checkpointing forward once more. The
+    layers before the loops run forward only. Attention scores and the adapter are left out.
+
+    Args:
+        config: Content of a config.json.
+        num_loops: Recurrence depth K. Default: the model's own.
+        checkpointing: Whether the backward pass computes the layers again.
+
+    Returns:
+        The number, or None for a model that is not in `FAMILIES`, or whose configuration has other fields.
+    """
+    if config.get("model_type") not in FAMILIES:
+        return None
+    try:
+        shape = read_shape(config)
+    except KeyError:
+        return None
+    passes = 3 if checkpointing else 2
+    runs = shape.before + passes * ((num_loops or shape.num_loops) * shape.looped + shape.after)
+    layer = sum(rows * columns for rows, columns in shape.projections)
+    head = shape.vocabulary * shape.hidden
+    return 2.0 * (runs * layer + 2 * head)

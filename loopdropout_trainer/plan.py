@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
+from loopdropout_trainer.costs import Training, count_steps, describe_costs, describe_tokens
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.memory import count_parameters, estimate_memory, read_depth
+from loopdropout_trainer.memory import count_parameters, read_depth
+from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.pushing import find_repository
 
@@ -22,17 +25,25 @@ if TYPE_CHECKING:
     from loopdropout_trainer.training.config import GateConfig
 
 
-def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> None:
-    """Print the model, the trainings, the data, the steps afterwards, and the checkpoint that is used.
+def read_trainings(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments) -> list[Training]:
+    """Return what the costs of each run depend on. The configuration of the base model is read once."""
+    config, rank = read_config(model), find_rank(adapter)
+    return [Training(run.args, run.recipe, model, config, rank) for run in runs]
+
+
+def print_plan(
+    runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments, trainings: Sequence[Training]
+) -> None:
+    """Print the model, the trainings, the data, the costs, the steps afterwards, and the checkpoint that is used.
 
     Args:
         runs: Runs of the job. The first one is the rule of the recipe.
         model: Base model.
         adapter: New adapter, or the adapter that the training starts from.
+        trainings: The runs, from `read_trainings`.
     """
     args, recipe = runs[0].args, runs[0].recipe
-    config = read_config(model)
-    rank = find_rank(adapter)
+    config, rank = trainings[0].config, trainings[0].rank
     plan = {
         "model": describe_model(model, config),
         "trainings": "\n".join(describe_training(run) for run in runs),
@@ -40,7 +51,7 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
         "data": describe_data(recipe),
         "training": describe_settings(args, recipe.get("num_train_examples")),
         "device": describe_device(runs[0]),
-        "memory": describe_memory(runs[0], model, config, rank),
+        **describe_costs([(training, 1) for training in trainings], _name_trainings(len(runs))),
         "afterwards": describe_steps_afterwards(runs[0]),
         "trained": describe_trained(runs),
         "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
@@ -51,14 +62,20 @@ def print_plan(runs: Sequence[Run], model: ModelArguments, adapter: AdapterArgum
 
 
 def read_config(model: ModelArguments) -> dict[str, Any]:
-    """Return the content of a model's config.json, or an empty dict without a network."""
+    """Return the content of a model's config.json, or an empty dict without a network.
+
+    Of a published model that is not downloaded, it has only the fields that decide its sizes, so that a plan needs no network.
+    """
     from transformers import PreTrainedConfig
 
-    try:
-        name = model_path(model.model_name_or_path)
-        return PreTrainedConfig.get_config_dict(name, revision=model.model_revision)[0]
-    except OSError:
-        return {}
+    path, revision = model_path(model.model_name_or_path), model.model_revision
+    with suppress(OSError):  # not downloaded
+        return PreTrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)[0]
+    if path in PUBLISHED:
+        return PUBLISHED[path]
+    with suppress(OSError):
+        return PreTrainedConfig.get_config_dict(path, revision=revision)[0]
+    return {}
 
 
 def find_rank(adapter: AdapterArguments) -> int | None:
@@ -151,10 +168,15 @@ def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
     if args.max_steps > 0:
         return count(args.max_steps, "step")
     epochs = "1 epoch" if args.num_train_epochs == 1 else f"{args.num_train_epochs:g} epochs"
-    if not num_examples:
+    num_steps = count_steps(args, num_examples)
+    if num_steps is None:
         return epochs
-    num_steps = math.ceil(args.num_train_epochs * math.ceil(num_examples / args.examples_per_step))
     return f"{epochs} (at most {count(num_steps, 'step')})"
+
+
+def _name_trainings(number: int) -> str:
+    """Return the end of the line about the tokens of several trainings."""
+    return "" if number == 1 else f" in {number} trainings"
 
 
 def describe_device(run: Run) -> str:
@@ -172,30 +194,6 @@ def describe_device(run: Run) -> str:
     if args.world_size == 1:
         return name
     return f"{args.world_size} processes, the first one on {name}"
-
-
-def describe_memory(run: Run, model: ModelArguments, config: Mapping[str, Any], rank: int | None) -> str:
-    """Return the estimated GPU memory of the training, or an empty text without an estimate or for a training on the CPU."""
-    args = run.args
-    max_length = getattr(args, "max_length", None)  # GRPO has none
-    if run.recipe.get("use_cpu") or not args.bf16 or max_length is None or rank is None:
-        return ""
-    try:
-        sizes = estimate_memory(
-            config,
-            args.per_device_train_batch_size * max_length,
-            num_loops=model.num_loops,
-            rank=rank,
-            checkpointing=args.gradient_checkpointing,
-            four_bit="load_in_4bit" in str(args.model_init_kwargs),
-        )
-    except KeyError:  # a configuration with other fields
-        return ""
-    if not sizes:
-        return ""
-    total = sizes.pop("total")
-    parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
-    return f"about {total:.1f} GB on a GPU in bfloat16 ({parts})"
 
 
 def describe_steps_afterwards(run: Run) -> str:
@@ -256,9 +254,8 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
         held_out += (
             f" of the {data.num_held_out:,} asked for, because the others have more than {args.max_length:,} tokens"
         )
-    num_rows, about, packed = num_examples, "", ""
+    num_rows, about, packed = _count_rows(loaded, args), "", ""
     if getattr(args, "packing", False) and loaded.lengths is not None:
-        num_rows = count_packed_rows(loaded.lengths.tolist(), args.max_length)
         # TRL packs other examples together if it divides them between processes, or shuffles them before.
         is_one_group = num_examples <= _PACKED_TOGETHER or not args.shuffle_dataset
         if not is_one_group or (args.dataset_num_proc or 1) > 1:
@@ -300,6 +297,25 @@ def count_packed_rows(lengths: Sequence[int], row_length: int) -> int:
                 num_rows += 1
             insort(spaces, space - length)
     return num_rows
+
+
+def describe_loaded_tokens(loaded: LoadedExamples, trainings: Sequence[Training]) -> list[str]:
+    """Return the line about the tokens of each training of a job, and its hours, if the tokens were counted."""
+    args = trainings[0].args
+    if loaded.lengths is None or not trainings[0].is_supervised:
+        return []
+    num_tokens = args.num_train_epochs * loaded.lengths.sum()
+    if args.max_steps > 0:
+        num_tokens = args.max_steps * args.examples_per_step * loaded.lengths.sum() / _count_rows(loaded, args)
+    each = " in each training" if len(trainings) > 1 else ""
+    return [_titled("tokens", [f"about {describe_tokens(trainings[0], round(num_tokens))}{each}"])]
+
+
+def _count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
+    """Return the number of rows of a training: of its examples, or those that they are packed into."""
+    if getattr(args, "packing", False) and loaded.lengths is not None:
+        return count_packed_rows(loaded.lengths.tolist(), args.max_length)
+    return len(loaded.datasets["train"])
 
 
 def describe_left_out(left_out: Sequence[LeftOut]) -> list[str]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-from loopdropout_trainer.arguments import SFTArguments
+from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
+from loopdropout_trainer.costs import Training, describe_costs
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.plan import describe_measurements
+from loopdropout_trainer.plan import describe_length, describe_measurements, find_rank, read_config
 from loopdropout_trainer.recipe import build
+from loopdropout_trainer.results import is_of_training, read_own_results
+from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+
+
+CONFIGS = {"sft": LoopDropoutConfig, "dpo": LoopDropoutDPOConfig, "grpo": LoopDropoutGRPOConfig}
+"""Settings of the trainings by the training script."""
 
 
 def print_sweep_plan(sweep: Any, command: str) -> None:
@@ -31,10 +38,10 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         "seeds": way,
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sweep, _describe_size),
-        "tokens": _describe_tokens(sweep),
+        **_describe_costs(sweep),
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(sweep, _describe_evaluation),
-        "done": f"{num_ended} of {count(total, 'training')}" if num_ended else "",
+        "done": f"{num_ended} of {count(total, 'training')}{_describe_rest(sweep)}" if num_ended else "",
     }
     print(count(total, "training"))
     for title, text in plan.items():
@@ -53,25 +60,48 @@ def _by_method(sweep: Any, describe: Callable[[Any, str], str]) -> str:
 
 
 def _describe_size(sweep: Any, method: str) -> str:
-    """Return the steps and the examples of a step of a method's trainings, which are those of a process of a launcher."""
-    size = _describe_training_size(sweep.recipes[method].selecting)
+    """Return the length of a method's trainings and the examples of a step, which are those of a process of a launcher."""
+    training = _read_training(sweep, method)
+    length = describe_length(training.args, training.recipe.get("num_train_examples"))
+    size = f"{length}, {count(training.args.examples_per_step, 'example')} per step"
     return f"{size} and process" if sweep.launcher else size
 
 
-def _describe_tokens(sweep: Any) -> str:
-    """Return the largest number of tokens of the trainings, if the recipes say it before the data are loaded.
+def _describe_costs(sweep: Any) -> dict[str, str]:
+    """Return the lines about the costs of the trainings, which a single training's plan has too.
 
     The number of processes of a launcher and the length of an extended grid are not known.
     """
-    if sweep.script in ("dpo", "grpo"):  # whose examples have several completions
+    trainings = [(_read_training(sweep, method), sweep.num_trainings(method)) for method in sweep.recipes]
+    whose = " in all trainings"
+    if sweep.extend_grid and not sweep.full_grid:
+        whose = " in these trainings, without those of further learning rates"
+    return describe_costs(trainings, f"{whose}{', for each process' if sweep.launcher else ''}")
+
+
+def _read_training(sweep: Any, method: str) -> Training:
+    """Return what the cost of a method's training depends on.
+
+    Raises:
+        UserError: If a field of the recipe has a wrong value.
+    """
+    recipe = {**sweep.recipes[method].selecting, "output_dir": sweep.output_dir}
+    kinds = (ModelArguments, AdapterArguments, CONFIGS.get(sweep.script, LoopDropoutConfig))
+    model, adapter, args = build(kinds, {**recipe, "num_threads": None})
+    return Training(args, recipe, model, read_config(model), find_rank(adapter))
+
+
+def _describe_rest(sweep: Any) -> str:
+    """Return the measured time of the trainings that have ended, and of the rest if it takes as long."""
+    folders = {sweep.folder(run) for method in sweep.recipes for run in sweep.runs(method) if sweep.is_done(run)}
+    rows = [row for folder in folders for row in read_own_results(folder)]
+    seconds = [row["value"] for row in rows if is_of_training(row) and row["metric"] == "train_seconds"]
+    num_ended, total = sweep.count()
+    if not seconds or num_ended == total:
         return ""
-    bounds = {method: _bound_tokens(recipes.selecting) for method, recipes in sweep.recipes.items()}
-    if None in bounds.values():
-        return "known after the data are loaded"
-    total = sum(bound * sweep.num_trainings(method) for method, bound in bounds.items())
-    is_extended = sweep.extend_grid and not sweep.full_grid
-    trainings = "these trainings, without those of further learning rates" if is_extended else "all trainings"
-    return f"at most {total:,} in {trainings}{', for each process' if sweep.launcher else ''}"
+    mean = sum(seconds) / len(seconds)
+    left = timedelta(seconds=round(mean * (total - num_ended)))
+    return f", measured: {timedelta(seconds=round(mean))} on average, so {left} for the others, one at a time"
 
 
 def _describe_choice(sweep: Any) -> str:
@@ -105,42 +135,3 @@ def _list_measurements(sweep: Any, method: str) -> list[str]:
             recipe[name] = [recipe[name]]
     (options,) = build((SFTArguments,), {**recipe, "merge": False})
     return describe_measurements(options)
-
-
-def _bound_steps(recipe: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Return the largest number of steps of a recipe's training in one process, if it is known, and the examples of a step."""
-    from loopdropout_trainer.training.config import LoopDropoutConfig
-
-    defaults = LoopDropoutConfig.__dataclass_fields__
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs")
-    batch, accumulation, max_steps, num_epochs = (recipe.get(name) or defaults[name].default for name in names)
-    per_step, num_examples = batch * accumulation, recipe.get("num_train_examples")
-    if max_steps > 0:
-        return max_steps, per_step
-    if not num_examples:
-        return None, per_step
-    return math.ceil(num_epochs * math.ceil(num_examples / per_step)), per_step
-
-
-def _describe_training_size(recipe: Mapping[str, Any]) -> str:
-    """Return the largest number of steps of a recipe's training, as far as it is known, and the examples of a step."""
-    num_steps, per_step = _bound_steps(recipe)
-    if num_steps is None:
-        num_epochs = recipe.get("num_train_epochs")
-        length = "the default number of epochs" if num_epochs is None else f"{num_epochs:g} epochs"
-    else:
-        length = count(num_steps, "step")
-        if (recipe.get("max_steps") or 0) <= 0:  # long examples are left out, so there can be fewer
-            length = f"at most {length}"
-    return f"{length}, {count(per_step, 'example')} per step"
-
-
-def _bound_tokens(recipe: Mapping[str, Any]) -> int | None:
-    """Return the largest number of tokens that a supervised training reads, or None if it is not known before."""
-    from loopdropout_trainer.training.config import LoopDropoutConfig
-
-    num_steps, per_step = _bound_steps(recipe)
-    max_length = recipe.get("max_length", LoopDropoutConfig.max_length)
-    if num_steps is None or not max_length:
-        return None
-    return num_steps * per_step * max_length

@@ -152,12 +152,25 @@ def test_plan_counts_parameters_and_estimates_memory_for_gpus_only(quickstart, t
     folder, text = quickstart
     (number,) = {row["value"] for row in read_results(folder) if row["metric"] == "trainable_parameters"}
     assert f"adapter     new, rank 16, alpha 32, {number:,.0f} parameters\n" in text and "memory " not in text
+    sizes = [
+        path.stat().st_size for path in folder.glob("**/adapter_model.safetensors") if "checkpoint" not in str(path)
+    ]
+    assert len(sizes) == 2 and sum(sizes) == pytest.approx(8 * number, rel=0.02)
+    assert f"disk        about {8 * number / 1e6:.1f} MB for adapters" in text
     plan = run(WORDS, "--lora_target_modules q_proj v_proj --lora_r 8 --dry_run true --output_dir", tmp_path)
     assert "adapter     new, rank 8, alpha 32, on q_proj, v_proj, 4,096 parameters\n" in plan
     for words, is_estimated in {"--bf16 true": True, "--bf16 false": False}.items():
         plan = run(WORDS, "--use_cpu false", words, "--dry_run true --output_dir", tmp_path)
         assert ("memory      about" in plan) is is_estimated
         assert torch.cuda.is_available() or "device      the CPU, no GPU found\n" in plan
+
+
+def test_plan_counts_the_tokens_of_the_loaded_data(quickstart):
+    folder, text = quickstart
+    (number,) = re.findall(r"^tokens      about ([\d,]+) in each training$", text, re.MULTILINE)
+    rows = [row for row in read_results(folder) if row["metric"] == "num_tokens"]
+    assert {row["value"] for row in rows} == {float(number.replace(",", ""))}
+    assert "time        not computed for a training on a CPU" in text and "`step_seconds`" in text
 
 
 @pytest.mark.parametrize("model", ["tiny-ouro", "huginn", "loopus", "hrm_text"])

@@ -209,7 +209,7 @@ def test_plan_bounds_the_tokens_that_are_known(lab, capsys):
     sweep.main([lab.file, "--dry_run", "true", "--launcher", "accelerate launch"])
     printed = capsys.readouterr().out
     assert "1 step, 8 examples per step and process\n" in printed
-    text = "at most 32,768 in these trainings, without those of further learning rates, for each process\n"
+    text = "at most 32,768 in these trainings, without those of further learning rates, for each process, as if each"
     assert text in printed
 
 
@@ -352,20 +352,46 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
     lab.sweep(measure={"benchmarks": ["arithmetic_hard"]}, methods=["lora", "loop_dropout"], extend_grid=True)
     sweep.main([lab.file, "--dry_run", "true", "--workers", "2"])
     assert not lab.out.exists()
-    assert capsys.readouterr().out == (
+    out = capsys.readouterr().out
+    start, end = out.index("time  "), out.index("choice  ")  # the costs, which other tests read
+    assert "H100" in out[start:end] and out[:start] + out[end:] == (
         "8 trainings\n"
         "methods         lora, loop_dropout\n"
         "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
         "seeds           101 with every learning rate, and 101, 102 with the one that is best on development\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
         "each training   1 step, 8 examples per step\n"
-        "tokens          at most 65,536 in these trainings, without those of further learning rates\n"
+        "tokens          at most 65,536 in these trainings, without those of further learning rates, as if each example had "
+        "`max_length` tokens\n"
         "choice          6 evaluations of development\n"
         "evaluation      2 final runs of each method:\n"
         "                evaluate arithmetic_hard\n"
         "                measure losses on held-out examples\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
     )
+
+
+def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
+    """Ouro-1.4B on Tulu 2: at most 6 x 100,000 examples of 2,048 tokens, by the sizes that the package knows."""
+    sweep.main(["sweeps/tulu2.yaml", "--dry_run", "true"])
+    out = capsys.readouterr().out
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    lines = out[out.index("tokens  ") : out.index("evaluation  ")]
+    assert (
+        lines in page and "at most 1,228,800,000 in all trainings" in lines and "35 to 148 hours of one H100" in lines
+    )
+    assert "not computed" not in lines and [line.split()[0] for line in lines.splitlines()] == [
+        *("tokens", "time", "computed,", "memory", "disk")
+    ]
+
+
+def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
+    lab.set_world(fails=["lr_0.04"])
+    lab.run()
+    capsys.readouterr()
+    sweep.main([lab.file, "--dry_run", "true"])
+    text = "done            2 of 4 trainings, measured: 0:01:00 on average, so 0:02:00 for the others, one at a time\n"
+    assert text in capsys.readouterr().out
 
 
 def test_plan_of_methods_with_their_own_evaluations_has_a_line_for_each(lab, capsys):

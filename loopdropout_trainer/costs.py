@@ -1,0 +1,262 @@
+"""The costs of trainings before they start: tokens, hours of a GPU, memory and disk, for the plans of trainings and of sweeps.
+
+Nobody has measured a training of this package on a GPU. So the hours are computed from a model's operations, and every line
+about them says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from loopdropout_trainer.arguments import ModelArguments
+from loopdropout_trainer.memory import count_operations, count_parameters, estimate_memory, read_depth
+from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig, word_of
+
+
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Dense bfloat16 FLOP/s by a part of the device name, from the data sheets of the cards."""
+
+MEASURED_SHARE, ASSUMED_SHARE = 0.07, 0.3
+"""Shares of a card's peak: of the paper's run on an H100, the only measured one, and one that nobody has measured."""
+
+SHORT_TRAINING = "A short one with `--max_steps 20 --output_dir outputs/try` writes `step_seconds` to results.jsonl"
+"""Way to measure the time if it cannot be computed."""
+
+
+class Training(NamedTuple):
+    """Everything that the cost of a training depends on.
+
+    Attributes:
+        args: Settings of the training.
+        recipe: Recipe of the training.
+        model: Base model.
+        config: Content of the base model's config.json, or an empty mapping.
+        rank: Rank of the adapter, or None if it is not known.
+    """
+
+    args: GateConfig
+    recipe: Mapping[str, Any]
+    model: ModelArguments
+    config: Mapping[str, Any]
+    rank: int | None
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a training reads each token of its examples once in an epoch. In DPO and GRPO there are further passes."""
+        return isinstance(self.args, LoopDropoutConfig)
+
+    @property
+    def may_use_gpu(self) -> bool:
+        """Whether the training is in bfloat16, as on a GPU, also if this machine has none."""
+        return self.args.bf16 and not self.recipe.get("use_cpu")
+
+    @property
+    def operations(self) -> float | None:
+        """Floating point operations of a token, or None if they are not known."""
+        return count_operations(self.config, self.model.num_loops, self.args.gradient_checkpointing)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Number of trained parameters without learned gates, or None if it is not known."""
+        if self.rank is None or self.recipe.get("lora_target_modules"):
+            return None
+        number = count_parameters(self.config, self.rank)
+        if number is not None and self.args.make_rule().lora_kind == "per_loop":
+            number *= self.model.num_loops or read_depth(self.config)
+        return number
+
+
+def count_steps(args: GateConfig, num_rows: int | None) -> int | None:
+    """Return the number of optimizer steps of a training on some rows, or None if it depends on a number that is not known."""
+    if args.max_steps > 0:
+        return args.max_steps
+    if not num_rows:
+        return None
+    return math.ceil(args.num_train_epochs * math.ceil(num_rows / args.examples_per_step))
+
+
+def bound_tokens(training: Training) -> int | None:
+    """Return the largest number of tokens of a training, or None if the recipe does not say it before the data are loaded."""
+    args, num_examples = training.args, training.recipe.get("num_train_examples")
+    max_length = getattr(args, "max_length", None)
+    if not training.is_supervised or not max_length:
+        return None
+    if args.max_steps > 0:
+        return args.max_steps * args.examples_per_step * max_length
+    if not num_examples:
+        return None
+    return math.ceil(args.num_train_epochs * num_examples) * max_length
+
+
+def describe_costs(trainings: Sequence[tuple[Training, int]], whose: str = "") -> dict[str, str]:
+    """Return the lines of a plan about the costs of trainings by their titles, before the data are loaded.
+
+    Args:
+        trainings: Kinds of trainings, and the number of trainings of each kind.
+        whose: End of the line about tokens, such as " in all trainings".
+    """
+    kinds = [training for training, _ in trainings]
+    bounds = [bound_tokens(training) for training in kinds]
+    tokens = ""
+    if None not in bounds:
+        total = sum(bound * number for bound, (_, number) in zip(bounds, trainings, strict=True))
+        tokens = f"at most {total:,}{whose}, as if each example had `max_length` tokens"
+    elif kinds[0].is_supervised:
+        tokens = "known after the data are loaded"
+    return {
+        "tokens": tokens,
+        "time": _describe_time(trainings, bounds),
+        "memory": _describe_memory(kinds),
+        "disk": _describe_disk(trainings),
+    }
+
+
+def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[int | None]) -> str:
+    """Return the computed hours of trainings on one GPU with the assumptions, or why there are none."""
+    kinds = [training for training, _ in trainings]
+    if not kinds[0].is_supervised:
+        return f"not computed for this kind of training. {SHORT_TRAINING}"
+    if not all(training.may_use_gpu for training in kinds):
+        return f"not computed for a training on a CPU or without `bf16`. {SHORT_TRAINING}"
+    costs = [training.operations for training in kinds]
+    if None in costs:
+        return f"not computed, because the sizes of the model are not known. {SHORT_TRAINING}"
+    if None in bounds:
+        amount = f"{describe_hours(kinds[0], max(costs) * 1e7)} for each 10 million tokens"
+    else:
+        total = sum(cost * bound * number for cost, bound, (_, number) in zip(costs, bounds, trainings, strict=True))
+        amount = f"at most {describe_hours(kinds[0], total)}"
+    per_token = f"{min(costs) / 1e9:.3g}"
+    if per_token != f"{max(costs) / 1e9:.3g}":
+        per_token += f" to {max(costs) / 1e9:.3g}"
+    return (
+        f"{amount}, without evaluations\ncomputed, not measured: {per_token} GFLOP for a token, at {ASSUMED_SHARE:.0%} "
+        f"(assumed) and {MEASURED_SHARE:.0%} (as in the paper's run) of the card's peak"
+    )
+
+
+def describe_hours(training: Training, operations: float) -> str:
+    """Return the range of the hours that one GPU takes for a number of operations, with the name of the card."""
+    card, peak = _find_card(training.args)
+    low, high = (operations / (share * peak) / 3600 for share in (ASSUMED_SHARE, MEASURED_SHARE))
+    if high < 0.05:
+        return f"0.1 hours of one {card}"
+    low, high = (f"{hours:.1f}" if hours < 10 else f"{hours:,.0f}" for hours in (low, high))
+    return f"{low} to {high} hours of one {card}"
+
+
+def _find_card(args: GateConfig) -> tuple[str, float]:
+    """Return the name and the peak of this machine's GPU, or an H100's without a GPU whose peak is known."""
+    import torch
+
+    if args.device.type == "cuda":
+        name = torch.cuda.get_device_name()
+        for part, peak in PEAK_FLOPS.items():
+            if part in name:
+                return part, peak
+    return "H100", PEAK_FLOPS["H100"]
+
+
+def describe_tokens(training: Training, num_tokens: int) -> str:
+    """Return the tokens of a training whose data are loaded, and its hours if they can be computed."""
+    text = f"{num_tokens:,}"
+    if training.may_use_gpu and training.is_supervised and training.operations:
+        text += f", so {describe_hours(training, training.operations * num_tokens)} by the same computation"
+    return text
+
+
+def _describe_memory(trainings: Sequence[Training]) -> str:
+    """Return the largest estimated GPU memory of trainings, or "" without an estimate or for trainings on the CPU."""
+    estimates = [estimate for estimate in map(_estimate_memory, trainings) if estimate]
+    if not estimates:
+        return ""
+    sizes = dict(max(estimates, key=lambda sizes: sizes["total"]))
+    total = sizes.pop("total")
+    parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
+    return f"about {total:.1f} GB on a GPU in bfloat16 ({parts})"
+
+
+def _estimate_memory(training: Training) -> dict[str, float]:
+    """Return the estimated GB of the GPU memory of a training by part, or an empty dict."""
+    args = training.args
+    max_length = getattr(args, "max_length", None)  # GRPO has none
+    if not training.may_use_gpu or max_length is None or training.rank is None:
+        return {}
+    try:
+        return estimate_memory(
+            training.config,
+            args.per_device_train_batch_size * max_length,
+            num_loops=training.model.num_loops,
+            rank=training.rank,
+            checkpointing=args.gradient_checkpointing,
+            four_bit="load_in_4bit" in str(args.model_init_kwargs),
+        )
+    except KeyError:  # a configuration with other fields
+        return {}
+
+
+def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
+    """Return the size of the files of trainings, or "" if the number of trained parameters is not known.
+
+    An adapter is saved in float32. A checkpoint also has two moments of AdamW.
+    """
+    if any(training.num_parameters is None for training, _ in trainings):
+        return ""
+    adapters = sum(4 * training.num_parameters * number for training, number in trainings)
+    one = sum(12 * training.num_parameters * number for training, number in trainings)
+    numbers = [_count_checkpoints(training) for training, _ in trainings]
+    if None in numbers:
+        checkpoints = f"{_name_size(one)} for each checkpoint"
+    else:
+        total = sum(
+            12 * training.num_parameters * kept * number
+            for kept, (training, number) in zip(numbers, trainings, strict=True)
+        )
+        checkpoints = f"{_name_size(total)} for checkpoints"
+    parts = [f"{_name_size(adapters)} for adapters", checkpoints]
+    merged = sum(_weights(training) * number for training, number in trainings if training.recipe.get("merge"))
+    if merged:
+        parts.append(f"{_name_size(merged)} for merged models")
+    return f"about {', '.join(parts)}"
+
+
+def _count_checkpoints(training: Training) -> int | None:
+    """Return the number of checkpoints that a training keeps, or None if it depends on the number of its steps."""
+    args = training.args
+    strategy, limit = word_of(args.save_strategy), args.save_total_limit
+    if strategy == "no":
+        return 0
+    if strategy == "epoch":
+        number = math.ceil(args.num_train_epochs)
+    elif strategy == "steps" and args.save_steps < 1:
+        number = math.ceil(1 / args.save_steps)
+    else:
+        num_steps = count_steps(args, training.recipe.get("num_train_examples"))
+        if num_steps is None:
+            return limit
+        number = math.ceil(num_steps / args.save_steps)
+    return min(number, limit or number)
+
+
+def _weights(training: Training) -> float:
+    """Return the bytes of the merged model, or 0 if they are not known."""
+    sizes = estimate_memory(training.config, 0, rank=training.rank)
+    bytes_of_weight = 4 if training.model.dtype == "float32" else 2
+    return 1e9 * sizes.get("frozen weights", 0) / 2 * bytes_of_weight
+
+
+def _name_size(size: float) -> str:
+    """Return a number of bytes in GB or MB."""
+    if size >= 1e8:
+        return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e6:.1f} MB"
