@@ -161,9 +161,9 @@ class Job:
         lines = []
         try:
             loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
-            lines.append(describe_examples(loaded, self.data_args, self.args))
             if self.trainings:
                 lines += describe_loaded_tokens(loaded, self.trainings)
+            lines.append(describe_examples(loaded, self.data_args, self.args))
             self._check_held_out(loaded.datasets)
             self._hint_at_evaluation(loaded.datasets)
             check_assistant_loss(self.args, loaded.datasets["train"][0])
