@@ -35,6 +35,7 @@ _TYPES = {
     "initial_adapter": str | None,
     "earlier_trainings": list[str] | None,
     "method": str | None,
+    "objective": str | None,
     "seed": int | None,
     "step": int | None,
     "p": int | float | list[int | float] | None,

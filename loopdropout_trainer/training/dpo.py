@@ -26,6 +26,7 @@ class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
     """
 
     config_class = LoopDropoutDPOConfig
+    objective = "DPO"
     if not TYPE_CHECKING:  # type checkers see the same signature in DPOTrainer
         __init__ = with_gates(DPOTrainer.__init__)
 

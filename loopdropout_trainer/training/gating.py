@@ -80,6 +80,23 @@ class GatingMixin:
             self.start = find_start(self.model)
             self.looped.trained_with = self.saved_settings()
 
+    def keep_head(self) -> None:
+        """Keep the `forward` with the fused head that TRL's trainer has put on the model, for `restore_head`."""
+        self._forward = vars(self.model.get_base_model()).get("forward")
+
+    def restore_head(self) -> None:
+        """Put this trainer's fused head on the model again, which another trainer of the model may have replaced.
+
+        The heads of SFT, DPO and GRPO return other values, and the one of GRPO divides the logits by its temperature.
+        """
+        base = self.model.get_base_model()
+        if vars(base).get("forward") is self._forward:
+            return
+        if self._forward is None:
+            del base.forward  # the one of the class applies again
+        else:
+            base.forward = self._forward
+
     def _read_rule(self) -> None:
         """Make a new rule if `p` has changed, and raise UserError if another field of `_READ_ONCE` has."""
         fields, before = _copy_fields(self.args), self._made_with

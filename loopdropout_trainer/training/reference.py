@@ -18,6 +18,11 @@ def check_reference(model: str | PreTrainedModel | PeftModel, fix: str) -> None:
     """
     if not isinstance(model, PeftModel):
         return
+    if "ref" in model.peft_config:
+        raise UserError(
+            "`model` must have no adapter named 'ref', which is the reference of an earlier trainer. Continue with that "
+            "trainer, or call `model.delete_adapter('ref')`, so that the present weights are the new reference."
+        )
     adapter = find_active_adapter(model)
     kind = kind_of(model, adapter)
     if adapter != "default" or kind.one_depth:

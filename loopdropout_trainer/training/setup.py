@@ -121,6 +121,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         samples_start_states: Whether models with a random start state draw it for each step.
         runs_several_draws: Whether the trainer runs rules with several draws for a micro-batch.
         draw_index: Index of the running draw.
+        objective: Kind of the training in texts, such as "SFT".
         recipe: Recipe of the training, which is saved with its results. Default: made of the arguments.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
         start: Settings of `find_start`, which say what the training starts from.
@@ -139,6 +140,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     physical_layers: list[int]
     last_gates: GatedBatch | None = None
     method: str | None = None
+    objective: str | None = None
     recipe: Mapping[str, Any] | None = None
     num_trained = 0
     tokens_before = 0
@@ -280,6 +282,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         self.check_packages()
         float32_adapter(self.model, self._given_weights)
         self._record_base()
+        self.keep_head()
         self.prepare_gates()
         if self.optimizer is not None:
             self.check_optimizer()
@@ -324,6 +327,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
             "base_revision": self.looped.base_revision,
             **describe_weights(self.looped.config, self.looped.dtype),
             "method": self.method or self.rule.title,
+            "objective": self.objective,
             "seed": args.seed,
             "training_id": self.training_id,
             **self.saved_facts,

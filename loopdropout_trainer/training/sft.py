@@ -58,6 +58,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """Draw the gates of a training micro-batch and compute the loss under them. In evaluation, gates are one."""
+        self.restore_head()
         inputs = dict(self.looped.complete_batch(inputs))
         if model.training:
             self.draw_gates(inputs)
@@ -243,6 +244,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     """
 
     config_class = LoopDropoutConfig
+    objective = "SFT"
     if not TYPE_CHECKING:  # type checkers see the same signature in SFTTrainer
         __init__ = with_gates(SFTTrainer.__init__)
 

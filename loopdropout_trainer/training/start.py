@@ -74,7 +74,7 @@ def _has_no_update(model: PeftModel, adapter: str) -> bool:
 def describe_training(settings: Mapping[str, Any]) -> str:
     """Return a training in words, from the settings that were saved with it.
 
-    For example "Loop Dropout (p = 0.5, K = 4, 20 steps, seed 42) on 64 examples (digest ...)".
+    For example "SFT with Loop Dropout (p = 0.5, K = 4, 20 steps, seed 42) on 64 examples (digest ...)".
     """
     facts = [f"{name} = {settings[name]}" for name in ("p", "rule_args") if settings.get(name) is not None]
     if settings.get("num_loops") is not None:
@@ -85,6 +85,8 @@ def describe_training(settings: Mapping[str, Any]) -> str:
         facts.append(f"seed {settings['seed']}")
     data = settings.get("training_data")
     method = settings.get("method") or settings.get("rule") or "a training"
+    if settings.get("objective") is not None:
+        method = f"{settings['objective']} with {method}"
     return f"{method} ({', '.join(facts)}){f' on {data}' if data else ''}"
 
 

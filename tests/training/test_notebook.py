@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModelForCausalLM, get_peft_model, get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -16,6 +17,8 @@ from helpers.trainers import assert_same_weights
 from loopdropout_trainer import (
     LoopDropoutDPOConfig,
     LoopDropoutDPOTrainer,
+    LoopDropoutGRPOConfig,
+    LoopDropoutGRPOTrainer,
     LoopDropoutSFTTrainer,
     default_peft_config,
     load_adapter,
@@ -268,7 +271,7 @@ def metadata_of(trainer):
     return json.loads(Path(trainer.args.output_dir, "loop_dropout.json").read_text())
 
 
-BEFORE = r"Loop Dropout \(p = 0.25, K = 4, 2 steps, seed 42\) on 48 examples \(digest \w{16}\)"
+BEFORE = r"SFT with Loop Dropout \(p = 0.25, K = 4, 2 steps, seed 42\) on 48 examples \(digest \w{16}\)"
 
 
 @pytest.mark.parametrize("same_trainer", [True, False])
@@ -337,6 +340,45 @@ def test_start_of_weights_from_elsewhere_is_not_known(make_sft, log):
     untrained = make_sft(get_peft_model(tiny_ouro(), default_peft_config()), max_steps=1)
     untrained.train()
     assert "trained before" not in log.text and "earlier_trainings" not in metadata_of(untrained)
+
+
+@pytest.mark.parametrize("first", ["sft", "dpo", "grpo"])
+def test_trainers_of_one_model_alternate(config, dataset, tokenizer, first):
+    """Each trainer has the losses that it has on a model of its own, whichever of them was made last."""
+    pairs = Dataset.from_list([{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(8)])
+    rewarded = {"temperature": 0.5, "num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+    makers = {
+        "sft": lambda model: LoopDropoutSFTTrainer(
+            model, config(max_steps=1), train_dataset=dataset, eval_dataset=dataset, processing_class=tokenizer
+        ),
+        "dpo": lambda model: LoopDropoutDPOTrainer(
+            model,
+            args=config(LoopDropoutDPOConfig, max_steps=1),
+            train_dataset=pairs,
+            eval_dataset=pairs,
+            processing_class=tokenizer,
+        ),
+        "grpo": lambda model: LoopDropoutGRPOTrainer(
+            model,
+            lambda completions, **columns: [float(len(text)) for text in completions],
+            config(LoopDropoutGRPOConfig, max_steps=1, **rewarded),
+            train_dataset=pairs.select_columns("prompt"),
+            eval_dataset=pairs.select_columns("prompt"),
+            processing_class=tokenizer,
+        ),
+    }
+    own = makers[first](with_adapter())
+    own.train()
+    shared = makers[first](with_adapter())
+    others = [make(shared.model) for name, make in makers.items() if name not in (first, "dpo")]
+    if first != "dpo":
+        others.append(makers["dpo"](shared.model))
+    shared.train()
+    assert_same_weights(own, shared)
+    for other in [*others, shared]:
+        other.train()
+    with user_error("`model` must have no adapter named 'ref', .* `model.delete_adapter\\('ref'\\)`"):
+        makers["dpo"](shared.model)
 
 
 def test_trained_one_of_two_adapters_is_named(make_sft, log):

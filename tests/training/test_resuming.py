@@ -463,7 +463,7 @@ def test_second_stop_is_continued_where_it_stopped(make_trainer, log):
         trainer.last = last
         with pytest.raises(TrainingInterrupted, match=f"after step {last} of 6. Continue with"):
             trainer.train()
-    assert "starts from present weights of the model, which were trained before: Loop Dropout" in log.text
+    assert "starts from present weights of the model, which were trained before: SFT with Loop Dropout" in log.text
     assert "make a new trainer" in log.text
     assert newest_checkpoint(folder) == str(folder / "checkpoint-3")
     with user_error(f"newest complete checkpoint is {folder / 'checkpoint-3'}"):
