@@ -340,7 +340,11 @@ def print_next_commands(runs: Sequence[Run]) -> None:
     commands["serve"] = "answer over HTTP"
     if rule.mergeable and not runs[0].script_args.merge:
         commands["merge"] = "make a model of it"
+    if not runs[0].args.push_to_hub:
+        commands["push"] = "share it on the Hub"
     print("\nNext:")
     for command, purpose in commands.items():
         line = f"loopdropout {command} {folder}"
+        if command == "push":
+            line += " --hub_model_id USER/NAME"
         print(f"  {line}   # {purpose}")

@@ -9,7 +9,8 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from loopdropout_trainer.saving.cards import (
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import is_hub_name
 from loopdropout_trainer.saving.metadata import write_metadata
-from loopdropout_trainer.saving.pushing import create_branch, explain_push, upload
+from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run, upload
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
@@ -259,8 +260,41 @@ def push_merged_to_hub(
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
     if not name_repository(folder, repo_id, revision):
         logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
-    with explain_push(repo_id, f"The merged model is saved in {folder}.", token):
-        repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
-        create_branch(repo_id, revision, token)
+    with _repository(repo_id, f"The merged model is saved in {folder}.", token, private, revision) as repo_id:
         commit = upload(folder, repo_id, "Upload merged model", token=token, branch=revision)
     return str(commit.repo_url)
+
+
+def push_adapter(source: Source, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> str:
+    """Upload a saved adapter to the Hub, with its card, its settings and its results, and return the repository's address.
+
+    Args:
+        source: Adapter in a folder of this computer.
+        repo_id: `user/name` of the repository, which is created if it does not exist.
+        private: Whether a new repository is private. Default: the Hub's setting.
+        revision: Branch, which is created if it does not exist. Default: `main`.
+
+    Raises:
+        UserError: If the push fails.
+    """
+    folder = source.saved_in
+    adapters = [] if source.folder == folder else [source.folder.name]
+    if not name_repository(folder, repo_id, revision):
+        logger.warning(f"The model card does not name {repo_id}, because it was written for another repository.")
+    with _repository(repo_id, f"The adapter is saved in {folder}.", None, private, revision) as repo_id:
+        commit = push_run(folder, repo_id, adapters, branch=revision)
+    return str(commit.repo_url)
+
+
+@contextmanager
+def _repository(
+    repo_id: str, saved: str, token: str | None, private: bool | None, revision: str | None
+) -> Iterator[str]:
+    """Create a repository and its branch for a push inside of the block, and yield its whole name. Explain errors.
+
+    The arguments are those of `explain_push` and `push_adapter`.
+    """
+    with explain_push(repo_id, saved, token):
+        repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
+        create_branch(repo_id, revision, token)
+        yield repo_id

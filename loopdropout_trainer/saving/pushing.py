@@ -87,6 +87,10 @@ def upload(
     )
 
 
+_OF_TRAINING = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "latest", "zero_to_fp32.py")
+"""Patterns of the files of a checkpoint that only continue its training."""
+
+
 def push_run(
     folder: str | Path,
     repo_id: str,
@@ -119,6 +123,6 @@ def push_run(
         message,
         token=token,
         branch=branch,
-        leave_out=["_*", "samples_*", *others],
+        leave_out=["_*", "samples_*", *_OF_TRAINING, *others],
         run_as_future=background,
     )

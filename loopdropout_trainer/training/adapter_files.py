@@ -217,7 +217,7 @@ class AdapterFilesMixin:
         # transformers calls it in `__init__` for `push_to_hub`, before it makes the state of the training.
         saved, fix = "No file was uploaded.", {}
         if not hasattr(self, "state"):
-            later = f"`loopdropout merge {self.args.output_dir} --hub_model_id {self._hub_id}`"
+            later = f"`loopdropout push {self.args.output_dir} --hub_model_id {self._hub_id}`"
             saved = "Nothing was trained."
             fix = {
                 "retry": "start again",

@@ -532,7 +532,7 @@ def test_failed_push_before_a_training_says_that_nothing_was_trained(make_sft, t
     folder = tmp_path / "mine"
     with user_error(
         "The push to me/try failed, because the Hub cannot be reached .* Nothing was trained. Start again when there is a "
-        f"connection, or train without `push_to_hub` and push later with `loopdropout merge {folder} --hub_model_id me/try`.$"
+        f"connection, or train without `push_to_hub` and push later with `loopdropout push {folder} --hub_model_id me/try`.$"
     ):
         make_sft(output_dir=str(folder), push_to_hub=True, hub_model_id="me/try")
 

@@ -160,6 +160,31 @@ def test_compared_runs_push_the_measured_adapter_to_a_branch(hub, sft):
     assert not [name for name in names if "/" in name]  # checkpoints, answers, and the run of LoRA
 
 
+def test_finished_run_is_pushed_later(hub, run, sft, tmp_path):
+    """And the printed next command says how."""
+    short = " ".join(PRIVATE_RUN.split("--push_merged_to_hub")[:1])
+    assert "\n  loopdropout push run --hub_model_id USER/NAME   # " in sft(short)
+    for words in (
+        "push run --hub_model_id me/later --hub_private_repo true",
+        "push run/merged --hub_model_id me/whole",
+    ):
+        done = run("me", "-m", "loopdropout_trainer", *words.split(), cwd=tmp_path)
+        assert re.search(f"Pushed to .*{words.split()[3]}", done.stdout), done.stderr[-5000:]
+    files = hub.files("me/later")
+    assert {"adapter_model.safetensors", "loop_dropout.json", "recipe.yaml", "results.jsonl"} <= {*files}
+    assert not [name for name in files if "/" in name or name.startswith("optimizer")]
+    card = files["README.md"].decode()
+    assert hub.repositories["me/later"]["visibility"] == "private" and "loopdropout chat me/later\n" in card
+    assert "model.safetensors" in hub.files("me/whole")
+    checkpoint = next(tmp_path.glob("run/checkpoint-*")).relative_to(tmp_path)
+    words = f"push {checkpoint} --hub_model_id me/later --hub_revision step"
+    assert "Pushed to " in run("me", "-m", "loopdropout_trainer", *words.split(), cwd=tmp_path).stdout
+    assert "adapter_model.safetensors" in hub.files("me/later", "step")
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth"} & {*hub.files("me/later", "step")}
+    done = run("me", "-m", "loopdropout_trainer", *["push", "me/later", "--hub_model_id", "me/x"], cwd=tmp_path)
+    assert "`folder` must be a folder on this computer, got the repository me/later." in done.stderr
+
+
 def test_cards_name_their_repository(hub, pushed):
     card = hub.files("me/adapter")["README.md"].decode()
     assert "- sums\n" in card and "me/sums" in card and "loopdropout serve me/adapter" in card

@@ -420,7 +420,8 @@ def test_wrong_names_end_in_the_same_sentence_in_all_commands(places, tmp_path, 
     in_sweep.mkdir(parents=True)
     (in_sweep / "sweep_recipe.yaml").touch()
     name = str({**folders, "stopped": places["stopped"]}.get(name, name))
-    for command, words in COMMANDS.items():
+    push = {"push": lambda name, out: [name, "--hub_model_id", "me/x"]}
+    for command, words in {**COMMANDS, **push}.items():
         if command == "show" and case in ("stopped", "nothing yet", "incomplete"):
             assert "unfinished run" in repr(find_source(name, accept=ALL_KINDS))
             continue
