@@ -151,9 +151,10 @@ class Diagnosis:
 
         Args:
             loader: Loader of this or another measurement with the same options.
-            described: What models run with that is printed already, as by another measurement. It is not printed again.
+            described: Texts of `describe_setup` that another measurement has printed already. They are not printed again.
         """
-        described = set() if described is None else described
+        if described is None:
+            described = set()
         args, state = self.args, self.state
         dtypes = {source.name: self.model_args.dtype or source.dtype or "bfloat16" for source in self.sources}
         with state.main_process_first():
@@ -163,10 +164,10 @@ class Diagnosis:
             data = DiagnosedData(args, self.data_args, self.model_args.chat_template)
         rows = []
         for source in self.sources:
-            _, _, properties = source.describe().partition(": ")
-            if state.is_main_process and properties not in described:
+            setup = source.describe_setup()
+            if state.is_main_process and setup not in described:
                 print(source.describe())
-            described.add(properties)
+            described.add(setup)
             model = loader.load(source, dtypes[source.name], self.model_args.num_loops)
             measured = measure(args, source, model, data.batches(source))
             if state.is_main_process:
@@ -197,20 +198,23 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         options: Command line without the folder.
     """
     check_sweep_options(options)
-    reasons = {run: find_missing(run) for run in list_runs(sweep)}
+    reasons = {run: find_missing(run) for run in list_runs(sweep)}  # why a run is skipped, or None
     # All of them first, so that a wrong option is found before the first measurement.
     diagnoses = {run: Diagnosis([str(run), *options]) for run, reason in reasons.items() if reason is None}
     if not diagnoses:
         raise UserError(f"The sweep in {sweep} has no trained adapter yet.")
     is_main_process = PartialState().is_main_process
-    loader, described = next(iter(diagnoses.values())).make_loader(), set()
-    for number, (run, missing) in enumerate(reasons.items(), start=1):
-        reason = missing
+    loader = next(iter(diagnoses.values())).make_loader()  # all runs share it, and the base model that it keeps
+    described: set[str] = set()
+    for number, run in enumerate(reasons, start=1):
+        reason = reasons[run]
         if reason is None and diagnoses[run].is_done:
             reason = "it was measured before"
+        line = f"{number} of {len(reasons)}: {run.relative_to(sweep)}"
+        if reason is not None:
+            line += f" is skipped, because {reason}."
         if is_main_process:
-            name = f"{number} of {len(reasons)}: {run.relative_to(sweep)}"
-            print(name if reason is None else f"{name} is skipped, because {reason}.", flush=True)
+            print(line, flush=True)
         if reason is None:
             diagnoses[run].run(loader, described)
     if is_main_process:

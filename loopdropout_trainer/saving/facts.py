@@ -239,12 +239,15 @@ class Source:
 
     def describe(self) -> str:
         """Return the line that each command prints: what the name is, and what it runs with."""
+        return f"{_at(public_name(self.name), self.commit)}: {self.describe_setup()}"
+
+    def describe_setup(self) -> str:
+        """Return what the name is and what it runs with, without the name itself."""
         facts = self.lines()
         kind = self.kind
         if "base model" in facts:
             kind += f" of {facts['base model']}"
-        parts = [kind, facts["depth"], f"tokenizer: {facts['tokenizer']}", f"prompts: {facts['prompts']}"]
-        return f"{_at(facts['name'], self.commit)}: {', '.join(parts)}"
+        return ", ".join([kind, facts["depth"], f"tokenizer: {facts['tokenizer']}", f"prompts: {facts['prompts']}"])
 
     def _base_text(self) -> str | None:
         """Return the base model of an adapter, or of a merged model that knows it."""
@@ -298,4 +301,6 @@ class Source:
 
 
 def _at(name: str | None, revision: str | None) -> str | None:
-    return f"{name} at {revision}" if name and revision else name
+    if name and revision:
+        return f"{name} at {revision}"
+    return name
