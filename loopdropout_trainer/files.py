@@ -30,10 +30,12 @@ TINY_OURO_PATH = PACKAGE / "tiny_ouro"
 
 def model_path(name: Any) -> Any:
     """Return the folder of the model `tiny-ouro`, also for its folder in another installation, and other names unchanged."""
-    is_elsewhere = (
-        isinstance(name, str) and name.endswith("/loopdropout_trainer/tiny_ouro") and not Path(name).is_dir()
-    )
-    return str(TINY_OURO_PATH) if name == "tiny-ouro" or is_elsewhere else name
+    if not isinstance(name, str):
+        return name
+    is_elsewhere = name.endswith("/loopdropout_trainer/tiny_ouro") and not Path(name).is_dir()
+    if name == "tiny-ouro" or is_elsewhere:
+        return str(TINY_OURO_PATH)
+    return name
 
 
 @functools.cache
@@ -56,13 +58,16 @@ def describe_version() -> str:
 
 def _read_commit(folder: Path) -> str | None:
     """Return the commit of the checkout with a `.git`, which is a folder, or the file of a further worktree, or None."""
+    # HEAD holds a commit, or "ref: refs/heads/main". Then the commit is in the file of this name, or in a line "COMMIT NAME"
+    # of packed-refs. A further worktree has only HEAD of its own, and `commondir` with the path of the other files.
     try:
         if folder.is_file():
             folder = folder.parent / folder.read_text().removeprefix("gitdir:").strip()
         head = (folder / "HEAD").read_text().strip()
         if not head.startswith("ref:"):
             return head
-        name, common = head.removeprefix("ref:").strip(), folder
+        name = head.removeprefix("ref:").strip()
+        common = folder
         if (folder / "commondir").is_file():
             common = folder / (folder / "commondir").read_text().strip()
         if (common / name).is_file():

@@ -153,9 +153,10 @@ def read_settings(
     if "-h" in argv or "--help" in argv:
         print_help(dataclass_types, description, first_words)
         sys.exit(0)
-    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    fields = {f.name: f for cls in dataclass_types for f in dataclasses.fields(cls) if f.init}
-    hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items() if name in fields}
+    path = None
+    if argv and not argv[0].startswith("-"):
+        path = argv.pop(0)
+    fields, hints = _find_fields(dataclass_types)
     changes = _options(argv, hints, first_words)
     import_files(items_of(changes.pop("import", ())))
     recipe = {}
@@ -166,15 +167,36 @@ def read_settings(
     for name in changes:
         if name in unread:
             raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
-    settings = {name: value for name, value in override(recipe, changes).items() if name not in unread}
-    for name in settings:
+    given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
+    return _read_values(given, fields, hints)
+
+
+def _find_fields(dataclass_types: Sequence[type]) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
+    """Return the fields of some dataclasses that can be set, and their types, by name."""
+    fields, hints = {}, {}
+    for cls in dataclass_types:
+        types = get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.init:
+                fields[field.name], hints[field.name] = field, types[field.name]
+    return fields, hints
+
+
+def _read_values(
+    given: Mapping[str, Any], fields: Mapping[str, dataclasses.Field], hints: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return given values as their fields take them. A field that takes no None has its default for one.
+
+    Raises:
+        UserError: For an unknown field, a wrong value, or a missing value.
+    """
+    for name in given:
         if name not in fields:
             raise UserError(f"`{name}` is not a field of this script.{field_hint(name, fields)}")
-    settings = {
-        name: read_value(fields[name], value, hints[name])
-        for name, value in settings.items()
-        if value is not None or is_optional(hints[name])
-    }
+    settings = {}
+    for name, value in given.items():
+        if value is not None or is_optional(hints[name]):
+            settings[name] = read_value(fields[name], value, hints[name])
     for name, field in fields.items():
         if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{name}` must be set.")

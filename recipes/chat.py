@@ -94,7 +94,10 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{system_turn} Add `--system_instruction` to ask with it.")
 
     # Answers
-    for prompt in [args.prompt] if args.prompt else read_prompts():
+    prompts = read_prompts()
+    if args.prompt:
+        prompts = [args.prompt]
+    for prompt in prompts:
         print()
         prompt_ids = prompt_format.ask(prompt, args.system_instruction)
         check_prompt_length(looped, len(prompt_ids))

@@ -132,8 +132,10 @@ def to_messages(value: Any) -> Any:
         return turns
     messages = []
     for turn in turns:
-        has_other_role = isinstance(turn, dict) and turn.get("role") in _ROLES
-        messages.append({**turn, "role": _ROLES[turn["role"]]} if has_other_role else turn)
+        if isinstance(turn, dict) and turn.get("role") in _ROLES:
+            messages.append({**turn, "role": _ROLES[turn["role"]]})
+        else:
+            messages.append(turn)
     return messages
 
 
@@ -215,16 +217,21 @@ def check_complete(example: Mapping[str, Any]) -> None:
     Args:
         example: Columns of an example, with TRL's keys in conversations.
     """
+    kinds = []
     for name, value in example.items():
-        for turn in value if isinstance(value, list) else ():
-            if turn.get("content") is None and not any(item for key, item in turn.items() if key != "role"):
-                raise _wrong_turn(turn)  # templates would write the word None
-        if not isinstance(value, str) and not (isinstance(value, list) and value):
+        if isinstance(value, str):
+            kinds.append(f"a text as `{name}`")
+            continue
+        if not isinstance(value, list) or not value:
             raise UserError(
                 f"`{name}` must be a text or a list of turns with `role` and `content`, got {short_repr(value)}."
             )
+        kinds.append(f"a list as `{name}`")
+        for turn in value:
+            has_other = any(item for key, item in turn.items() if key != "role")
+            if turn.get("content") is None and not has_other:  # templates would write the word None
+                raise _wrong_turn(turn)
     if len({type(value) for value in example.values()}) > 1:
-        kinds = [f"a {'text' if isinstance(value, str) else 'list'} as `{name}`" for name, value in example.items()]
         raise UserError(
             f"{_enumerate(example)} must be all texts or all lists of turns with `role` and `content`, got "
             f"{' and '.join(kinds)}."

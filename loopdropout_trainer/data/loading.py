@@ -221,7 +221,9 @@ def _format_of(features: Mapping[str, Any]) -> list[str]:
     for name, feature in features.items():
         if name not in _OWN_COLUMNS:
             kind = getattr(feature, "dtype", "messages")
-            names.append(f"{name} ({'text' if kind == 'string' else kind})")
+            if kind == "string":
+                kind = "text"
+            names.append(f"{name} ({kind})")
     return names
 
 

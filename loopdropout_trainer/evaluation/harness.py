@@ -210,7 +210,10 @@ def _make_line(sample: Mapping[str, Any], metric: str) -> dict[str, Any]:
     arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
     completion, answer, target = responses[0], sample["filtered_resps"][0], sample["target"]
     if not isinstance(completion, str):  # log-likelihoods of choices, or of a text
-        scores = [response[0] if isinstance(response, tuple | list) else response for response in responses]
+        scores = []
+        for response in responses:
+            is_pair = isinstance(response, tuple | list)  # of the log-likelihood, and whether it is the greedy answer
+            scores.append(response[0] if is_pair else response)
         completion, answer = None, arguments[int(np.argmax(scores))][-1].strip()
         if isinstance(target, int):  # the index of a choice
             target = arguments[target][-1].strip()

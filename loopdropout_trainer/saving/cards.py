@@ -302,7 +302,9 @@ def public_base_name(model: PeftModel) -> str | None:
 
 
 def _public(name: str | None) -> str | None:
-    return name if name is None or is_hub_name(name) else Path(public_name(name)).name
+    if name is None or is_hub_name(name):
+        return name
+    return Path(public_name(name)).name
 
 
 @functools.cache

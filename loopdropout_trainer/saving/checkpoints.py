@@ -146,8 +146,8 @@ def _training_number(checkpoint: str | Path) -> int:
 def number_training(output_dir: str | Path, checkpoint: str | Path | None) -> int:
     """Return the number of a training that begins in a folder, or continues from a checkpoint.
 
-    A training has the number of its checkpoint only if it is the newest one in the folder. Otherwise the checkpoints of later
-    steps there belong to another training.
+    A training has the number of its checkpoint only if that is the newest one in the folder. Otherwise the checkpoints of
+    later steps there belong to another training.
 
     Args:
         output_dir: Folder of the training.
@@ -242,8 +242,10 @@ def find_fault(checkpoint: Path) -> str | None:
 
 def _find_missing(checkpoint: Path) -> str | None:
     """Return the fault of a checkpoint by the names and headers of its files, which also tell about other programs' ones."""
-    is_deepspeed = any(checkpoint.glob("global_step*"))
-    for pattern in ("**/*.safetensors", "rng_state*") if is_deepspeed else _RESUMED:
+    patterns = _RESUMED
+    if any(checkpoint.glob("global_step*")):  # of DeepSpeed
+        patterns = ("**/*.safetensors", "rng_state*")
+    for pattern in patterns:
         files = [*checkpoint.glob(pattern)]
         if not files:
             return f"has no `{pattern.removeprefix('**/')}`, as with `save_only_model`"

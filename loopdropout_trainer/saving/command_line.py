@@ -64,7 +64,9 @@ def _choose_output_dir(recipe: str, words: Sequence[str]) -> list[str]:
 def _output_dir_of(path: str) -> list[str]:
     """Return the option that lets the results of an adapter in a folder go to that folder, or none for another model."""
     source = find_source(path)
-    return [f"--output_dir={path}"] if source.is_adapter and source.repository is None else []
+    if source.is_adapter and source.repository is None:
+        return [f"--output_dir={path}"]
+    return []
 
 
 def split_name(text: str) -> tuple[str, str]:

@@ -212,6 +212,13 @@ def _write_merged(
     write_model_card(output_dir, model, repo_id=repo_id, merged=True, scale=scale, **card)
 
 
+def _name_code(name: str, base: str) -> str:
+    """Return an entry of a base model's `auto_map` with the name of its repository."""
+    if "--" in name:  # it has one
+        return name
+    return f"{base}--{name}"
+
+
 def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> dict[str, str]:
     """Return the `auto_map` of a merged model, under which other programs find the base model's own code.
 
@@ -219,16 +226,22 @@ def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> d
     repository (`org/name--file.Class`), or gets copies of the files. They are never run here.
     """
     if is_hub_name(base):
-        return {key: name if "--" in name else f"{base}--{name}" for key, name in auto_map.items()}
+        return {key: _name_code(name, base) for key, name in auto_map.items()}
     files = {path.name: path for path in Path(base or "?").glob("*.py")}
-    found = {key: name for key, name in auto_map.items() if "--" in name or f"{name.split('.')[0]}.py" in files}
+    found = {}
+    for key, name in auto_map.items():
+        if (
+            "--" in name or f"{name.split('.')[0]}.py" in files
+        ):  # in a repository that it names, or next to the base model
+            found[key] = name
     if len(found) < len(auto_map):
         logger.warning(
             "The merged model has no `auto_map`, because the base model's own code was not found next to it. To load the "
             "model without this package, merge with `standalone=True`."
         )
-    for file in files.values() if found else ():
-        shutil.copy2(file, folder)
+    if found:
+        for file in files.values():
+            shutil.copy2(file, folder)
     return found
 
 

@@ -114,21 +114,24 @@ class Request(BaseModel):
     def _drop_neutral_values(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        is_neutral = lambda name, value: (
-            value is None
-            or any(
-                value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-                for neutral in NEUTRAL_VALUES[name]
-            )
-        )
-        return {
-            name: value for name, value in fields.items() if name not in NEUTRAL_VALUES or not is_neutral(name, value)
-        }
+        return {name: value for name, value in fields.items() if not _is_neutral(name, value)}
 
     @property
     def stop_strings(self) -> list[str]:
         """The stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether a field of a request has a value that changes nothing, so that this server need not know the field."""
+    if name not in NEUTRAL_VALUES:
+        return False
+    if value is None:
+        return True
+    for neutral in NEUTRAL_VALUES[name]:
+        if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):  # False equals 0
+            return True
+    return False
 
 
 class CompletionRequest(Request):

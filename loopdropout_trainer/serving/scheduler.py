@@ -158,10 +158,10 @@ class Completion:
 def choose_tokens(completions: Sequence[Completion], logits: Tensor) -> list[int]:
     """Return the next token of each completion, from logits [B, V]."""
     tokens = logits.argmax(dim=-1).tolist()
-    return [
-        token if completion.is_greedy else completion.draw(row)
-        for completion, token, row in zip(completions, tokens, logits, strict=True)
-    ]
+    for index, (completion, row) in enumerate(zip(completions, logits, strict=True)):
+        if not completion.is_greedy:
+            tokens[index] = completion.draw(row)
+    return tokens
 
 
 class SlotRows:

@@ -27,10 +27,12 @@ class TextStream:
     def push(self, token: int) -> str:
         """Append a token that does not end the text, and return the new piece."""
         text = self._held_back + (self._decoder.step(self._tokenizer, token) or "")
-        beginnings = (
-            length for stop in self._stop_strings for length in range(1, len(stop) + 1) if text.endswith(stop[:length])
-        )
-        end = len(text) - max(beginnings, default=0)
+        num_held_back = 0  # characters at the end that may be the beginning of a stop string
+        for stop in self._stop_strings:
+            for length in range(1, len(stop) + 1):
+                if text.endswith(stop[:length]):
+                    num_held_back = max(num_held_back, length)
+        end = len(text) - num_held_back
         self._held_back = text[end:]
         self._num_sent += end
         return text[:end]

@@ -76,9 +76,12 @@ class ModelNames:
         if not self.source.has_one_depth:
             names += [f"{self.name}@K={depth}" for depth in depths]
         if self.source.gates != "none":
-            loops = range(self.num_loops)
-            active = [[int(loop == other) for other in loops] for loop in (*loops, None)]
-            names += [f"{self.name}@gates={'-'.join(map(str, gates))}" for gates in active]
+            none = ["0"] * self.num_loops
+            for loop in range(self.num_loops):
+                gates = [*none]
+                gates[loop] = "1"
+                names.append(f"{self.name}@gates={'-'.join(gates)}")
+            names.append(f"{self.name}@gates={'-'.join(none)}")
         return names
 
     def _make_variant(self, num_loops: int, gates: str | None) -> Variant:

@@ -51,14 +51,13 @@ def find_system_turn(dataset: Any) -> str | None:
     example = read_first(dataset)
     if not isinstance(dataset, Dataset) or not has_conversations(example):
         return None
-    columns = [
-        name for name in ("prompt", "messages", "conversations", "chosen") if isinstance(example.get(name), list)
-    ]
-    if not columns:
+    columns = ("prompt", "messages", "conversations", "chosen")  # of which the first one begins a conversation
+    column = next((name for name in columns if isinstance(example.get(name), list)), None)
+    if column is None:
         return None
     shared = None
-    for row in dataset.select_columns(columns[:1]).with_format(None):
-        turns = rename_keys(row[columns[0]])
+    for row in dataset.select_columns([column]).with_format(None):
+        turns = rename_keys(row[column])
         if not turns or turns[0].get("role") != "system" or not isinstance(turns[0].get("content"), str):
             return None
         if shared is not None and turns[0]["content"] != shared:
@@ -233,6 +232,7 @@ def check_token_ids(title: str, dataset: Any, num_tokens: int) -> None:
     column = dataset.data.column("input_ids")  # of all rows of the table, which may be more than those of the dataset
     if not pa.types.is_integer(getattr(column.type, "value_type", pa.null())):
         return
+    # All tokens are compared in one call, which takes far less time than rows of Python. Only an error looks for its row.
     limits = pc.min_max(pc.list_flatten(column)).as_py()
     if limits["min"] is None or (limits["min"] >= 0 and limits["max"] < num_tokens):
         return

@@ -277,6 +277,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
                     f"first {length:,} tokens (`max_length`) is trained on."
                 )
             rows = dataset.select_columns("labels").with_format(None)
+            # The first token of an example has no token before it that predicts it, so its label never counts.
             if not any(label != IGNORED for row in rows for label in row["labels"][1:]):
                 reason = "their texts are empty"
                 if length is not None:

@@ -205,8 +205,9 @@ def ended_early(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
     try:
         yield
     finally:
+        # transformers has copied the block's number of steps into the state, which later checkpoints and logs keep.
         args.max_steps = wanted
-        trainer.state.max_steps = wanted if wanted > 0 else state.max_steps
+        trainer.state.max_steps = wanted if wanted > 0 else state.max_steps  # -1: the number follows from the epochs
 
 
 def first_signal(received: Sequence[int]) -> int:
