@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import trl
@@ -18,7 +19,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script
 from helpers.processes import Interpreter, python
 from loopdropout_trainer import __version__, cli, files
-from loopdropout_trainer.files import recipe_names
+from loopdropout_trainer.files import recipe_names, recipes_folder
 
 
 @pytest.fixture(scope="module")
@@ -286,3 +287,17 @@ def test_mypy_finds_an_editable_installation(tmp_path):
         fresh=True,
     )
     assert "def (self: loopdropout_trainer.training" in out  # the type of a method, instead of Any
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if not name.startswith("accelerate/")])
+def test_commands_in_recipes_work_without_a_clone(name):
+    """A recipe's first line for `loopdropout` has its own command and name. Only launchers need the scripts of a clone."""
+    text = (recipes_folder() / name).read_text(encoding="utf-8")
+    assert "python recipes/" not in text
+    own = name
+    if name.startswith("tables/"):
+        own = f"outputs --tables {Path(name).stem}"
+    command = cli.command_of(name, text).removesuffix(" --tables")
+    lines = [line.lstrip("# ") for line in text.splitlines() if re.match(rf"# *loopdropout {command} ", line)]
+    assert not lines or lines[0].startswith(f"loopdropout {command} {own}"), lines
+    assert lines or not name.startswith(("sweeps/", "tables/", "studies/"))
