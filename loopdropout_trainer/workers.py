@@ -30,6 +30,12 @@ from loopdropout_trainer.results import has_trained, read_run
 _BAR = re.compile(r"(\d+%\||\d+it).*\[.*\]$")
 """End of a line with a progress bar, such as "Drop last:  38%|███▊      | 15/40 [00:08<00:13, 1.85it/s]"."""
 
+_ERRORS = (re.compile(r"loopdropout \w+: "), re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b"))
+"""Begin of a line with an error, first the sentence of a script, then the last line of a traceback."""
+
+_NOISE = re.compile(r"Warning: |warnings\.warn|resource_tracker|CalledProcessError|ChildFailedError")
+"""Part of a line that says nothing about the error: warnings, also those at the end of Python, and errors of a launcher."""
+
 
 class Runs(Protocol):
     """The runs of a sweep. A run has a `name`."""
@@ -159,16 +165,15 @@ class Workers:
         Raises:
             UserError: If the run before has failed with the same message.
         """
-        message = read_message(log, log_start)
+        message = "" if status < 0 else read_message(log, log_start)
         was_stopped = status < 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-        cause = f"exit code {status}: {message}"
-        if status == -signal.SIGKILL:
-            cause = (
-                f"exit code {status}: it was killed, often because the memory was full. The last line is: {message}"
-            )
-        self.failures[run] = f"{run.name} ended with {cause} (log: {log})"
-        num_ended, total = self.runs.count()
-        print(f"{num_ended} of {total}: {self.failures[run]}", flush=True)
+        if was_stopped:
+            cause = f"was stopped by {signal.Signals(-status if status < 0 else status - 128).name}"
+            if status == -signal.SIGKILL:
+                cause += ", often because the memory was full"
+        else:
+            cause = f"ended with exit code {status}: {message}"
+        self.failures[run] = f"{run.name} {cause} (log: {log})"
         # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
         if message == self.last_message:
@@ -176,6 +181,8 @@ class Workers:
                 f"The sweep has stopped, because two runs in a row failed with the same message: {self.failures[run]}. After "
                 "you have fixed the cause, the same command continues the sweep."
             )
+        num_ended, total = self.runs.count()
+        print(f"{num_ended} of {total}: {self.failures[run]}", flush=True)
         self.last_message = None if was_stopped else message  # a signal says nothing about the other runs
 
     def _describe_end(self, run: Any, was_trained: bool) -> str:
@@ -196,17 +203,21 @@ class Workers:
 
 
 def read_message(log: Path, start: int = 0) -> str:
-    """Return the last line of a log with a word that is not a progress bar, or the last line of all.
+    """Return the line of a log with the error: the sentence of a script, the last line of a traceback, or the last line.
 
     Args:
-        log: File with the output of a process, where a bar may follow the traceback of an error.
+        log: File with the output of a process, where progress bars and warnings may follow the error.
         start: Number of bytes that are skipped.
     """
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(start)
         # The parts of a bar end with "\r", which ends a line here.
         lines = [line.strip() for line in file if line.strip()]
-    messages = [line for line in lines if re.search(r"\w", line) and not _BAR.search(line)]
+    messages = [line for line in lines if re.search(r"\w", line) and not _BAR.search(line) and not _NOISE.search(line)]
+    for pattern in _ERRORS:
+        errors = [line for line in messages if pattern.match(line)]
+        if errors:
+            return errors[-1]
     return (messages or lines or [""])[-1]
 
 

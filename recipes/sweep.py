@@ -291,14 +291,15 @@ class Sweep:
         )
 
     def check_failures(self) -> None:
-        """Print the runs that have failed.
+        """Print the runs that have failed. Their errors were printed when they ended.
 
         Raises:
             UserError: If there are any.
         """
         failures = self.pool.failures
         if failures:
-            print("\nFailed:", *failures.values(), sep="\n  ")
+            logs = (f"{run.name} (log: {self.folder(run)}/log.txt)" for run in failures)
+            print("\nFailed, with the errors above:", *logs, sep="\n  ")
             raise UserError(
                 f"{count(len(failures), 'run')} failed. Fix the cause. The same command then trains what is missing."
             )

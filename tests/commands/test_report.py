@@ -946,7 +946,10 @@ def test_report_lists_missing_runs(quickstart, tmp_path, capsys):
     assert [line.split(". The first is ")[0] for line in lines] == [
         f"Missing: 6 numbers of the sweep {name}" for name in ("metamath_gsm", "metamath_gsm_ouro_2.6b")
     ]
-    assert "The first is GSM8K, Ouro-1.4B LoRA: no result with" in text and "loopdropout sweep sweeps/metamath_gsm.yaml" in text
+    assert (
+        "The first is GSM8K, Ouro-1.4B LoRA: no result with" in text
+        and "loopdropout sweep sweeps/metamath_gsm.yaml" in text
+    )
     assert text.count("–") == 12 and "86.53 ± 0.44" in text
     printed = capsys.readouterr().out
     assert "Missing: Loss reduction with the adapter in one loop only" in printed
