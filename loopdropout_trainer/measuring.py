@@ -7,9 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from loopdropout_trainer.arguments import SFTArguments
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.runs import Run
+from loopdropout_trainer.saving.metadata import describe_system_turn
 from loopdropout_trainer.training.distributed import shards_weights
 from loopdropout_trainer.training_results import UNITS, result_columns
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
     from transformers import Trainer
+
+logger = logging.get_logger(__name__)
 
 
 def measure(trainer: Trainer, run: Run, tasks: list[Task | Group], references: list[dict[str, str]]) -> None:
@@ -91,6 +96,7 @@ def evaluate(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any
 
     if not tasks:
         return
+    _hint_at_system_turn(trainer, tasks)
     folder, options = Path(trainer.args.output_dir), run.script_args
     lm = LoopedLM(trainer.model, trainer.processing_class, batch_size=options.benchmark_batch_size, **place)
     results = evaluate_tasks(
@@ -102,6 +108,18 @@ def evaluate(trainer: Trainer, run: Run, tasks: list[Task | Group], **place: Any
         allow_unsafe_code=options.allow_unsafe_code,
     )
     record(trainer, run, results)
+
+
+def _hint_at_system_turn(trainer: Trainer, tasks: list[Task | Group]) -> None:
+    """Log once that tasks ask in a chat without the system turn that all conversations of the training have."""
+    from loopdropout_trainer.evaluation import asks_in_chat
+
+    system_turn = describe_system_turn(trainer.saved_facts)
+    if system_turn and any(map(asks_in_chat, tasks)) and trainer.is_world_process_zero():
+        logger.warning_once(
+            f"{system_turn} The benchmarks of a training ask without it. `loopdropout evaluate` with `--system_instruction` "
+            "asks with it."
+        )
 
 
 def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:

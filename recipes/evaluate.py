@@ -35,7 +35,7 @@ from loopdropout_trainer.arguments import (
 )
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
-from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, load_benchmarks
+from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings
@@ -129,7 +129,8 @@ def main(argv: list[str] | None = None) -> None:
         if state.is_main_process:
             print(source.describe())
             system_turn = source.describe_system_turn()
-            if args.apply_chat_template and args.system_instruction is None and system_turn:
+            is_chat = any(asks_in_chat(task, args.apply_chat_template) for task in tasks)
+            if is_chat and args.system_instruction is None and system_turn:
                 print(f"{system_turn} Add `--system_instruction` to evaluate with it.")
         model = loader.load(source, model_args.dtype or source.dtype or "bfloat16", model_args.num_loops)
         tokenizer = source.load_tokenizer(model_args.chat_template)

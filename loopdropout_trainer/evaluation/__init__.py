@@ -13,7 +13,7 @@ if Version(version("lm-eval")) < Version("0.4.13"):
         "without axolotl."
     )
 
-from loopdropout_trainer.evaluation.harness import check_programs, evaluate_tasks
+from loopdropout_trainer.evaluation.harness import asks_in_chat, check_programs, evaluate_tasks
 from loopdropout_trainer.evaluation.loading import (
     DEVELOPMENT,
     development_task,
@@ -27,6 +27,7 @@ from loopdropout_trainer.evaluation.looped_lm import LoopedLM
 __all__ = [
     "DEVELOPMENT",
     "LoopedLM",
+    "asks_in_chat",
     "check_programs",
     "development_task",
     "evaluate_tasks",

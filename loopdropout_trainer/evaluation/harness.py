@@ -82,8 +82,7 @@ def evaluate_tasks(
     for name, task in selected.items():
         for leaf in _leaves(task):
             _prepare(leaf, max_new_tokens)
-        own_choice = bool((_leaves(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
-        chats[name] = own_choice if apply_chat_template is None else apply_chat_template
+        chats[name] = asks_in_chat(task, apply_chat_template)
         if chats[name] and not lm.tokenizer.chat_template:
             raise UserError(f"`chat_template` must be set, because the prompts of `{name}` are turns of a chat.")
     rows = []
@@ -103,6 +102,12 @@ def evaluate_tasks(
         own_rows = [None if results is None else _collect(lm, name, task, results, output_dir)]
         rows += broadcast_object_list(own_rows)[0]
     return rows
+
+
+def asks_in_chat(task: Task | Group, apply_chat_template: bool | None = None) -> bool:
+    """Return whether the prompts of a task are turns of a chat. `apply_chat_template`: the user's choice, or None."""
+    own_choice = bool((_leaves(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
+    return own_choice if apply_chat_template is None else apply_chat_template
 
 
 def check_programs(tasks: Iterable[Task | Group], allow_unsafe_code: bool) -> None:

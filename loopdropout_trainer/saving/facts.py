@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gate_texts import expand_gates, parse_gates
 from loopdropout_trainer.results import read_imports
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.hub import split_revision
+from loopdropout_trainer.saving.metadata import describe_system_turn
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter
 from loopdropout_trainer.sweeps import describe_progress, list_runs
 
@@ -207,8 +208,7 @@ class Source:
 
     def describe_system_turn(self) -> str:
         """Return a sentence about the system turn that all conversations of the training had, or "" if there is none."""
-        text = self.metadata.get("system_turn")
-        return f"The training data had the system turn {short_repr(text)}." if text else ""
+        return describe_system_turn(self.metadata)
 
     def lines(self) -> dict[str, str]:
         """Return the facts that `loopdropout show` prints, by title."""

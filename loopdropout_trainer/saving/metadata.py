@@ -70,6 +70,12 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     return metadata
 
 
+def describe_system_turn(metadata: Mapping[str, Any]) -> str:
+    """Return a sentence about the system turn that all conversations of a training had, or "" if there is none."""
+    text = metadata.get("system_turn")
+    return f"The training data had the system turn {short_repr(text)}." if text else ""
+
+
 def write_metadata(folder: Path, metadata: Mapping[str, Any]) -> None:
     """Write the settings of a training next to its adapter or merged model."""
     write_file(folder / METADATA_FILE, json.dumps({"version": METADATA_VERSION, **metadata}, indent=1) + "\n")

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from helpers.tiny import steady, tiny_ouro
 from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, own_benchmark, scorers
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
+from loopdropout_trainer.measuring import evaluate as measure_tasks
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 
@@ -267,6 +269,18 @@ def test_chat_prompts_have_a_system_turn(tokenizer, tmp_path, monkeypatch, is_ow
     evaluate_tasks(lm, [task], output_dir=tmp_path, **options)
     (sample,) = read_lines(tmp_path / "samples_capitals_K4_none.jsonl")
     assert sample["prompt"] == "<|system|>\nBe brief.\n<|user|>\nThe capital of France is\n<|assistant|>\n"
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_benchmarks_of_a_training_name_the_system_turn(make_sft, tokenizer, tmp_path, monkeypatch, log, is_chat):
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
+    trainer = make_sft()
+    trainer.saved_facts["system_turn"] = f"Add. {is_chat}"
+    task = own_benchmark("capitals", write_lines(tmp_path / "rows.jsonl", CAPITALS[:1]), **OWN, chat=is_chat)
+    options = SimpleNamespace(benchmark_batch_size=1, benchmark_limit=None, allow_unsafe_code=False)
+    measure_tasks(trainer, SimpleNamespace(script_args=options, title="LoRA"), [task])
+    hint = "The training data had the system turn 'Add. True'. The benchmarks of a training ask without it. `loopdropout eval"
+    assert (hint in log.text) is is_chat
 
 
 def test_evaluation_keeps_random_states(tokenizer):

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import TrainerCallback, TrainerState
 
+from helpers.errors import user_error
 from helpers.trainers import Recorder, assert_same_weights, logged
-from loopdropout_trainer import LoopDropoutSFTTrainer
+from loopdropout_trainer import LoopDropoutSFTTrainer, use_depth
 from loopdropout_trainer.gates.depth import sample_depth
+from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsCallback, format_value
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.source import find_source
@@ -167,3 +169,22 @@ def test_logged_numbers_of_tokens_have_all_digits():
     assert [*map(format_value, (10990.0, 2.0, 0.123456, 1e-5, "0:01", float("inf")))] == [
         "10990", "2", "0.1235", "1e-05", "0:01", "inf",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_block", [True, False])
+def test_callback_may_run_another_depth_in_a_block_only(train, is_block):
+    """Otherwise the next steps would train at a depth that the settings of the adapter do not have."""
+
+    class Measure(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if not is_block:
+                find_looped_model(model).num_loops = 2
+                return
+            with use_depth(model, 7), torch.no_grad():
+                model(input_ids=torch.tensor([[5, 6]]))
+
+    if is_block:
+        assert_same_weights(train(callbacks=[Measure()]), train())
+        return
+    with user_error(r"`num_loops` must stay 4 in the training, got 2. Measure .* `with use_depth\(model, 2\):`"):
+        train(callbacks=[Measure()])
