@@ -30,8 +30,9 @@ from loopdropout_trainer.plan import (
 )
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
+from loopdropout_trainer.run_training import load_trained, train_new
 from loopdropout_trainer.runs import Run
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop, load_state
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.training.config import word_of
@@ -386,22 +387,6 @@ def check_trackers(names: list[str]) -> None:
         raise UserError(f"`report_to`: {error}") from None
 
 
-def train_new(trainer: Trainer, folder: Path) -> None:
-    """Train an adapter, or continue its training. `run.json` notes why it ended early, unless it failed."""
-    import torch
-
-    from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted
-
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # of the run before
-    try:
-        trainer.train(trainer.args.resume_from_checkpoint)
-    except (NonFiniteGradientError, TrainingInterrupted) as error:
-        if trainer.is_world_process_zero() and error.status is not None:
-            write_run(folder, status=error.status)
-        raise
-
-
 def name_device(device: torch.device) -> str:
     """Return the name of a GPU, or of the processor as the system gives it, such as "cpu (x86_64, AMD EPYC 9V74)"."""
     import torch
@@ -415,16 +400,3 @@ def name_device(device: torch.device) -> str:
         match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         names += [match[1]] if match else []
     return f"cpu ({', '.join(names)})"
-
-
-def load_trained(trainer: Trainer, folder: str | Path) -> None:
-    """Load a trained adapter, the state of its training, and the facts that were saved with it."""
-    from loopdropout_trainer.saving.base_model import check_base
-    from loopdropout_trainer.saving.source import find_source
-
-    source = find_source(folder)
-    check_base(source, trainer.model)
-    trainer.model.load_adapter(str(folder), "default")
-    trainer.state = load_state(folder)
-    trainer.training_id = source.training_id
-    trainer.looped.trained_with = source.facts()
