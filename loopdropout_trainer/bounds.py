@@ -37,13 +37,14 @@ class Bounds:
 
     def __str__(self) -> str:
         limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        parts = [
-            f"{words} {_number(limit)}"
-            for words, limit in limits.items()
-            if limit is not None and math.isfinite(limit)
-        ]
+        parts = []
+        for words, limit in limits.items():
+            if limit is not None and math.isfinite(limit):
+                parts.append(f"{words} {_number(limit)}")
         text = " and ".join(parts) or "a finite number"
-        return f"{text}, or {', '.join(map(_number, self.also))}" if self.also else text
+        if self.also:
+            text += f", or {', '.join(map(_number, self.also))}"
+        return text
 
 
 def _number(number: float) -> str:

@@ -148,11 +148,17 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
 def describe_hours(training: Training, operations: float) -> str:
     """Return the range of the hours that one GPU takes for a number of operations, with the name of the card."""
     card, peak = _find_card(training.args)
-    low, high = (operations / (share * peak) / 3600 for share in (ASSUMED_SHARE, MEASURED_SHARE))
+    low = operations / (ASSUMED_SHARE * peak) / 3600
+    high = operations / (MEASURED_SHARE * peak) / 3600
     if high < 0.05:
         return f"0.1 hours of one {card}"
-    low, high = (f"{hours:.1f}" if hours < 10 else f"{hours:,.0f}" for hours in (low, high))
-    return f"{low} to {high} hours of one {card}"
+    return f"{_hours_text(low)} to {_hours_text(high)} hours of one {card}"
+
+
+def _hours_text(hours: float) -> str:
+    if hours < 10:
+        return f"{hours:.1f}"
+    return f"{hours:,.0f}"
 
 
 def _find_card(args: GateConfig) -> tuple[str, float]:

@@ -108,7 +108,7 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
     losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value"])
     curves = losses.groupby(["panel", "label", "step"], sort=False)["value"].agg(mean="mean", sd="std").reset_index()
     curves = curves.sort_values(["panel", "step"], ascending=[False, True], kind="stable")
-    return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))
+    return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))  # a loss is not negative
 
 
 def average_windows(losses: pd.Series) -> pd.Series:

@@ -115,7 +115,9 @@ def line_plot(
     by_method = _choose_colors(label.split(", ")[0] for label in labels)
     colors = [by_method[label.split(", ")[0]] for label in labels]
     others = cycle("^v<>P*X")
-    shapes = [SHAPES[label] if label in SHAPES else next(others) for label in labels]
+    shapes = []
+    for label in labels:
+        shapes.append(SHAPES[label] if label in SHAPES else next(others))
     lines = _choose_lines(labels)
     panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
     plots = []

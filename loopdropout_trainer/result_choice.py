@@ -42,17 +42,13 @@ def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
     """
-    later = {measurement_key(row) for row in rows if row.get("adapter")}
+    later = {measurement_key(row) for row in rows if row.get("adapter")}  # of `diagnose`
     shown, of_choice = [], []
     for row in rows:
-        is_of_choice = (
-            row.get("task") == DEVELOPMENT
-            and row["metric"] in LOOP_METRICS
-            and not row.get("adapter")
-            and re.match(RUN_NAME, str(row.get("recipe_run_name")))
-            and not row.get("recipe_single_loop_batches")
-        )
-        if is_of_choice and measurement_key(row) in later:
+        is_loop_loss = row.get("task") == DEVELOPMENT and row["metric"] in LOOP_METRICS
+        is_of_sweep = not row.get("adapter") and re.match(RUN_NAME, str(row.get("recipe_run_name")))
+        is_asked_for = row.get("recipe_single_loop_batches")  # by the recipe of the run, then for all seeds
+        if is_loop_loss and is_of_sweep and not is_asked_for and measurement_key(row) in later:
             of_choice.append(row)
         else:
             shown.append(row)

@@ -31,9 +31,13 @@ def register_reward(is_right: Callable[[str, str], bool]) -> Reward:
     def reward(
         completions: Sequence[str | list[dict[str, str]]], answer: Sequence[str | None], **columns: Any
     ) -> list[float | None]:
-        texts = [text if isinstance(text, str) else text[-1]["content"] or "" for text in completions]
-        pairs = zip(texts, answer, strict=True)
-        return [None if reference is None else float(is_right(text, reference)) for text, reference in pairs]
+        rewards = []
+        for completion, reference in zip(completions, answer, strict=True):
+            text = completion
+            if not isinstance(completion, str):  # turns of a conversation
+                text = completion[-1]["content"] or ""
+            rewards.append(None if reference is None else float(is_right(text, reference)))
+        return rewards
 
     del reward.__wrapped__  # it has other arguments
     REWARDS[reward.__name__] = reward

@@ -98,7 +98,8 @@ def _find_best_run(scores: pd.DataFrame) -> str | None:
     if scores.empty:
         return None
     methods = labelled(scores).groupby("label", sort=False)
-    if methods["seed"].nunique().nunique() > 1:
+    num_seeds = methods["seed"].nunique()  # of each method
+    if num_seeds.nunique() > 1:
         return None
     best = methods.get_group(methods["value"].mean().idxmax())
     return best.sort_values("seed", kind="stable")["run"].iloc[0]

@@ -283,8 +283,9 @@ def measure(
 def find_sources(names: list[str], model_args: SourceArguments) -> list[Source]:
     """Return the base model of the first adapter, and the named adapters and models."""
     base, revision = model_args.model_name_or_path, model_args.model_revision
-    named = [find_source(name) for name in names]
-    named = [source.with_base(base, revision) if source.is_adapter else source for source in named]
+    named = []
+    for source in map(find_source, names):
+        named.append(source.with_base(base, revision) if source.is_adapter else source)
     adapters = [source for source in named if source.is_adapter]
     if adapters:
         return [find_base(adapters[0]), *named]

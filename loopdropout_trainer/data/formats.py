@@ -67,10 +67,12 @@ def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) 
         Columns of the data by their names in a format, or an empty dict if no format has enough columns.
     """
     formats = [*map(tuple, formats)]
-    chats = [
-        name for name, value in example.items() if isinstance(value, list) and value and isinstance(value[0], dict)
-    ]
-    texts = [name for name, value in example.items() if isinstance(value, str)]
+    chats, texts = [], []
+    for name, value in example.items():
+        if isinstance(value, str):
+            texts.append(name)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            chats.append(name)
     if chats and ("messages",) in formats:
         return {"messages": chats[0]}
     for others in ([], texts):  # first by usual names only

@@ -376,7 +376,9 @@ def _check_columns(
         return
     wanted = [missing] if missing else formats
     place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
-    unused = {name: value for name, value in (rows[0] if len(rows) else {}).items() if name not in needed}
+    unused = {}
+    if len(rows):
+        unused = {name: value for name, value in rows[0].items() if name not in needed}
     guess = {} if mapping else guess_columns(unused, wanted)
     line = yaml.safe_dump({"column_mapping": guess}, default_flow_style=None, sort_keys=False, width=math.inf).strip()
     example = f", for example `{line}`" if guess else ""

@@ -77,7 +77,9 @@ class Server:
         prompts = request.prompt
         if isinstance(prompts, str) or isinstance(prompts[0], int):
             prompts = [prompts]
-        rows = [self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
+        rows = []
+        for prompt in prompts:
+            rows.append(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
         largest = max(max(row) for row in rows)
         if largest >= self.num_tokens:
             raise UserError(f"`prompt` must have token ids below {self.num_tokens}, got {largest}.")

@@ -169,9 +169,10 @@ def explain_errors(errors: list[dict[str, Any]]) -> str:
     unknown = [f"`{name}`" for name in by_field if name not in MUST_BE]
     if unknown:
         return f"This server does not support {', '.join(unknown)}. Leave them out, or use vLLM."
-    missing = [
-        f"`{name}`" for name, error in by_field.items() if error["type"] == "missing" and len(error["loc"]) == 2
-    ]
+    missing = []
+    for name, error in by_field.items():
+        if error["type"] == "missing" and len(error["loc"]) == 2:  # not a field of a message
+            missing.append(f"`{name}`")
     if missing:
         return f"The request must have {' and '.join(missing)}."
     name, error = next(iter(by_field.items()))

@@ -97,7 +97,9 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
     """
     from trl.data_utils import is_conversational_from_value
 
-    for title, dataset in name_datasets(arguments) if formats else ():
+    if not formats:
+        return
+    for title, dataset in name_datasets(arguments):
         example = read_first(dataset)
         if example is None or "input_ids" in example or is_conversational_from_value(example):
             continue
@@ -168,10 +170,9 @@ def explain_row(
         turns = {name: rename_keys(value) for name, value in row.items()}
         if not all(isinstance(value, list) for value in turns.values()):
             continue
-        conversations = list(turns.values())  # of columns without a prompt
-        if "prompt" in turns:
-            conversations = [turns["prompt"] + value for name, value in turns.items() if name != "prompt"]
-            conversations = conversations or [turns["prompt"]]
+        # A prompt is the beginning of the other columns (`completion`, or `chosen` and `rejected`), or alone, as in GRPO.
+        beginning = turns.pop("prompt", [])
+        conversations = [beginning + value for value in turns.values()] or [beginning]
         try:
             for conversation in conversations:
                 render_chat(tokenizer, conversation)
