@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
+from helpers.caches import keep_results
 from helpers.files import GOLDEN
 from helpers.golden import FAMILIES
 from helpers.processes import SERVER, kill_all
@@ -26,6 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts 
 # For this process, which has read the variable already.
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
+keep_results()
 SERVER.begin()
 
 
