@@ -5,18 +5,23 @@ import math
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
-from helpers.processes import PATIENCE, Program, python, wait_for
+from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
+from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saving.source import find_source
@@ -481,24 +486,34 @@ class Broken(GateRule):
 """
 
 
-def test_errors_inside_of_trainings_stop_a_sweep(lab):
+@pytest.fixture
+def forks(monkeypatch):
+    """Let a sweep of this process train in forks, which have imported everything. `--import` adds its rules for this test."""
+    monkeypatch.setattr("loopdropout_trainer.workers.subprocess", SimpleNamespace(Popen=ForkedPopen))
+    with patch.dict(RULES):
+        yield
+
+
+def test_errors_inside_of_trainings_stop_a_sweep(lab, forks, monkeypatch, capsys):
     """The bar of a training does not hide its error, whose numbers may differ. The steps before it take different times."""
     rule = lab.folder / "broken.py"
     rule.write_text(BROKEN_RULE)
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "max_steps": 4, "num_train_examples": 8, "compare_with": None}))
     fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1]}
     Path(lab.file).write_text(yaml.safe_dump({**fields, "methods": ["broken"], "learning_rates": [0.01, 0.02]}))
-    program = Program(ROOT / "recipes/sweep.py", lab.file, "--import", str(rule))
-    assert program.wait() == 2
+    monkeypatch.setattr(sys, "argv", ["loopdropout sweep", lab.file, "--import", str(rule)])
+    with pytest.raises(SystemExit, match="2"):
+        run_script(sweep.main)
+    printed = capsys.readouterr()
     message = r"torch\.OutOfMemoryError: CUDA out of memory\. Process \d+ has 9\.12 GiB in use\. \(log: "
     stopped = "The sweep has stopped, because two runs in a row failed with the same message: "
-    assert re.search(f"{stopped}broken/lr_0.02/seed_1 ended with exit code 1: {message}", program.stderr)
+    assert re.search(f"{stopped}broken/lr_0.02/seed_1 ended with exit code 1: {message}", printed.err)
     log = (lab.out / "broken/lr_0.01/seed_1/log.txt").read_text()
     assert "2/4" in log and log.splitlines()[-1].startswith("torch.OutOfMemoryError")  # the bar is closed before
-    assert re.search(f"broken/lr_0.01/seed_1 ended with exit code 1: {message}", program.stdout)
+    assert re.search(f"broken/lr_0.01/seed_1 ended with exit code 1: {message}", printed.out)
 
 
-def test_changed_code_of_an_import_is_named(lab):
+def test_changed_code_of_an_import_is_named(lab, forks):
     """The results of a rule are not averaged with the results of its edited file, which may move."""
     rule = lab.folder / "own.py"
     rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
@@ -508,7 +523,7 @@ def test_changed_code_of_an_import_is_named(lab):
     fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken"]}
     Path(lab.file).write_text(yaml.safe_dump({**fields, "learning_rates": [0.01], "select_on": "eval_loss"}))
     run, script = lab.out / "broken/lr_0.01/seed_1", ROOT / "recipes/sweep.py"
-    python(script, lab.file, "--import", rule)
+    sweep.main([lab.file, "--import", str(rule)])
     assert [*json.loads((run / "run.json").read_text())["imports"]] == [str(rule)]
     assert (run / "recipe.yaml").read_text().startswith(f"# It needs `--import {rule}`.\n")
     assert find_source(run).lines()["imports"] == str(rule)

@@ -319,7 +319,7 @@ def num_answers(folder):
 
 
 def test_killed_evaluation_generates_missing_answers(saved, tmp_path):
-    options = ("--adapter", saved / "adapter", "--max_new_tokens", 48)
+    options = ("--adapter", saved / "adapter", "--max_new_tokens", 24)
     command = words(saved, tmp_path / "run", *options, benchmark_batch_size=1)
     program = Program(EVALUATE, *command)
     wait_for(lambda: num_answers(tmp_path / "run"), program)

@@ -41,7 +41,7 @@ def make_trainer(make_sft):
         if case == "lora_dropout":
             fields["cls"] = LoRADropoutSFTTrainer
         peft_config = default_peft_config(r=4, lora_alpha=8)
-        trainer = make_sft(peft_config=peft_config, seed=101, rule=case, **{**CASES[case], **fields})
+        trainer = make_sft(tiny_ouro(), peft_config=peft_config, seed=101, rule=case, **{**CASES[case], **fields})
         trainer.state.max_steps = trainer.args.max_steps
         return trainer
 
@@ -176,7 +176,7 @@ def test_lora_dropout_scales_alpha_once(make_sft, tmp_path):
     # Rescaled masks at alpha q^2 equal the original masks at alpha; q^2 applies to a new adapter only.
     asked = default_peft_config(r=4, lora_alpha=32, alpha_pattern={"q_proj": 16})
     fields = {"cls": LoRADropoutSFTTrainer, "rule": "lora_dropout", "p": [0.2]}
-    trainer = make_sft(peft_config=asked, **fields)
+    trainer = make_sft(tiny_ouro(), peft_config=asked, **fields)
     trainer.save_model(tmp_path)
     again = make_sft(load_adapter(tiny_ouro(), tmp_path, is_trainable=True), **fields)
     for model in (trainer.model, again.model):
@@ -262,7 +262,7 @@ def test_trainers_of_one_model_keep_their_rules(make_trainer, make_sft):
     ],
 )
 def test_wrong_samples_raise(make_gates, message, make_sft, monkeypatch):
-    trainer = make_sft(per_device_train_batch_size=2)
+    trainer = make_sft(tiny_ouro(), per_device_train_batch_size=2)
     monkeypatch.setattr(LoopDropout, "sample", lambda self, draw: make_gates(K, len(draw.example_ids)))
     with user_error(f"Gates of the rule 'loop_dropout' .*{message}"):
         trainer.train()

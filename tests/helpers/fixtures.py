@@ -19,6 +19,7 @@ from helpers.golden import FAMILIES
 from helpers.processes import SERVER, kill_all
 from helpers.tiny import TINY, adapted, steady, tiny_ouro
 from helpers.tokenizer import make_tokenizer
+from helpers.trainers import SHORT_RUN
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, merge_and_save
 from loopdropout_trainer.recipe import IMPORTED
 
@@ -89,12 +90,7 @@ def config(tmp_path):
     """`config(cls, **fields)`: arguments of a short float32 run that logs every step."""
 
     def make(cls=LoopDropoutConfig, **fields):
-        defaults = {
-            "output_dir": str(tmp_path / "run"), "max_steps": 4, "per_device_train_batch_size": 4, "bf16": False,
-            "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
-            "disable_tqdm": True, "dataloader_pin_memory": False,
-        }  # fmt: skip
-        return cls(**{**defaults, **fields})
+        return cls(**{"output_dir": str(tmp_path / "run"), **SHORT_RUN, **fields})
 
     return make
 
@@ -105,7 +101,7 @@ def make_sft(config, dataset, tokenizer):
 
     def make(model=None, cls=LoopDropoutSFTTrainer, rows=dataset, peft_config=None, callbacks=None, **fields):
         data = {"train_dataset": rows, "eval_dataset": dataset.select(range(4)), "processing_class": tokenizer}
-        model = tiny_ouro() if model is None else model
+        model = tiny_ouro(num_hidden_layers=1) if model is None else model
         return cls(model, config(**fields), peft_config=peft_config, callbacks=callbacks, **data)
 
     return make

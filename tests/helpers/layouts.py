@@ -1,6 +1,6 @@
 """Train the same tiny run in a layout of processes. `test_distributed.py` compares it with one process.
 
-A run trains a random two-layer Ouro of two loops for three steps of eight examples. Each process writes a record
+A run trains a random Ouro of two loops for three steps of eight examples. Each process writes a record
 (`rank<r>.json`), and the first process writes the adapter. Only these files count, since a process group over gloo sometimes
 aborts at exit.
 """
@@ -99,7 +99,7 @@ class Run:
 
 def alone(folder: Path, runs: Sequence[str], **fields) -> dict[str, Run]:
     """Make runs in this process."""
-    save_model(folder / "model")
+    save_model(folder / "model", runs)
     records = {name: train(folder, name, **fields) for name in runs}
     return {name: Run([record], load_file(folder / name / ADAPTER)) for name, record in records.items()}
 
@@ -119,7 +119,7 @@ def start(layout: Layout, folder: Path, runs: Sequence[str], fresh: bool = False
 
     They are forks with the environment that `accelerate launch` sets, or its new interpreters if `fresh`.
     """
-    save_model(folder / "model")
+    save_model(folder / "model", runs)
     batch = {"per_device_train_batch_size": layout.batch, "gradient_accumulation_steps": layout.accumulation}
     spec = {"layout": layout.launch_file, "folder": str(folder), "runs": list(runs), "fields": {**batch, **fields}}
     (folder / "spec.json").write_text(json.dumps(spec))
@@ -196,9 +196,10 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def save_model(folder: Path) -> None:
-    """Write a random Ouro of two layers and four loops, and a tokenizer with one token for each byte."""
-    tiny_ouro().save_pretrained(folder)
+def save_model(folder: Path, runs: Sequence[str]) -> None:
+    """Write a random Ouro, which has two layers for the rules that tell layers apart, and a tokenizer of bytes."""
+    layers = 2 if RULES.keys() & {*runs} else 1
+    tiny_ouro(num_hidden_layers=layers).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 

@@ -239,6 +239,16 @@ def _become(words, env, cwd, streams):
             runpy.run_path(script, run_name="__main__")
 
 
+class ForkedPopen:
+    """`subprocess.Popen` of a Python program that writes into a file, as a fork of the server."""
+
+    def __init__(self, command, *, stdout, stderr, env, pass_fds=(), start_new_session=False):
+        assert command[0] == sys.executable and stdout is stderr
+        self._program = Program(*command[1:], env={**env, **CPU}, output=stdout.name)
+        self.args, self.pid = command, self._program.pid
+        self.poll, self.wait = lambda: self._program.exit_code, self._program.wait
+
+
 class Interpreter:
     """A new interpreter that imports modules in an environment of its own, and then runs programs as forks of itself.
 

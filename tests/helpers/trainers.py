@@ -10,6 +10,13 @@ from helpers.tiny import trained_parameters
 from loopdropout_trainer import LoopDropoutSFTTrainer
 
 
+SHORT_RUN = {
+    "max_steps": 4, "per_device_train_batch_size": 4, "bf16": False, "learning_rate": 1e-2, "logging_steps": 1,
+    "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
+}  # fmt: skip
+"""Arguments of a short float32 run that logs every step."""
+
+
 class Recording:
     """Keeps each micro-batch of a trainer: inputs, gates, depth, loss, gradients, and the weights before."""
 

@@ -81,13 +81,13 @@ def test_samples_are_not_training_time(make_sft):
 @pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
 def test_each_step_has_one_sample(make_sft, capsys, strategy):
     """Also the last step, whose epoch is evaluated after it. Without bars, no evaluation shows one."""
-    trainer = make_sft(eval_strategy=strategy, eval_steps=6, max_steps=12)
+    trainer = make_sft(eval_strategy=strategy, eval_steps=2, max_steps=4, per_device_train_batch_size=12)  # an epoch
     trainer.add_callback(SampleCompletionsCallback(trainer))
     JobProgressCallback().attach(trainer, "Loop Dropout")
     trainer.train()
     printed = capsys.readouterr()
     steps = re.findall(r"(?m)^step: (\d+)$", printed.out)
-    assert steps == (["6", "12"] if strategy == "steps" else ["12"])
+    assert steps == (["2", "4"] if strategy == "steps" else ["4"])
     assert "it/s" not in printed.err
 
 

@@ -32,10 +32,11 @@ def make(config, tokenizer):
     """`make(model, cls, **fields)`: a trainer of the pairs."""
 
     def trainer(model=None, cls=Recorder, **fields):
-        more = {"peft_config": default_peft_config(tiny_ouro())} if cls is DPOTrainer else {}
+        small = tiny_ouro(num_hidden_layers=1)
+        more = {"peft_config": default_peft_config(small)} if cls is DPOTrainer else {}
         args = config(LoopDropoutDPOConfig, **{"max_steps": 1, "beta": BETA, "use_cpu": True, **fields})
         data = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": tokenizer}
-        model = tiny_ouro() if model is None else model
+        model = small if model is None else model
         set_seed(args.seed)  # older releases of TRL initialize the adapter before they set the seed
         return cls(model, args=args, **data, **more)
 

@@ -42,9 +42,9 @@ def checkpoint_reentrant(model):
 
 
 def test_reentrant_checkpoints_of_a_model_train_the_same(train, make_sft):
-    plain = train(gradient_checkpointing=False)
+    plain = train(tiny_ouro(), gradient_checkpointing=False)
     assert_same_weights(train(checkpoint_reentrant(tiny_ouro()), gradient_checkpointing=False), plain)
-    later = make_sft(gradient_checkpointing=False)
+    later = make_sft(tiny_ouro(), gradient_checkpointing=False)
     checkpoint_reentrant(later.model)
     later.train()
     assert_same_weights(later, plain)
@@ -172,12 +172,14 @@ def test_gates_of_a_compiled_model_name_the_model(train):
     ids=str,
 )  # fmt: skip
 def test_recipe_of_python_makes_the_same_adapter(train, log, lora, targets, unsaved):
-    trainer = train(peft_config=LoraConfig(**lora), max_steps=1)
+    trainer = train(tiny_ouro(), peft_config=LoraConfig(**lora), max_steps=1)
     recipe = load_recipe(Path(trainer.args.output_dir, "recipe.yaml"))
     assert recipe.get("lora_target_modules") == targets
     fields = {own.name for own in dataclasses.fields(AdapterArguments)}
     again = train(
-        peft_config=AdapterArguments(**{k: v for k, v in recipe.items() if k in fields}).peft_config, max_steps=1
+        tiny_ouro(),
+        peft_config=AdapterArguments(**{k: v for k, v in recipe.items() if k in fields}).peft_config,
+        max_steps=1,
     )
     shapes = [{name: x.shape for name, x in get_peft_model_state_dict(t.model).items()} for t in (trainer, again)]
     scales = [{layer.scaling["default"] for layer in adapted_layers(t.model)} for t in (trainer, again)]

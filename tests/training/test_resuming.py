@@ -21,7 +21,7 @@ from helpers.errors import user_error
 from helpers.processes import ended, fork
 from helpers.tiny import tiny_ouro, trained_parameters
 from helpers.tokenizer import make_tokenizer
-from helpers.trainers import Recorder, assert_same_weights
+from helpers.trainers import SHORT_RUN, Recorder, assert_same_weights
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer, default_peft_config, load_model
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import lock_folder
@@ -84,6 +84,22 @@ def test_killed_training_resumes_bit_for_bit(tmp_path, uninterrupted, event):
 @pytest.fixture
 def make_trainer(make_sft):
     return functools.partial(make_sft, cls=Recorder, save_strategy="steps", save_steps=2, max_steps=6)
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory, tokenizer, dataset):
+    """The folder of a training of two steps, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    args = LoopDropoutConfig(str(folder), **{**SHORT_RUN, "save_strategy": "steps", "save_steps": 2, "max_steps": 2})
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
+    LoopDropoutSFTTrainer(tiny_ouro(num_hidden_layers=1), args, **data).train()
+    return folder
+
+
+@pytest.fixture
+def stopped(stopped_run, tmp_path):
+    """A copy of that folder, in which `make_trainer` trains."""
+    return shutil.copytree(stopped_run, tmp_path / "run")
 
 
 FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors")
@@ -353,18 +369,16 @@ def test_interrupted_save_is_not_loaded(make_sft):
         load_model(trainer.args.output_dir)
 
 
-def test_other_data_is_not_continued(tmp_path, make_trainer):
-    make_trainer(output_dir=str(tmp_path), max_steps=2).train()
-    trainer = make_trainer(output_dir=str(tmp_path))
+def test_other_data_is_not_continued(make_trainer, stopped):
+    trainer = make_trainer()
     trainer.train_dataset = trainer.train_dataset.select(range(8, 4, -1))
     with user_error(r"trained on \d+ examples \(digest \w+\), got 4 examples"):
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_columns_in_another_order_are_continued(tmp_path, make_trainer, dataset):
-    make_trainer(output_dir=str(tmp_path), max_steps=2).train()
+def test_columns_in_another_order_are_continued(make_trainer, stopped, dataset):
     rows = dataset.select_columns(["completion", "prompt"]).add_column("source", range(len(dataset)))
-    trainer = make_trainer(output_dir=str(tmp_path), rows=rows)
+    trainer = make_trainer(rows=rows)
     trainer.train_dataset = trainer.train_dataset.select_columns(
         sorted(trainer.train_dataset.column_names, reverse=True)
     )
@@ -394,21 +408,22 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (tiny_ouro().to(torch.bfloat16), "`base_dtype` changed from 'float32' to 'bfloat16'"),
-        (tiny_ouro(attn_implementation="eager"), "`attn_implementation` changed from 'sdpa' to 'eager'"),
+        (tiny_ouro(num_hidden_layers=1).to(torch.bfloat16), "`base_dtype` changed from 'float32' to 'bfloat16'"),
+        (
+            tiny_ouro(num_hidden_layers=1, attn_implementation="eager"),
+            "`attn_implementation` changed from 'sdpa' to 'eager'",
+        ),
     ],
     ids=["data type", "attention"],
 )
-def test_other_base_models_are_not_continued(make_trainer, model, message):
-    make_trainer(max_steps=2).train()
+def test_other_base_models_are_not_continued(make_trainer, stopped, model, message):
     with user_error(f"checkpoint-2 was trained with other settings: {message}"):
         make_trainer(model).train(resume_from_checkpoint=True)
 
 
-def test_other_number_of_processes_is_not_continued(make_trainer):
+def test_other_number_of_processes_is_not_continued(make_trainer, stopped):
     """With `split_batches`, no other setting differs, but each process has its own random state in the checkpoint."""
-    make_trainer(max_steps=2).train()
-    state = Path(make_trainer().args.output_dir, "checkpoint-2", "trainer_state.json")
+    state = stopped / "checkpoint-2" / "trainer_state.json"
     assert '"num_processes": 1' in state.read_text()
     state.write_text(state.read_text().replace('"num_processes": 1', '"num_processes": 2'))
     record(state.parent)
@@ -490,10 +505,9 @@ def test_branch_from_an_older_checkpoint_is_newer(make_trainer):
 
 
 @pytest.mark.parametrize(("changes", "message"), CHANGES, ids=str)
-def test_other_settings_are_not_continued(make_trainer, changes, message):
-    make_trainer(max_steps=2).train()
+def test_other_settings_are_not_continued(make_trainer, stopped, changes, message):
     lora = {name: changes[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules") if name in changes}
-    model = tiny_ouro(**({"num_loops": changes["num_loops"]} if "num_loops" in changes else {}))
+    model = tiny_ouro(num_hidden_layers=1, **{name: changes[name] for name in ("num_loops",) if name in changes})
     fields = {name: value for name, value in changes.items() if name not in (*lora, "num_loops")}
     trainer = make_trainer(model, peft_config=default_peft_config(model, **lora), **fields)
     with user_error(f"checkpoint-2 .*{message}"):

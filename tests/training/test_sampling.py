@@ -28,10 +28,11 @@ FIELDS = {
 def make_trainer(folder, **fields):
     """A trainer on 16 examples whose adapter drops inputs, so that the global random state differs between processes."""
     rows = Dataset.from_list([{"prompt": f"{i}+", "completion": "x" * (i % 5 + 1)} for i in range(16)])
-    adapter = default_peft_config(tiny_ouro(), lora_dropout=0.1)
+    model = tiny_ouro(num_hidden_layers=1, num_loops=2)
+    adapter = default_peft_config(model, lora_dropout=0.1)
     args = LoopDropoutConfig(str(folder), **{**FIELDS, **fields})
     data = {"train_dataset": rows, "processing_class": make_tokenizer()}
-    return Recorder(tiny_ouro(), args, peft_config=adapter, **data)
+    return Recorder(model, args, peft_config=adapter, **data)
 
 
 def examples_of(trainer):

@@ -77,7 +77,7 @@ def test_unit_gates_train_as_trl_and_peft(train, fields):
     adapter = default_peft_config(tiny_ouro(), lora_dropout=fields.get("lora_dropout", 0.0))
     fields = {"rule": "lora", "max_steps": 3, "peft_config": adapter, **PLAIN, **fields}
     fields.pop("lora_dropout", None)
-    ours = train(**fields)
+    ours = train(tiny_ouro(), **fields)
     model = tiny_ouro()
     set_seed(ours.args.seed)  # older releases of TRL initialize the adapter before they set the seed
     theirs = train(model, cls=SFTTrainer, **fields)
@@ -269,7 +269,7 @@ def test_fixed_args_raise_after_a_change(make_sft, before, name, value):
 
 
 def test_changed_p_and_adapter_take_effect(make_sft):
-    trainer = make_sft(max_steps=1, p=[0.9])
+    trainer = make_sft(tiny_ouro(), max_steps=1, p=[0.9])
     trainer.args.p = 0.0
     trainer.model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     trainer.model.set_adapter("second")
