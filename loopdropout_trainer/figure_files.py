@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.figures import points
+from loopdropout_trainer.figures import describe_points, points
 from loopdropout_trainer.frames import name_methods
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.table_files import find
@@ -50,7 +50,7 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     if unknown:
         lines = ", ".join(data["label"].unique())
         raise UserError(f"`gain_over` must name lines of the figure ({lines}), got {', '.join(sorted(unknown))}.")
-    return line_plot(data, x, axes, spec["title"], gain_over)
+    return line_plot(data, x, axes, spec["title"], gain_over, describe_points(data))
 
 
 def panel_points(spec: dict, results: pd.DataFrame, by: Sequence[str], change: dict | None = None) -> pd.DataFrame:

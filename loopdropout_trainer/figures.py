@@ -21,15 +21,17 @@ BOUNDS = {"accuracy": (0, 100), "last_number": (0, 100), "loss": (0, math.inf), 
 
 
 def points(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Return `mean`, `sd` and the band from `low` to `high` over seeds for each value of the columns `by`.
+    """Return `mean`, `sd`, `num_seeds` and the band from `low` to `high` over seeds for each value of the columns `by`.
 
+    `chose` says whether the problems chose the learning rates.
     Panels and labels are in their order.
     """
     lines = []
     for key, part in rows.groupby(by, sort=False):
         values = average(part)
-        lines.append([*key, values.mean(), values.std(), *BOUNDS.get(part["metric"].iloc[0], (-math.inf, math.inf))])
-    data = pd.DataFrame(lines, columns=[*by, "mean", "sd", "least", "most"])
+        bounds = BOUNDS.get(part["metric"].iloc[0], (-math.inf, math.inf))
+        lines.append([*key, values.mean(), values.std(), len(values), part["chose"].any(), *bounds])
+    data = pd.DataFrame(lines, columns=[*by, "mean", "sd", "num_seeds", "chose", "least", "most"])
     for name in {"panel", "label"}.intersection(by):
         data[name] = pd.Categorical(data[name], data[name].unique())
     return add_bands(data.fillna({"sd": 0.0}))
@@ -40,6 +42,26 @@ def add_bands(data: pd.DataFrame) -> pd.DataFrame:
     low = (data["mean"] - data["sd"]).clip(lower=data["least"])
     high = (data["mean"] + data["sd"]).clip(upper=data["most"])
     return data.drop(columns=["least", "most"]).assign(low=low, high=high)
+
+
+def describe_points(data: pd.DataFrame) -> str:
+    """Return the sentences below a figure: about its bands, the seeds that they are over, and problems that are not a test.
+
+    Args:
+        data: From `points`, or `loss_curves`. The base model has no seeds.
+    """
+    is_trained = ~data["label"].astype(str).str.startswith("base model")
+    numbers = data.loc[is_trained | ~is_trained.any(), "num_seeds"]
+    least, most = numbers.min(), numbers.max()
+    if most == 1:
+        caption = "One seed, so there are no bands."
+    elif least == most:
+        caption = f"Bands: ± one standard deviation over {most} seeds."
+    else:
+        caption = f"Bands: ± one standard deviation over up to {most} seeds. Points of one seed have none."
+    if "chose" in data and data["chose"].any():
+        caption += "\nThe accuracies are not a test, because these problems chose the learning rates."
+    return caption
 
 
 def overview_figure(results: pd.DataFrame) -> Any:
@@ -78,7 +100,8 @@ def overview_figure(results: pd.DataFrame) -> Any:
     rows = pd.concat([own.assign(panel=panel) for panel, own in panels.items()]).dropna(subset="loop")
     by = ["panel", "label", "loop"]
     data = points(labelled(rows), by)
-    figure = line_plot(data, "loop", pd.DataFrame(labels, [*panels]), f"Results on {task}")
+    axes = pd.DataFrame(labels, [*panels])
+    figure = line_plot(data, "loop", axes, f"Results on {task}", caption=describe_points(data))
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
         figure.items[0] += mark_training_depth(trained[0])
     return figure
@@ -93,8 +116,8 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
         results: From `load_results`.
 
     Returns:
-        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `low` and `high` over seeds. It is empty without
-        histories.
+        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `num_seeds`, `low` and `high` over seeds. It is empty
+        without histories.
     """
     trained = labelled(results[(results["task"] == "training") & (results["method"] != "base model")])
     lines = []
@@ -106,7 +129,8 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
                 values = average_windows(values)
             lines += [[panel, label, step, value] for step, value in values.items()]
     losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value"])
-    curves = losses.groupby(["panel", "label", "step"], sort=False)["value"].agg(mean="mean", sd="std").reset_index()
+    by_step = losses.groupby(["panel", "label", "step"], sort=False)["value"]
+    curves = by_step.agg(mean="mean", sd="std", num_seeds="count").reset_index()
     curves = curves.sort_values(["panel", "step"], ascending=[False, True], kind="stable")
     return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))  # a loss is not negative
 
@@ -140,5 +164,4 @@ def loss_figure(curves: pd.DataFrame) -> Any:
     from loopdropout_trainer.plots import line_plot
 
     axes = pd.DataFrame({"x_label": "step", "y_label": "loss (nats per token)"}, [*LOSSES])
-    title = "Losses, mean ± SD over seeds" if curves["sd"].any() else "Losses"
-    return line_plot(curves, "step", axes, title)
+    return line_plot(curves, "step", axes, "Losses", caption=describe_points(curves))

@@ -50,10 +50,8 @@ from loopdropout_trainer.result_choice import split_choices, split_repeated, spl
 from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, RESULTS_FILE, read_recipe, read_results
 from loopdropout_trainer.sweeps import (
     RUN_NAME,
-    describe_choices,
-    describe_progress,
+    find_choosing_task,
     folder_of_run,
-    only_chose_rate,
     read_summary,
 )
 
@@ -69,6 +67,7 @@ IGNORED = {
     "adapter",
     "training",
     "samples",
+    "chose",
     *(f"recipe_{name}" for name in NO_EFFECT),
 }
 """Columns in which the results of one mean may differ."""
@@ -92,10 +91,10 @@ OF_BASE_LOSS = OF_BASE | {
 def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of this file lists.
 
-    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep), and
-    `checkpoint` (its step, if a checkpoint was measured). Three kinds of results are left out: those that repeat a measurement
-    of a training itself, losses that only served the choice of a learning rate, and those of weights that a later training
-    replaced. `attrs["left_out"]` has a line about each kind, or is "".
+    Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
+    `checkpoint` (its step, if a checkpoint was measured), and `chose` (`_find_choosing`). Three kinds of results are left out:
+    those that repeat a measurement of a training itself, losses that only served the choice of a learning rate, and those of
+    weights that a later training replaced. `attrs["left_out"]` has a line about each kind, or is "".
 
     Raises:
         UserError: if there are no results.
@@ -111,7 +110,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     rows, of_choice = split_choices(rows)
     rows, repeated = split_repeated(rows)
     for row in rows:
-        row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
+        is_of_base = row["method"] == "base model"  # `evaluate` names the checkpoint that it measured next to it
+        row["checkpoint"] = None if is_of_base else checkpoint_step(row.get("adapter") or row["folder"])
     results = pd.DataFrame(rows).map(_as_cell)
     columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]  # the named ones may be missing
     results = results.reindex(columns=list(dict.fromkeys(columns)))
@@ -119,6 +119,7 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+    results["chose"] = _find_choosing(results)
     results.attrs["left_out"] = describe_left_out({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
     return results
 
@@ -128,6 +129,23 @@ def _as_cell(value: Any) -> Any:
     if isinstance(value, list | dict):
         return json.dumps(value)
     return value
+
+
+def _find_choosing(results: pd.DataFrame) -> pd.Series:
+    """Return whether each result is an accuracy on the problems that chose the learning rates of a sweep.
+
+    The best of several candidates on these problems is partly chance, so their accuracies are not a test.
+    """
+    runs = results[["run", "variant"]].dropna().drop_duplicates("run")
+    read = cache(read_summary)  # of a sweep with many runs
+    tasks = {}
+    for run, variant in runs.itertuples(index=False):
+        folder = folder_of_run(run)
+        tasks[run] = find_choosing_task({} if folder is None else read(folder), variant)
+    is_of_base = results["method"] == "base model"
+    chose = results["task"].eq(results["run"].map(tasks)) & results["variant"].notna()
+    chose |= is_of_base & results["task"].isin([*filter(None, tasks.values())])
+    return chose & (results["metric"] == "accuracy")
 
 
 def _set_recipe(row: dict[str, Any]) -> None:
@@ -188,15 +206,25 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the results whose columns have the wanted values, or one of a list of values.
 
     Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
+    Without `checkpoint` the weights are the final ones. Without `task`, accuracies on problems that chose a learning rate are
+    left out.
     """
     is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
         values = results[name] if name in results else pd.Series(np.nan, results.index)
-        is_wanted &= values.isin(pd.Series(value)).to_numpy()
+        wanted_values = pd.Series(value)
+        has_value = values.isin(wanted_values).to_numpy()
+        if wanted_values.isna().any():  # `isin` finds no missing integer
+            has_value |= values.isna().to_numpy()
+        is_wanted &= has_value
     if not wanted.keys() & {"gates", "loop"}:
         is_wanted &= (results["gates"].isin(["unit", "none"]) & results["loop"].isna()).to_numpy()
     if not wanted.keys() & {"num_loops", "loop"}:
         is_wanted &= (results["num_loops"] == results["trained_loops"]).to_numpy()
+    if "checkpoint" not in wanted:
+        is_wanted &= results["checkpoint"].isna().to_numpy()
+    if "task" not in wanted:
+        is_wanted &= ~results["chose"].to_numpy()
     return results[is_wanted]  # once, because a table of results has many columns
 
 
@@ -285,66 +313,7 @@ def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
     return None
 
 
-def final_results(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the results without the runs of a sweep that only chose a learning rate.
-
-    The summary of the sweep says which learning rate it has chosen. In a folder without one, these runs were evaluated on the
-    held-out examples alone, and another run of the same method on other tasks. Without tasks, they have a learning rate with
-    fewer seeds than another one of the same method.
-    """
-    accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
-    is_final = accuracy["task"] != DEVELOPMENT
-    methods = pd.MultiIndex.from_frame(results[["sweep", "variant"]])
-    is_measured = methods.isin(pd.MultiIndex.from_frame(accuracy.loc[is_final, ["sweep", "variant"]]))
-    seems_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_final, "run"])
-    seems_rejected |= ~is_measured & _has_fewer_seeds(results)
-    is_rejected = results["run"].map(_read_rejected(results))
-    is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
-    return results[~is_rejected | (results["method"] == "base model")]
-
-
-def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
-    """Return whether each run of a sweep only chose a learning rate, for the runs whose sweep has a summary."""
-    columns = ["run", "variant", "recipe_learning_rate"]
-    runs = results.reindex(columns=columns).dropna().drop_duplicates("run")
-    read = cache(read_summary)  # of a sweep with many runs
-    rejected = {}
-    for run, variant, rate in runs.itertuples(index=False):
-        folder = folder_of_run(run)
-        if folder is None:
-            continue
-        only_chose = only_chose_rate(read(folder), variant, rate)
-        if only_chose is not None:
-            rejected[run] = only_chose
-    return rejected
-
-
-def describe_rejected(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
-    """Return sentences about the runs that `final_results` has left out, the chosen rates, and unfinished sweeps."""
-    lines = []
-    trained = results[results["sweep"].notna()]
-    kept = final[final["method"] != "base model"]  # `final` also keeps the base model's results of rejected runs
-    num_rejected = len({*trained["run"]} - {*kept["run"]})
-    if num_rejected:
-        runs = count(num_rejected, "run")
-        lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
-    for folder in sorted({folder_of_run(run) for run in trained["run"]} - {None}):
-        choices = describe_choices(folder)
-        if choices:
-            lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
-        lines += filter(None, [describe_progress(folder)])
-    return lines
-
-
-def _has_fewer_seeds(results: pd.DataFrame) -> np.ndarray:
-    """Return whether each result is of a sweep and has a learning rate with fewer seeds than another one of its method."""
-    keys = ["sweep", "variant", "recipe_learning_rate"]
-    trained = results.reindex(columns=[*keys, "seed"]).dropna()
-    num_seeds = trained.groupby(keys)["seed"].nunique()
-    fewer = num_seeds[num_seeds < num_seeds.groupby(["sweep", "variant"]).transform("max")]
-    return pd.MultiIndex.from_frame(results.reindex(columns=keys)).isin(fewer.index)
-
-
 def tasks_of(accuracy: pd.DataFrame) -> list[str]:
-    """Return the tasks of accuracies, first the tasks with problems of their own, then the held-out examples."""
-    return sorted(accuracy["task"].unique(), key=lambda task: task == DEVELOPMENT)
+    """Return the tasks of accuracies: those with own problems, then held-out examples, then those that chose a rate."""
+    first = accuracy.drop_duplicates("task").set_index("task")["chose"]
+    return sorted(first.index, key=lambda task: (first[task], task == DEVELOPMENT))

@@ -53,6 +53,7 @@ def decorate(
             plot_title=p9.element_text(size=12, ha="left"),
             plot_background=p9.element_rect(fill="none", color="none"),  # the page's own, light or dark
             panel_grid_major=p9.element_line(color="#76839055"),
+            plot_caption=p9.element_text(size=9, ha="left"),
             legend_position="bottom",
             legend_direction="vertical",
             legend_title=p9.element_blank(),
@@ -94,7 +95,12 @@ def mark_training_depth(depth: float) -> p9.geom_vline:
 
 
 def line_plot(
-    data: pd.DataFrame, x: str, axes: pd.DataFrame, title: str, gain_over: Mapping[str, str] | None = None
+    data: pd.DataFrame,
+    x: str,
+    axes: pd.DataFrame,
+    title: str,
+    gain_over: Mapping[str, str] | None = None,
+    caption: str | None = None,
 ) -> p9.ggplot | Compose:
     """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
 
@@ -107,6 +113,7 @@ def line_plot(
             `low` and `high` of the band. Without these two columns, the band is one SD (column `sd`) around the mean.
         axes: columns `x_label` and `y_label`. The index has the panels.
         title: Title of the figure.
+        caption: Sentences below the figure, for example what the bands are.
         gain_over: A label and the label that it is compared with. Their differences are printed between their points.
     """
     if "low" not in data:
@@ -151,6 +158,8 @@ def line_plot(
             )
         y_label = axis["y_label"] + ("\n(axis does not begin at 0)" if begin else "")
         plot = decorate(plot, None if place else title, axis["x_label"], y_label, len(panels), axis.name)
+        if place == 0:
+            plot += p9.labs(caption=caption)
         if place != len(panels) // 2:  # one legend for all panels
             plot += p9.theme(legend_position="none")
         plots.append(plot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> None:
     """Print a table in 80 columns, also to a file or a pipe.
 
-    In a wider table, texts and heads are wrapped. If it still does not fit, it is printed in parts, one below the other.
+    In a wider table, texts and heads are wrapped, but never a number with its SD or interval. If it still does not fit, it is
+    printed in parts, one below the other.
 
     Args:
         title: Text above the table.
@@ -38,7 +40,7 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
     texts = table.map(cell_format.format, na_action="ignore").fillna("").reset_index()
     texts = texts.T.reset_index().T.map(str)  # the heads are the first line
     for limit in (80, 18, 12, 18):  # the last one is for a table in parts
-        cells = texts.map(textwrap.fill, width=limit, break_long_words=False)
+        cells = texts.map(wrap_cell, width=limit)
         widths = cells.map(lambda text: max(map(len, text.split("\n")))).max() + 2
         if widths.sum() <= 82:
             break
@@ -57,6 +59,13 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
         for row in cells[part].itertuples(index=False):
             grid.add_row(*row)
         Console(width=80, markup=False, highlight=False, emoji=False).print(grid)
+
+
+def wrap_cell(text: str, width: int) -> str:
+    """Return a text in lines of at most `width` characters, or of a longer word or number, such as "+2.2 [-0.2, +4.5]"."""
+    whole = re.sub(r" (?=±|\[)|(?<=±) |(?<=\d,) (?=[-+]\d)", "\N{NO-BREAK SPACE}", text)
+    lines = textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def print_by_method(title: str, rows: pd.DataFrame, columns: str | pd.Series, cell_format: str = "{:.1f}") -> None:
@@ -121,7 +130,8 @@ def show_results(runs: Sequence[Run]) -> None:
     if (options.eval_num_loops or options.single_loop_accuracy) and find_spec("plotnine"):
         from loopdropout_trainer.plots import save_figure
 
-        save_figure(overview_figure(load_results(folder)), folder / "figure")
+        results = load_results(folder)
+        save_figure(overview_figure(results[results["checkpoint"].isna()]), folder / "figure")
 
 
 def print_differences(accuracy: pd.DataFrame) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.table_files import lay_out
-from loopdropout_trainer.tables import OWN_FAMILY, describe_sizes
+from loopdropout_trainer.tables import CHOICE_NOTE, OWN_FAMILY, describe_sizes
 
 
 class TableText(NamedTuple):
@@ -43,11 +43,16 @@ class TableText(NamedTuple):
 
 def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str] = ()) -> None:
     """Print a table of a YAML file in its layout, and save it as Markdown and LaTeX, and its numbers line by line as CSV."""
-    text = TableText(spec["title"], notes, describe_sizes(table[["num_problems", "num_seeds"]]), spec.get("label"))
+    sizes = [describe_sizes(table[["num_problems", "num_seeds"]])]
+    if table["chose"].any():
+        places = ", ".join(table.loc[table["chose"], "column"].unique())
+        sizes.append(f"The learning rates were chosen on the problems of: {places}. {CHOICE_NOTE}")
+    text = TableText(spec["title"], notes, " ".join(sizes), spec.get("label"))
     bold = lay_out(spec, table, bold_in_latex)
-    bold.columns = pd.MultiIndex.from_tuples([name.rsplit(", ", 1) for name in bold], names=[None, "numbers"])
-    if len(bold.columns) > WIDEST:
-        bold = bold.stack("numbers", future_stack=True)
+    if "paper" in table:
+        bold.columns = pd.MultiIndex.from_tuples([name.rsplit(", ", 1) for name in bold], names=[None, "numbers"])
+        if len(bold.columns) > WIDEST:
+            bold = bold.stack("numbers", future_stack=True)
     print_text(lay_out(spec, table, str), text)
     save_markdown(lay_out(spec, table, bold_in_markdown), text, path)
     save_latex(bold, text, path)
@@ -122,8 +127,11 @@ def save_latex(table: pd.DataFrame, text: TableText, path: Path) -> None:
     """
     caption = text.caption
     num_keys, num_columns = table.index.nlevels, table.shape[1]
-    if table.astype(str).map(lambda text: "not significant" in text).any(axis=None):
-        caption += f" (n.s.: not significant. {OWN_FAMILY})"
+    cells = table.astype(str)
+    if cells.map(lambda text: "not significant" in text).any(axis=None):
+        num_intervals = cells.map(lambda text: "[" in text).sum().sum()
+        family = f" {OWN_FAMILY}" if num_intervals > 1 else ""
+        caption += f" (n.s.: not significant.{family})"
     texts = table.reset_index(col_level=-1).astype(str).map(latex_cell)
     texts = texts.rename(columns=partial(latex_cell, width=18))
     latex = texts.style.hide(axis="index").to_latex(

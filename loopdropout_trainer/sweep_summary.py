@@ -7,10 +7,20 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.frames import final_results, labelled, load_results, select, tasks_of
+from loopdropout_trainer.final_results import final_results
+from loopdropout_trainer.frames import labelled, load_results, select, tasks_of
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.sweeps import SweepRun, describe_choice, update_summary
-from loopdropout_trainer.tables import ACCURACY_TITLE, accuracy_numbers, accuracy_table, fit_title, loss_numbers
+from loopdropout_trainer.tables import (
+    ACCURACY_TITLE,
+    CHOICE_NOTE,
+    CHOICE_TITLE,
+    accuracy_numbers,
+    accuracy_table,
+    choice_numbers,
+    fit_title,
+    loss_numbers,
+)
 
 
 def print_summary(sweep: Any) -> None:
@@ -33,7 +43,11 @@ def print_summary(sweep: Any) -> None:
     table = accuracy_table(numbers)
     if len(table):
         print_table(fit_title(ACCURACY_TITLE, numbers), table)
-    if sweep.loss_chooses_by_default or not len(table):
+    of_choice = choice_numbers(final)
+    if len(of_choice):
+        print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
+        print(CHOICE_NOTE)
+    if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
         print_lowest(loss_numbers(trained))
         score, best = "lowest held-out loss", select(trained, {"metric": "eval_loss", "task": "training"})
         best = best.assign(value=-best["value"])

@@ -16,7 +16,8 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 """File in the folder of a run with the recipe that the sweep gives to its training."""
 
 SUMMARY_FILE = "summary.json"
-"""File in the folder of a sweep with `choices`, `full_grid`, `trainings` and `finished` by method, and the table `accuracy`.
+"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings` and `finished` by method, and the table
+`accuracy`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
@@ -93,8 +94,25 @@ def only_chose_rate(summary: dict[str, dict[str, Any]], method: str, learning_ra
         return False
     if method not in summary.get("choices", {}):
         return None
-    best = summary["choices"][method]["best"]
-    return best is not None and learning_rate != best
+    return learning_rate != summary["choices"][method]["best"]  # before the choice, all runs only serve it
+
+
+def find_choosing_task(summary: dict[str, dict[str, Any]], method: str) -> str | None:
+    """Return the task whose accuracy chooses the learning rate of a method, or None if nothing is chosen.
+
+    Args:
+        summary: From `read_summary`. An older one does not name the task.
+        method: Name of the method in the sweep.
+    """
+    if summary.get("full_grid", {}).get(method):
+        return None
+    return summary.get("select_on", {}).get(method, "development")
+
+
+def describe_unchosen(folder: str | Path) -> dict[str, str]:
+    """Return the reason, if it is known, why each method of the sweep in a folder has no learning rate yet."""
+    choices = read_summary(folder).get("choices", {})
+    return {method: choice.get("remark") or "" for method, choice in choices.items() if choice["best"] is None}
 
 
 def describe_choice(method: str, best: float, remark: str = "") -> str:

@@ -87,7 +87,7 @@ def fill_cell(
     num_fitting_examples: int | None = None,
     **wanted: Any,
 ) -> tuple[str, dict[str, Any]]:
-    """Return the text of a cell, and its numbers by `NUMBERS` and `num_problems`, as far as it has numbers.
+    """Return the text of a cell, and its numbers by `CELL_NUMBERS`, as far as it has numbers.
 
     Args:
         results: from `load_results`.
@@ -112,7 +112,7 @@ def fill_cell(
         if gain is None:
             return "–", {}
         gains = paired_gains(rows, other, part)
-        numbers = {**gain._asdict(), "num_seeds": len(gains), **count_problems(rows)}
+        numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
         if show == "seeds":
             return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
         is_over_problems = gain.test == TOO_FEW or gain.test.startswith("McNemar")
@@ -122,7 +122,7 @@ def fill_cell(
         rows = costs[costs["run"].isin(rows["run"])]
     by_task = [average(own) for _, own in rows.groupby("task")]
     values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale  # by seed
-    numbers = {**mean_numbers(values), **count_problems(rows)}
+    numbers = {**mean_numbers(values), **describe_problems(rows)}
     if show == "mean":
         return mean_sd(values, decimals), numbers
     if show == "seeds":
@@ -149,11 +149,18 @@ def has_both(results: pd.DataFrame, wanted: dict) -> bool:
     return bool((results["method"].isin(method) & results["variant"].isin(variant)).any())
 
 
-def count_problems(rows: pd.DataFrame) -> dict[str, float]:
-    """Return `num_problems`, the number of problems of accuracies on all of their tasks, or no number for other metrics."""
+def describe_problems(rows: pd.DataFrame) -> dict[str, Any]:
+    """Return `num_problems`, the problems of accuracies on all tasks, and `chose`, whether they chose a learning rate.
+
+    Other metrics have neither.
+    """
     if {*rows["metric"]} != {"accuracy"}:
         return {}
-    return {"num_problems": rows.groupby("task")["n"].first().sum()}
+    return {"num_problems": rows.groupby("task")["n"].first().sum(), "chose": rows["chose"].any()}
+
+
+CELL_NUMBERS = ["num_problems", "chose", *NUMBERS]
+"""Columns of numbers of a cell in a CSV file."""
 
 
 def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, Any], Any]]:
@@ -183,13 +190,12 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
 def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return a table with one line for each number, next to the paper's, and sentences about the missing numbers.
 
-    The columns `NUMBERS` and `num_problems` have the numbers of the text in the column `here`.
+    The columns `CELL_NUMBERS` have the numbers of the text in the column `here`.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
         results: from `load_results`.
     """
-    columns = ["num_problems", *NUMBERS]
     lines, missing = [], []
     for heads, title, wanted, paper in read_numbers(spec):
         text, numbers = "–", {}
@@ -197,10 +203,13 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
             text, numbers = fill_cell(results, **wanted)
         except Missing as reason:
             missing.append((wanted.get("sweep"), f"{', '.join(heads.values())}, {title}", reason))
-        lines.append({**heads, "column": title, "here": text, "paper": paper, **dict.fromkeys(columns), **numbers})
+        lines.append(
+            {**heads, "column": title, "here": text, "paper": paper, **dict.fromkeys(CELL_NUMBERS), **numbers}
+        )
     table = pd.DataFrame(lines)
-    texts = table.drop(columns=columns).dropna(axis=1, how="all").fillna("–").astype(str)
-    return texts.join(table[columns]), describe_missing(missing)
+    texts = table.drop(columns=CELL_NUMBERS).dropna(axis=1, how="all").fillna("–").astype(str)
+    numbers = table[CELL_NUMBERS].assign(chose=table["chose"].eq(True))
+    return texts.join(numbers), describe_missing(missing)
 
 
 def describe_missing(missing: list[tuple]) -> list[str]:
@@ -240,9 +249,9 @@ def compared_lines(spec: dict) -> list[list[int]]:
 
 
 def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) -> pd.DataFrame:
-    """Return a table with the rows and columns of the paper, and the paper's number and ours in neighboring columns.
+    """Return a table with the rows and columns of its file. The paper's number and ours are in neighboring columns, if any.
 
-    The best accuracy among methods at equal settings is marked, if all of them are known.
+    The best accuracy among methods at equal settings is marked, if all of them are known and are a test.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
@@ -250,11 +259,12 @@ def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) ->
         mark_best: Function from the text of a best value to the marked text, for example bold.
     """
     sources = [name for name in ("paper", "here") if name in table]
-    texts = table[sources].copy()
+    has_paper, texts = "paper" in sources, table[sources].copy()
     for lines in compared_lines(spec):
+        is_test = not table.loc[lines, "chose"].any()
         for source in sources:
             means = table.loc[lines, source].str.extract(r"^([-+]?[\d.]+)")[0].astype(float)
-            if len(means) > 1 and means.notna().all():
+            if len(means) > 1 and means.notna().all() and is_test:
                 best = means.index[means == means.max()]
                 texts.loc[best, source] = texts.loc[best, source].map(mark_best)
     rows = []
@@ -264,6 +274,8 @@ def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) ->
         titles = table["column"].iloc[start : start + width]
         row = table[[*spec["heads"]]].iloc[start].to_dict()
         for title, (_, own) in zip(titles, cells.iterrows(), strict=True):
-            row |= {f"{title}, {source}": own[source] for source in sources}
+            for source in sources:
+                head = f"{title}, {source}" if has_paper else title
+                row[head] = own[source]
         rows.append(row)
     return pd.DataFrame(rows).set_index([*spec["heads"]])

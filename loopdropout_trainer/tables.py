@@ -23,6 +23,11 @@ from loopdropout_trainer.results import DEVELOPMENT, read_samples
 
 REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
 LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
+CHOICE_TITLE = "Accuracy on the problems that chose the learning rates, in %, mean ± SD over seeds"
+CHOICE_NOTE = (
+    "The best of several learning rates on these problems is partly chance, so these accuracies are not a test of the "
+    "methods."
+)
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
 
@@ -68,10 +73,16 @@ def paired_gains(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = Non
     return gains
 
 
+OVER_SEEDS, OVER_PROBLEMS = "t test over seeds", "McNemar over problems"
+"""Tests of differences."""
+
 EQUAL = "the same for each seed"
 """Text in place of the interval of a difference whose spread over seeds is not known, because all seeds have the same one."""
 
-NO_INTERVAL = (TOO_FEW, EQUAL)
+NOT_A_TEST = "not a test"
+"""Text in place of the interval of a difference on problems that chose the learning rates."""
+
+NO_INTERVAL = (TOO_FEW, EQUAL, NOT_A_TEST)
 """Reasons why a difference has no interval and no test."""
 
 
@@ -82,7 +93,7 @@ class Gain(NamedTuple):
         difference: Mean difference.
         low, high: Its 95% interval, or NaN for a single seed without answers to problems.
         p: Two-sided p-value, or NaN without an interval.
-        test: "t test over seeds" or "McNemar over problems", or without an interval one of `NO_INTERVAL` or "".
+        test: `OVER_SEEDS` or `OVER_PROBLEMS`, or without an interval one of `NO_INTERVAL` or "".
     """
 
     difference: float
@@ -105,7 +116,8 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
     """Return the difference between two settings, paired by seed, with its 95% interval (Student's t).
 
     The interval of a single seed is over problems. If all seeds have the same difference, there is no interval: Student's t
-    would give one of width zero, as if the difference was certain. `part`: as in `paired_gains`.
+    would give one of width zero, as if the difference was certain. There is none either on problems that chose the learning
+    rates. `part`: as in `paired_gains`.
 
     Returns:
         The difference, or None if the settings have no common seed or are the same.
@@ -113,11 +125,13 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
     if ours.equals(other):
         return None
     gains = paired_gains(ours, other, part)
+    if len(gains) and ours["chose"].any():
+        return Gain(gains.mean(), test=NOT_A_TEST)
     if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
         found = compare_answers(*paired_samples(ours, other, gains.index[0]))
         if found.n < FEWEST_PROBLEMS:
             return Gain(found.gain, test=TOO_FEW)
-        return Gain(found.gain, found.low, found.high, found.p, "McNemar over problems")
+        return Gain(found.gain, found.low, found.high, found.p, OVER_PROBLEMS)
     if len(gains) == 0:
         return None
     if len(gains) == 1:
@@ -126,18 +140,37 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
         return Gain(gains.mean(), test=EQUAL)
     test = stats.ttest_1samp(gains, 0)
     interval = test.confidence_interval()
-    return Gain(gains.mean(), interval.low, interval.high, test.pvalue, "t test over seeds")
+    return Gain(gains.mean(), interval.low, interval.high, test.pvalue, OVER_SEEDS)
 
 
-def explain_equal(numbers: pd.DataFrame) -> list[str]:
-    """Return a sentence about the differences without an interval that are the same for each seed, if there are any.
+def explain_differences(numbers: pd.DataFrame) -> list[str]:
+    """Return sentences about the intervals and tests of differences, and about those without an interval, if there are any.
 
     Args:
         numbers: Table with the columns `NUMBERS`.
     """
-    if not numbers["test"].eq(EQUAL).any():
-        return []
-    return [f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known."]
+    tests = numbers.loc[numbers["difference"].notna(), "test"]
+    kinds, is_tested = {*tests}, tests.isin([OVER_SEEDS, OVER_PROBLEMS])
+    sentences = []
+    if {OVER_SEEDS, OVER_PROBLEMS} <= kinds:
+        sentences.append(
+            "The 95% intervals and tests are over seeds (t test), or over problems where there is one seed (McNemar's exact "
+            "test)."
+        )
+    elif OVER_SEEDS in kinds:
+        sentences.append("The 95% intervals and tests are over seeds (t test).")
+    elif OVER_PROBLEMS in kinds:
+        sentences.append(
+            "The 95% intervals and tests are over the problems of one seed (McNemar's exact test), without the spread over "
+            "seeds."
+        )
+    if is_tested.sum() > 1:
+        sentences.append(OWN_FAMILY)
+    if "" in kinds:
+        sentences.append("A difference of one seed has no interval, because the spread over seeds is not known.")
+    if EQUAL in kinds:
+        sentences.append(f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known.")
+    return [" ".join(sentences)] if sentences else []
 
 
 def format_p(p: float) -> str:
@@ -163,8 +196,26 @@ def accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
     A method is compared with the LoRA whose settings it has, as far as those of LoRA differ. The 95% intervals are over seeds.
     For a single seed they are over problems.
     """
-    all_depths = results["num_loops"]  # without this condition, `select` takes only the trained depth
-    accuracy = labelled(select(results, {"metric": "accuracy", "num_loops": all_depths}))
+    # Without these conditions, `select` takes only the trained depth and the final weights.
+    everywhere = {name: results[name] for name in ("num_loops", "checkpoint")}
+    return _accuracy_numbers(select(results, {"metric": "accuracy", **everywhere}))
+
+
+def choice_numbers(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the accuracies (%) on the problems that chose the learning rates of sweeps, as `accuracy_numbers` does.
+
+    There are no differences: they would look like tests, but the best of several candidates is partly chance.
+    """
+    own = results[results["chose"]]
+    everywhere = {name: own[name] for name in ("task", "num_loops", "checkpoint")}
+    numbers = _accuracy_numbers(select(own, everywhere))
+    numbers[[*Gain.__annotations__]] = math.nan
+    return numbers
+
+
+def _accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers of accuracies by task, recurrence depth and method."""
+    accuracy = labelled(results)
     accuracy["task"] = pd.Categorical(accuracy["task"], tasks_of(accuracy))
     lines = []
     for (task, depth), part in accuracy.groupby(["task", "num_loops"], observed=True):
@@ -240,9 +291,13 @@ def describe_sizes(numbers: pd.DataFrame) -> str:
     """Return the sentences about the problems of each task, if they are known, and the seeds of each accuracy, or "".
 
     Args:
-        numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones.
+        numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones. The base model, which has no
+            seeds, counts only if there is nothing else.
     """
     numbers = numbers.reset_index().dropna(subset=["num_problems"])
+    if "method" in numbers:
+        is_trained = ~numbers["method"].str.startswith("base model")
+        numbers = numbers[is_trained | ~is_trained.any()]
     if numbers.empty:
         return ""
     if "task" not in numbers:

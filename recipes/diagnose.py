@@ -245,7 +245,8 @@ def find_missing(run: Path) -> str | None:
 
 def print_reductions(sweep: Path, folders: list[str]) -> None:
     """Print the loss reductions of a sweep in the folders of their results as mean ± SD over seeds."""
-    from loopdropout_trainer.frames import final_results, load_results
+    from loopdropout_trainer.final_results import final_results
+    from loopdropout_trainer.frames import load_results
     from loopdropout_trainer.printing import print_table
     from loopdropout_trainer.tables import (
         REDUCTION_TITLE,

@@ -27,23 +27,26 @@ from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.figure_files import build_figure
 from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figure
 from loopdropout_trainer.files import check_links, recipe_names
-from loopdropout_trainer.frames import describe_rejected, final_results, load_results
+from loopdropout_trainer.final_results import describe_left_out_runs, final_results
+from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state
 from loopdropout_trainer.table_files import Missing, build_table
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
+    CHOICE_NOTE,
+    CHOICE_TITLE,
     COSTS,
     LOSS_TITLE,
-    OWN_FAMILY,
     REDUCTION_TITLE,
     accuracy_numbers,
     accuracy_table,
+    choice_numbers,
     cost_numbers,
     cost_table,
     describe_sizes,
-    explain_equal,
+    explain_differences,
     fit_title,
     loss_numbers,
     loss_table,
@@ -61,6 +64,7 @@ class ReportArguments:
 
     folders: list[str] = option(..., "Folders of runs. All folders below them are read.")
     tables: list[str] = option([], "Names in recipes/tables, YAML files, or `all`. Default: a summary.")
+    checkpoints: bool = option(False, "Whether evaluated checkpoints are shown next to the final weights.")
     output_dir: str | None = option(
         None,
         "Folder of the report. Default: `report` in the folder of the runs, or `report_A_B` here for folders A and B.",
@@ -79,8 +83,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
         ) from None
-    final = final_results(results)
-    for line in filter(None, [results.attrs["left_out"], *describe_rejected(results, final)]):
+    final = final_results(results, args.checkpoints)
+    for line in filter(None, [results.attrs["left_out"], *describe_left_out_runs(results, final)]):
         print(line)
     names = args.tables
     if names == ["all"]:
@@ -115,10 +119,7 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
             draw_figure(build_figure(spec, results), path)
             return
         table, missing = build_table(spec, results)
-        notes = []
-        if table["here"].str.contains("significant").any():
-            notes.append(OWN_FAMILY)
-        notes += explain_equal(table)
+        notes = explain_differences(table)
         if missing:
             notes += [*missing, *spec["made_by"]]
         save_layout(spec, table, path, notes)
@@ -172,8 +173,7 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
         return False
     notes = [
         "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
-        f"The 95% intervals and p-values are over seeds (t test). {OWN_FAMILY}",
-        *explain_equal(numbers),
+        *explain_differences(numbers),
     ]
     text = TableText(fit_title(LOSS_TITLE, numbers), notes)
     save_table(numbers, loss_table(numbers), text, output_dir / "held_out_loss")
@@ -181,18 +181,24 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
 
 
 def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
-    """Make the table of accuracies and the overview figure, and return whether there are any."""
+    """Make the tables of accuracies and the overview figure, and return whether there are any.
+
+    Accuracies on the problems that chose a learning rate have a table of their own.
+    """
     if "accuracy" not in {*results["metric"]}:
         return False
     numbers = accuracy_numbers(results)
-    note = (
-        "The 95% intervals and p-values are over seeds (t test), or over problems if there is one seed (McNemar's exact "
-        f"test). {OWN_FAMILY}"
-    )
-    is_of_base = numbers.index.get_level_values("method").str.startswith("base model")
-    sizes = describe_sizes(numbers[~is_of_base] if not is_of_base.all() else numbers)
-    text = TableText(fit_title(ACCURACY_TITLE, numbers), [note, *explain_equal(numbers)], sizes)
-    save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
+    if len(numbers):
+        text = TableText(fit_title(ACCURACY_TITLE, numbers), explain_differences(numbers), describe_sizes(numbers))
+        save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
+    of_choice = choice_numbers(results)
+    if len(of_choice):
+        text = TableText(
+            fit_title(CHOICE_TITLE, of_choice),
+            [f"{CHOICE_NOTE} They are not in the other tables."],
+            describe_sizes(of_choice),
+        )
+        save_table(of_choice, accuracy_table(of_choice), text, output_dir / "choice")
     draw_figure(overview_figure(results), output_dir / "overview")
     return True
 
@@ -209,11 +215,14 @@ def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:
 
 
 def draw_figure(plot: Any, path: Path) -> None:
-    """Save a figure as PNG, PDF and SVG, and print its path. `path` has no ending."""
+    """Save a figure as PNG, PDF and SVG, and print its path and its caption, if it has one. `path` has no ending."""
     from loopdropout_trainer.plots import save_figure
 
     save_figure(plot, path)
+    caption = getattr(plot, "items", [plot])[0].labels.caption
     print(f"Wrote {path}.png, .pdf and .svg")
+    if caption:
+        print(caption)
 
 
 if __name__ == "__main__":

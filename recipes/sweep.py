@@ -284,10 +284,15 @@ class Sweep:
     def save_progress(self) -> None:
         """Write the chosen learning rates, the number of trainings and if they are finished to the summary of reports."""
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
-        grid = dict.fromkeys(self.recipes, self.full_grid)
+        grid, task = dict.fromkeys(self.recipes, self.full_grid), dict.fromkeys(self.recipes, self.select_on)
         finished = {method: not self.pending_of(method) for method in self.recipes}
         update_summary(
-            self.output_dir, choices=choices, full_grid=grid, trainings=self.count_by_method(), finished=finished
+            self.output_dir,
+            choices=choices,
+            select_on=task,
+            full_grid=grid,
+            trainings=self.count_by_method(),
+            finished=finished,
         )
 
     def check_failures(self) -> None:

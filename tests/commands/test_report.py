@@ -27,6 +27,7 @@ from helpers.results import expected_results
 from loopdropout_trainer import figure_files, figures, frames, printing, saved_tables, table_files, tables
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.figures import average_windows, points
+from loopdropout_trainer.final_results import final_results
 from loopdropout_trainer.plots import GRAY, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
@@ -140,7 +141,7 @@ def test_table_of_the_paper_is_filled(path, built, all_results):
 
 
 def test_final_runs_of_the_papers_sweeps_are_not_left_out(all_results):
-    assert len(frames.final_results(all_results)) == len(all_results)
+    assert len(final_results(all_results)) == len(all_results)
 
 
 def assert_readable(plot):
@@ -187,7 +188,7 @@ def test_best_accuracy_among_methods_is_bold():
     lines = [
         {"Method": row[0], "LR": str(row[1]), "column": column} for row in spec["rows"] for column in spec["columns"]
     ]
-    table = pd.DataFrame(lines).assign(here=numbers, paper=numbers)
+    table = pd.DataFrame(lines).assign(here=numbers, paper=numbers, chose=False)
     shown = table_files.lay_out(spec, table, saved_tables.bold_in_markdown)
     assert [*shown.columns] == ["A & B, paper", "A & B, here", "Minutes, paper", "Minutes, here"]
     assert shown["A & B, here"].tolist() == [
@@ -221,7 +222,8 @@ def test_latex_has_the_papers_number_next_to_ours(num_titles, tmp_path):
         table = table.stack("numbers", future_stack=True)
     saved_tables.save_latex(table, TableText("Accuracy in %"), tmp_path / "a")
     text = (tmp_path / "a.tex").read_text()
-    assert r"\caption{Accuracy in \% (n.s.: not significant. Each difference is a test of its own" in text
+    family = " Each difference is a test of its own" if num_titles > 1 else ")"
+    assert rf"\caption{{Accuracy in \% (n.s.: not significant.{family}" in text
     if num_titles == 1:
         assert r" & \multicolumn{2}{c}{GSM8K\_0} \\" in text and r"\cmidrule(lr){2-3}" in text
         assert r"LoRA & 85.3 $\pm$ 0.6 & +1.0 [$-$0.5, +2.5], n.s. \\" in text
@@ -443,12 +445,12 @@ def quickstart(tmp_path):
 
 def test_report_summarizes_runs(quickstart, tmp_path, capsys):
     report.main([str(quickstart), "--output_dir", str(tmp_path / "report")])
-    family = "Each difference is a test of its own, without correction for their number."
-    assert family in capsys.readouterr().out and family in (tmp_path / "report/accuracy.md").read_text()
+    printed = capsys.readouterr().out
     table = pd.read_csv(tmp_path / "report/accuracy.csv")
     rows = table.groupby("method")["mean"].agg(list)
     assert rows["LoRA, learning_rate = 0.001"] == [20, 40, 100] and rows["base model"] == [1]
     assert table["difference"].isna().all()  # there are two of LoRA
+    assert "interval" not in printed and "test of its own" not in printed
     costs = pd.read_csv(tmp_path / "report/costs.csv")
     assert {*costs["train_seconds"]} == {9} and [*costs][0] == "method"
     text = (tmp_path / "report/costs.md").read_text()
@@ -583,9 +585,10 @@ def test_summary_has_tasks_together_and_no_rejected_rates(tmp_path, capsys):
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     printed = capsys.readouterr().out
     assert "Left out: 1 run that only chose a learning rate." in printed and "0.001" not in printed
-    table = pd.read_csv(tmp_path / "report/accuracy.csv")
-    places = [(task, depth, "LoRA") for task in ("b", "a", "development") for depth in (4, 8)]
-    assert [*table[["task", "K", "method"]].itertuples(index=False, name=None)] == places
+    for name, tasks in (("accuracy", ("b", "a")), ("choice", ("development",))):
+        table = pd.read_csv(tmp_path / f"report/{name}.csv")
+        places = [(task, depth, "LoRA") for task in tasks for depth in (4, 8)]
+        assert [*table[["task", "K", "method"]].itertuples(index=False, name=None)] == places
 
 
 def write_runs(folder, rates_and_seeds, sweep="mine"):
@@ -652,7 +655,6 @@ def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):
             [1, 2],
             "is not finished: 3 of 4 trainings have",
         ),
-        ({"choices": {"lora": {"best": None}}, "trainings": {"lora": [3, 4]}}, [1, 2], "is not finished: 3 of 4"),
         (
             {"choices": {"lora": {"best": 0.001}}, "trainings": {"lora": [4, 4]}},
             [1],
@@ -660,7 +662,7 @@ def test_own_table_leaves_out_runs_that_only_chose(tmp_path, capsys):
         ),
         ({}, [2], "Left out: 1 run that only chose a learning rate."),  # of an older version
     ],
-    ids=["grid", "before the choice", "chosen", "without a summary"],
+    ids=["grid", "chosen", "without a summary"],
 )
 def test_report_knows_which_runs_only_chose(tmp_path, capsys, summary, num_seeds, said):
     """By the sweep's own summary. Missing runs of an unfinished grid do not make the others runs of a choice."""
@@ -671,6 +673,160 @@ def test_report_knows_which_runs_only_chose(tmp_path, capsys, summary, num_seeds
     out = capsys.readouterr().out
     assert said in out and ("Left out" in out) == said.startswith("Left out")
     assert [*pd.read_csv(tmp_path / "report/held_out_loss.csv")["num_seeds"]] == num_seeds
+
+
+@pytest.fixture
+def finished_sweep(tmp_path):
+    """Folder of a sweep of two methods with two seeds. `development` chose the rate 0.002, and a checkpoint was evaluated."""
+    choices = {method: {"rates": [0.001, 0.002], "best": 0.002} for method in ("lora", "loop_dropout")}
+    for method, rule in (("LoRA", "lora"), ("Loop Dropout", "loop_dropout")):
+        for rate, seed in ((0.001, 1), (0.002, 1), (0.002, 2)):
+            run_name = f"mine/{rule}/lr_{rate:g}/seed_{seed}"
+            run, place = tmp_path / run_name, {"method": method, "seed": seed, "training": run_name}
+            tasks = ["development", "b"] if rate == 0.002 else ["development"]
+            rows = [{"task": task, "value": 50.0 + len(task) + seed * len(rule)} for task in tasks]
+            rows += [{**row, "num_loops": 8, "value": 20.0 + seed * len(rule)} for row in rows]
+            rows.append({"task": "training", "metric": "train_seconds", "value": 9.0})
+            write(run, rows, {"run_name": run_name, "learning_rate": rate, "rule": rule}, **place)
+    checkpoint = {"task": "b", "value": 7.0, "adapter": str(run / "checkpoint-5"), "step": 5}
+    base = {**checkpoint, "method": "base model", "gates": "none", "seed": None, "step": None, "training": None}
+    write(run / "evaluation", [checkpoint], **place)
+    write(run / "evaluation", [{**base, "value": 1.0}])
+    update_summary(tmp_path / "mine", choices=choices, select_on=dict.fromkeys(choices, "development"))
+    return tmp_path / "mine"
+
+
+def report_on(folder, capsys, *words, **spec):
+    """Print the report of a folder, or its own table of a YAML file, and return the text and the folder of the report."""
+    output_dir = folder.parent / "report"
+    if spec:
+        (folder.parent / "own.yaml").write_text(yaml.safe_dump({**OWN, **spec}, sort_keys=False))
+        words = ("--tables", str(folder.parent / "own.yaml"), *words)
+    report.main([str(folder), "--output_dir", str(output_dir), *words])
+    return " ".join(capsys.readouterr().out.split()), output_dir
+
+
+OWN = {
+    "title": "Mine", "made_by": ["x"], "heads": {"Method": "method"}, "rows": [["LoRA"], ["Loop Dropout"]],
+    "columns": {"all": {}, "gain": {"minus": {"method": "LoRA"}}},
+}  # fmt: skip
+
+
+def test_evaluated_checkpoints_are_left_out(finished_sweep, capsys):
+    """Of all tables and figures, with a sentence, unless they are asked for."""
+    text, folder = report_on(finished_sweep, capsys)
+    checkpoint = finished_sweep / "loop_dropout/lr_0.002/seed_2/checkpoint-5"
+    assert f"Left out: 1 result of {checkpoint}, because a checkpoint does not have the final weights" in text
+    assert "`--checkpoints true` to include them" in text
+    assert sorted(pd.read_csv(folder / "accuracy.csv").query("task == 'b' and K == 4")["mean"]) == [1.0, 57.0, 69.0]
+    assert "checkpoint = 5" not in "".join(path.read_text() for path in folder.glob("*.md"))
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b"})
+    assert "57.00 ± 2.83" in text and "69.00 ± 8.49" in text and "NA" not in text
+    text, _ = report_on(finished_sweep, capsys, "--checkpoints", "true")
+    assert "Left out: 1 result" not in text
+    assert "Loop Dropout, checkpoint = 5" in {*pd.read_csv(folder / "accuracy.csv")["method"]}
+    spec = {"filter": {"task": "b"}, "rows": [["Loop Dropout"]]}
+    text, _ = report_on(
+        finished_sweep, capsys, "--checkpoints", "true", columns={"end": {}, "5": {"checkpoint": 5}}, **spec
+    )
+    assert "69.00 ± 8.49 7.00" in text
+
+
+def test_problems_that_chose_a_rate_are_no_result(finished_sweep, capsys):
+    """They have a table of their own without tests, and say so in a table or figure that names them."""
+    text, folder = report_on(finished_sweep, capsys)
+    note = "partly chance, so these accuracies are not a test of the methods."
+    assert f"{note} They are not in the other tables." in text
+    assert {*pd.read_csv(folder / "accuracy.csv")["task"]} == {"b"}
+    numbers = pd.read_csv(folder / "choice.csv")
+    assert {*numbers["task"]} == {"development"} and numbers[["difference", "p"]].isna().all(axis=None)
+    assert "minus LoRA" not in (folder / "choice.tex").read_text()
+    assert figures.overview_figure(frames.load_results(finished_sweep)).labels.title == "Results on b"
+    text, _ = report_on(finished_sweep, capsys, filter={})  # without a task
+    assert "57.00 ± 2.83" in text and note not in text
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "development"})
+    saved = (folder / "own.tex").read_text()
+    assert note in text and note in " ".join(saved.split()) and "+12.00, not a test" in text
+    assert "textbf" not in saved and "not significant" not in text
+    data = figure_files.panel_points(
+        {**DEPTHS, "filter": {"task": "development"}},
+        final_results(frames.load_results(finished_sweep)),
+        ["label", "num_loops"],
+    )
+    assert figures.describe_points(data).endswith("not a test, because these problems chose the learning rates.")
+    update_summary(finished_sweep, full_grid={"lora": True, "loop_dropout": True})
+    _, folder = report_on(finished_sweep, capsys)  # nothing was chosen
+    assert {*pd.read_csv(folder / "accuracy.csv")["task"]} == {"b", "development"}
+
+
+def test_only_problems_that_chose_a_rate_are_drawn_as_such(finished_sweep):
+    results = final_results(frames.load_results(finished_sweep))
+    caption = figures.overview_figure(results[results["task"] != "b"]).labels.caption
+    assert "not a test, because these problems chose the learning rates" in caption
+
+
+@pytest.mark.parametrize("remark", ["Not every learning rate has a score.", ""])
+def test_method_without_a_chosen_rate_is_left_out(finished_sweep, capsys, remark):
+    choices = {"lora": {"rates": [0.001, 0.002], "best": 0.002}, "loop_dropout": {"best": None, "remark": remark}}
+    update_summary(finished_sweep, choices=choices, trainings={"loop_dropout": [1, 2]})
+    text, folder = report_on(finished_sweep, capsys)
+    sentence = f"Left out: 3 runs of loop_dropout in {finished_sweep}, because no learning rate is chosen. {remark}"
+    assert sentence.strip() in text and "1 run that only chose" in text and "is not finished: 1 of 2" in text
+    for name in ("accuracy", "costs", "choice"):
+        assert {*pd.read_csv(folder / f"{name}.csv")["method"]} <= {"LoRA", "base model"}
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b"})
+    assert "Missing" in text and "69" not in text
+
+
+def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys):
+    text, folder = report_on(finished_sweep, capsys, filter={"task": "b"})
+    files = [(folder / f"own.{ending}").read_text() for ending in ("md", "tex")]
+    assert " here" not in text and all("here" not in file for file in files)
+    text, folder = report_on(finished_sweep, capsys, filter={"task": "b"}, rows=[["LoRA", 55.0]])
+    assert (
+        "all, paper" in text and "all, here" in text and r"\multicolumn{2}{c}{all}" in (folder / "own.tex").read_text()
+    )
+
+
+def test_report_explains_the_tests_that_it_has(finished_sweep, capsys):
+    text, _ = report_on(finished_sweep, capsys)
+    family = "Each difference is a test of its own, without correction for their number."
+    sentence = "The 95% intervals and tests are over seeds (t test)."
+    assert f"{sentence} {family}" in text and "McNemar" not in text
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b"})  # one difference
+    assert sentence in text and family not in text
+    shutil.rmtree(finished_sweep / "lora/lr_0.002/seed_2")
+    text, _ = report_on(finished_sweep, capsys)
+    assert "A difference of one seed has no interval" in text and "t test" not in text
+    shutil.rmtree(finished_sweep / "lora")
+    text, _ = report_on(finished_sweep, capsys)
+    assert "interval" not in text and "test of its own" not in text
+
+
+def test_figures_say_what_their_bands_are(finished_sweep, capsys):
+    text, folder = report_on(finished_sweep, capsys)
+    sentence = "Bands: ± one standard deviation over 2 seeds."
+    assert f"overview.png, .pdf and .svg {sentence}" in text
+    assert sentence in figures.overview_figure(final_results(frames.load_results(finished_sweep))).labels.caption
+    for seeds, said in (
+        ([1, 1], "One seed, so there are no bands."),
+        ([1, 3], "over up to 3 seeds. Points of one seed have none."),
+    ):
+        data = pd.DataFrame({"label": ["LoRA", "base model"], "num_seeds": [3, 1]}).assign(num_seeds=seeds)
+        data["label"] = ["LoRA", "Loop Dropout"]
+        assert figures.describe_points(data).endswith(said)
+
+
+def test_numbers_in_printed_tables_are_whole(capsys):
+    gain = "+13.2 [-9.5, +116.7], not significant"
+    table = pd.DataFrame(
+        {"accuracy": ["73.40 ± 11.20"], "minus LoRA": [gain], "p": ["0.09"]}, ["arithmetic_easy_test" * 2]
+    )
+    printing.print_table("Results", table)
+    out = capsys.readouterr().out
+    assert (
+        "73.40 ± 11.20" in out and "+13.2 [-9.5, +116.7]," in out and all(len(line) <= 80 for line in out.splitlines())
+    )
 
 
 def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
@@ -1034,7 +1190,7 @@ def test_held_out_losses_of_a_sweep_are_compared_by_seed(tmp_path, capsys):
     gain = numbers.loc["p_0.5", ["difference", "low", "high", "p"]].astype(float).to_list()
     assert gain == pytest.approx([0.2, low, high, test.pvalue])
     assert f"+0.2000 [{low:+.4f}, {high:+.4f}]" in (tmp_path / "report/held_out_loss.md").read_text()
-    print_lowest(tables.loss_numbers(frames.final_results(frames.load_results(tmp_path))))
+    print_lowest(tables.loss_numbers(final_results(frames.load_results(tmp_path))))
     assert capsys.readouterr().out.endswith("Lowest held-out loss: LoRA 2.2000 nats per token (p_0.5: +0.2000)\n")
 
 

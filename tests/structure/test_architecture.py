@@ -20,7 +20,7 @@ looped fields means | help lora arguments tokenizers sweeps field_values | recip
 models data results training_results handle | prompts recipe_changes result_choice | saving generation diagnostics
 training integrations | evaluation progress serving
 lm_eval cli runs run_training workers sweep_methods sweep_scores costs | plan frames measuring
-tables sweep_plan | figures table_files
+tables sweep_plan final_results | figures table_files
 printing figure_files | saved_tables job sweep_summary | __main__
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""

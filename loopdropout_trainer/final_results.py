@@ -1,0 +1,109 @@
+"""The results that reports show: those of final weights and of chosen learning rates, and sentences about the others."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from loopdropout_trainer.errors import count
+from loopdropout_trainer.results import DEVELOPMENT
+from loopdropout_trainer.sweeps import (
+    describe_choices,
+    describe_progress,
+    describe_unchosen,
+    folder_of_run,
+    only_chose_rate,
+    read_summary,
+)
+
+
+def final_results(results: pd.DataFrame, with_checkpoints: bool = False) -> pd.DataFrame:
+    """Return the results without checkpoints, and without the runs of a sweep that only chose a learning rate.
+
+    The summary of the sweep says which learning rate it has chosen. Before the choice, all runs of a method are left out. In a
+    folder without a summary, the runs that only chose were evaluated on the held-out examples alone, and another run of the
+    same method on other tasks. Without tasks, they have a learning rate with fewer seeds than another one of the same method.
+
+    Args:
+        results: From `load_results`.
+        with_checkpoints: Whether results of checkpoints stay.
+    """
+    accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
+    is_test = accuracy["task"] != DEVELOPMENT
+    methods = pd.MultiIndex.from_frame(results[["sweep", "variant"]])
+    is_measured = methods.isin(pd.MultiIndex.from_frame(accuracy.loc[is_test, ["sweep", "variant"]]))
+    seems_rejected = is_measured & ~results["run"].isin(accuracy.loc[is_test, "run"])
+    seems_rejected |= ~is_measured & _has_fewer_seeds(results)
+    is_rejected = results["run"].map(_read_rejected(results))
+    is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
+    is_final = ~is_rejected | (results["method"] == "base model")
+    if not with_checkpoints:
+        is_final &= results["checkpoint"].isna()
+    return results[is_final]
+
+
+def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
+    """Return whether each run of a sweep only chose a learning rate, for the runs whose sweep has a summary."""
+    columns = ["run", "variant", "recipe_learning_rate"]
+    runs = results.reindex(columns=columns).dropna().drop_duplicates("run")
+    read = cache(read_summary)  # of a sweep with many runs
+    rejected = {}
+    for run, variant, rate in runs.itertuples(index=False):
+        folder = folder_of_run(run)
+        if folder is None:
+            continue
+        only_chose = only_chose_rate(read(folder), variant, rate)
+        if only_chose is not None:
+            rejected[run] = only_chose
+    return rejected
+
+
+def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
+    """Return sentences about the results that `final_results` leaves out, chosen learning rates and unfinished sweeps."""
+    trained = results[results["sweep"].notna()]
+    kept = final[final["method"] != "base model"]  # `final` also keeps the base model's results of rejected runs
+    left_out = {*trained["run"]} - {*kept["run"]}
+    folders = sorted({folder_of_run(run) for run in trained["run"]} - {None})
+    lines = []
+    for folder in folders:
+        for method, reason in describe_unchosen(folder).items():
+            own = {run for run in left_out if Path(run).is_relative_to(folder / method)}
+            left_out -= own
+            if own:
+                runs = f"{count(len(own), 'run')} of {method} in {folder}"
+                lines.append(f"Left out: {runs}, because no learning rate is chosen. {reason}".rstrip())
+    if left_out:
+        runs = count(len(left_out), "run")
+        lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
+    lines += _describe_checkpoints(results, final)
+    for folder in folders:
+        choices = describe_choices(folder)
+        if choices:
+            lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
+        lines += filter(None, [describe_progress(folder)])
+    return lines
+
+
+def _describe_checkpoints(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
+    """Return a sentence about the results of checkpoints that are left out, or nothing without any."""
+    left_out = results[results["checkpoint"].notna() & ~results.index.isin(final.index)]
+    if left_out.empty:
+        return []
+    adapters = left_out.reindex(columns=["adapter"])["adapter"].fillna(left_out["folder"]).unique()
+    place = adapters[0] if len(adapters) == 1 else f"{len(adapters)} checkpoints such as {adapters[0]}"
+    return [
+        f"Left out: {count(len(left_out), 'result')} of {place}, because a checkpoint does not have the final weights. Add "
+        "`--checkpoints true` to include them."
+    ]
+
+
+def _has_fewer_seeds(results: pd.DataFrame) -> np.ndarray:
+    """Return whether each result is of a sweep and has a learning rate with fewer seeds than another one of its method."""
+    keys = ["sweep", "variant", "recipe_learning_rate"]
+    trained = results.reindex(columns=[*keys, "seed"]).dropna()
+    num_seeds = trained.groupby(keys)["seed"].nunique()
+    fewer = num_seeds[num_seeds < num_seeds.groupby(["sweep", "variant"]).transform("max")]
+    return pd.MultiIndex.from_frame(results.reindex(columns=keys)).isin(fewer.index)
