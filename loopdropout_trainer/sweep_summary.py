@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import shlex
 from typing import Any
 
 import pandas as pd
 
 from loopdropout_trainer.final_results import final_results
-from loopdropout_trainer.frames import labelled, load_results, select, tasks_of
+from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.sweeps import SweepRun, describe_choice, update_summary
 from loopdropout_trainer.tables import (
@@ -49,19 +49,26 @@ def print_summary(sweep: Any) -> None:
         print(CHOICE_NOTE)
     if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
         print_lowest(loss_numbers(trained))
-        score, best = "lowest held-out loss", select(trained, {"metric": "eval_loss", "task": "training"})
-        best = best.assign(value=-best["value"])
-    else:
-        task = tasks_of(trained[trained["metric"] == "accuracy"])[0]
-        score, best = f"highest accuracy on {task}", select(trained, {"metric": "accuracy", "task": task})
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
         print("With one seed, the spread over seeds is not known, so the order of the methods can be chance.")
     update_summary(sweep.output_dir, accuracy=table.reset_index().to_dict("records"))
     print(f"\nNext:\n  loopdropout report {sweep.output_dir}   # tables of losses, accuracies and costs")
-    run = _find_best_run(best)
+    run = find_best_run(sweep)
     if run is not None:
-        folder = Path(sweep.output_dir, *Path(run).parts[-3:])  # METHOD/lr_X/seed_S
-        print(f"  loopdropout chat {folder}   # ask the adapter with the {score}")
+        command = shlex.join(["loopdropout", "chat", str(sweep.folder(run))])
+        print(f"  {command}   # ask the best adapter of seed {run.seed}: {sweep.describe_score(run)}")
+
+
+def find_best_run(sweep: Any) -> SweepRun | None:
+    """Return the best run of the first seed with a chosen learning rate, by the score that chooses the rate.
+
+    There is none if no learning rate is chosen, as in a full grid.
+    """
+    if sweep.full_grid:
+        return None
+    choices = {method: sweep.choice(method).best for method in sweep.recipes}
+    runs = [SweepRun(method, rate, sweep.seeds[0], True) for method, rate in choices.items() if rate is not None]
+    return max(runs, key=sweep.score, default=None)
 
 
 def _print_choices(sweep: Any) -> None:
@@ -99,21 +106,3 @@ def print_lowest(losses: pd.DataFrame) -> None:
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""
         print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
-
-
-def _find_best_run(scores: pd.DataFrame) -> str | None:
-    """Return the folder of the first seed of the method with the highest mean score.
-
-    There is none without scores, or if the methods have different numbers of seeds, as after a failed run.
-
-    Args:
-        scores: Results of final runs, of which a higher `value` is better.
-    """
-    if scores.empty:
-        return None
-    methods = labelled(scores).groupby("label", sort=False)
-    num_seeds = methods["seed"].nunique()  # of each method
-    if num_seeds.nunique() > 1:
-        return None
-    best = methods.get_group(methods["value"].mean().idxmax())
-    return best.sort_values("seed", kind="stable")["run"].iloc[0]

@@ -228,6 +228,8 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
         "lora: learning rate 0.02.\n  0.01       held-out loss 0.3000 nats per token\n"
         "  0.02       held-out loss 0.2000 nats per token\n  0.04       held-out loss 0.4000 nats per token\n"
         f"\nNext:\n  loopdropout report {lab.out}   # tables of losses, accuracies and costs\n"
+        f"  loopdropout chat {lab.out}/lora/lr_0.02/seed_101   # ask the best adapter of seed 101: held-out loss 0.2000 nats "
+        "per token\n"
     )
     settings = load_recipe(lab.out / "lora/lr_0.02/seed_102/recipe.yaml")
     assert settings["eval_strategy"] == "epoch"  # so that each run has a held-out loss to report
@@ -236,32 +238,25 @@ def test_sweep_without_benchmarks_chooses_by_held_out_loss(lab, capsys, fields):
 
 
 def test_sweep_names_the_best_adapter_and_the_chance_of_one_seed(lab, capsys):
-    """The folder is the first seed's of the best method. With several seeds, there is no caution."""
+    """It is the best one by the score that chooses the learning rates, whatever the other seeds and later measurements say."""
     losses = {("lora", 101): 0.5, ("loop_dropout", 101): 0.4, ("lora", 102): 0.5, ("loop_dropout", 102): 0.8}
     lab.recipe.write_text(yaml.safe_dump({**RECIPE, "benchmarks": []}))
     lab.set_world(losses={"0.01": 2.0, "0.02": 0.2, "0.04": 3.0})
     caution = "With one seed, the spread over seeds is not known, so the order of the methods can be chance.\n"
-    for seeds, best in (([101], "loop_dropout"), ([101, 102], "lora")):
-        made = lab.run(methods=["lora", "loop_dropout"], seeds=seeds)
+    for seeds in ([101], [101, 102]):
+        fields = {"methods": ["lora", "loop_dropout"], "seeds": seeds}
+        lab.run(**fields)
         for (method, seed), value in losses.items():
-            row = {
-                "metric": "eval_loss",
-                "task": "training",
-                "value": value,
-                "seed": seed,
-                "method": method,
-                "step": 1,
-            }
-            row |= {"gates": "unit", "num_loops": 4, "unit": "nats", "n": 1}
+            row = {"metric": "eval_loss", "task": "training", "value": value, "seed": seed, "method": method}
+            row |= {"step": 1, "gates": "unit", "num_loops": 4, "unit": "nats", "n": 1}
             if seed in seeds:
                 write_results(lab.out / f"{method}/lr_0.02/seed_{seed}", [row])
         capsys.readouterr()
-        print_summary(made)
+        print_summary(lab.sweep(**fields))
         out = capsys.readouterr().out
-        command = (
-            f"  loopdropout chat {lab.out}/{best}/lr_0.02/seed_101   # ask the adapter with the lowest held-out loss\n"
-        )
-        assert out.endswith(command) and (caution in out) == (len(seeds) == 1)
+        score = "ask the best adapter of seed 101: held-out loss 0.4000 nats per token"
+        assert out.endswith(f"  loopdropout chat {lab.out}/loop_dropout/lr_0.02/seed_101   # {score}\n")
+        assert (caution in out) == (len(seeds) == 1)
     assert describe_choices(lab.out) == ["lora: learning rate 0.02.", "loop_dropout: learning rate 0.02."]
     assert describe_choices(lab.folder) == []
 
@@ -282,6 +277,24 @@ def test_sweep_without_any_score_asks_for_held_out_examples(lab):
             lab.sweep(settings=settings)
     recipes = lab.sweep().recipes["lora"]  # `preparation: arithmetic` holds out 200 examples
     assert recipes.selecting["single_loop_batches"]
+
+
+def test_sweep_names_the_best_adapter_by_the_task_that_chooses(lab, capsys):
+    """And not by the mean over all depths and tasks. In a full grid nothing is chosen, so that none is named."""
+    fields = {"methods": [{"lora": "lora", "own method": "loop_dropout"}], "measure": {"eval_num_loops": [2, 8]}}
+    lab.run(**fields)
+    row = read_lines(lab.out / "lora/lr_0.02/seed_101/results.jsonl")[-1] | {"task": "arithmetic_test"}
+    write_results(lab.out / "lora/lr_0.02/seed_101", [{**row, "num_loops": depth, "value": 99.0} for depth in (2, 8)])
+    chosen = {**row, "task": "development", "value": 71.0, "method": "loop_dropout"}
+    write_results(lab.out / "own method/lr_0.02/seed_101", [chosen])
+    capsys.readouterr()
+    print_summary(lab.sweep(**fields))
+    command = (
+        f"  loopdropout chat '{lab.out}/own method/lr_0.02/seed_101'   # ask the best adapter of seed 101: accuracy 71"
+    )
+    assert command in capsys.readouterr().out
+    print_summary(lab.run(full_grid=True, output_dir=str(lab.folder / "grid")))
+    assert "loopdropout chat" not in capsys.readouterr().out
 
 
 TIES = [
