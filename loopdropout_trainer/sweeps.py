@@ -53,6 +53,16 @@ def folder_of_run(run: str | Path) -> Path | None:
     return run.parent.parent.parent
 
 
+def name_in_sweep(folder: str | Path) -> str | None:
+    """Return the name METHOD/lr_X/seed_S of the folder of a sweep's run, with a folder in it, or None in another place."""
+    folder = Path(folder)
+    for run in (folder, folder.parent):  # of a checkpoint or a merged model
+        sweep = folder_of_run(run)
+        if sweep is not None:
+            return folder.relative_to(sweep).as_posix()
+    return None
+
+
 def read_summary(folder: str | Path) -> dict[str, dict[str, Any]]:
     """Return the content of a sweep's summary, or an empty dict if there is no readable one, as in older folders."""
     try:

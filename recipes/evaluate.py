@@ -46,6 +46,7 @@ from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import ModelLoader
 from loopdropout_trainer.saving.source import find_base, find_source
+from loopdropout_trainer.sweeps import name_in_sweep
 
 
 @dataclass
@@ -97,7 +98,9 @@ class EvaluationArguments(BenchmarkArguments):
         adapters = {}
         for text in self.adapter:
             name, path = split_name(text)
-            adapters[name or ("base" if path == "none" else Path(path).resolve().name)] = path
+            if not name:
+                name = "base" if path == "none" else name_in_sweep(Path(path).resolve()) or Path(path).resolve().name
+            adapters[name] = path
         return adapters
 
 
