@@ -255,6 +255,17 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
     return named + argv
 
 
+def without_option(words: Sequence[str], name: str) -> list[str]:
+    """Return a command line without an option and its value."""
+    kept, is_value = [], False
+    for word in words:
+        is_option = word.startswith("--")
+        is_value = word == f"--{name}" or is_value and not is_option
+        if not is_value and not word.startswith(f"--{name}="):
+            kept.append(word)
+    return kept
+
+
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return one instance of each dataclass, made from the settings that are its fields.
 

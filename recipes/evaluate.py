@@ -3,6 +3,7 @@
     loopdropout evaluate outputs/quickstart outputs/quickstart/merged tiny-ouro
     loopdropout evaluate outputs/quickstart --eval_num_loops 2 4 8
     loopdropout evaluate outputs/quickstart --gates 1-1-1-1 single_loop
+    loopdropout evaluate outputs/quickstart --dry_run true
     loopdropout evaluate evaluation/tulu2.yaml none lora=outputs/a outputs/b
 
 Recipes of trainings are accepted too, and their training fields are ignored. The
@@ -14,6 +15,8 @@ folder of a training. The same command continues an interrupted evaluation.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +39,10 @@ from loopdropout_trainer.arguments import (
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, evaluate_tasks, load_benchmarks
+from loopdropout_trainer.evaluation.plan import Setting, list_settings, print_evaluation_plan
 from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.looped import find_looped_model
-from loopdropout_trainer.recipe import build, dump_recipe, read_settings
+from loopdropout_trainer.recipe import build, dump_recipe, read_settings, without_option
 from loopdropout_trainer.recipe_changes import UNCOMPARED, find_difference
 from loopdropout_trainer.results import EVALUATION_FOLDER, RECIPE_FILE, measurement_folder, write_results
 from loopdropout_trainer.runs import TRAINING_TYPES
@@ -82,6 +86,7 @@ class EvaluationArguments(BenchmarkArguments):
     )
     output_dir: str = option("outputs/evaluation", "Folder of the results.")
     use_cpu: bool = option(False, "Whether to run on the CPU only.")
+    dry_run: bool = option(False, "Print the models, the depths, the problems and the existing results, and stop.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -123,6 +128,13 @@ def main(argv: list[str] | None = None) -> None:
     settings |= describe_base(sources, settings)
     check_folder(args.output_dir, settings)
     tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
+    if args.dry_run:
+        if state.is_main_process:
+            settings = [setting for name, source in sources.items() for setting in settings_of(name, source, args)]
+            words = without_option(sys.argv[1:] if argv is None else argv, "dry_run")
+            command = shlex.join(["loopdropout", "evaluate", *words])
+            print_evaluation_plan(settings, tasks, args.benchmark_limit, args.output_dir, command)
+        return
 
     # Evaluation, with the models over one base model in a row
     loader = ModelLoader(state.device, model_args.attn_implementation)
@@ -188,6 +200,12 @@ def evaluate_source(
                 if "samples" in row:
                     row["samples"] = f"samples/{name}/{row['samples']}"
             yield [{**columns, **row} for row in results]
+
+
+def settings_of(name: str, source: Source, args: EvaluationArguments) -> list[Setting]:
+    """Return the depths and gates of a model in the plan."""
+    columns, depths = result_columns(name, args.adapters[name], source), args.eval_num_loops or [source.num_loops]
+    return list_settings(name, columns, depths, own_gates(args, source), source.is_adapter)
 
 
 def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict[str, Source]:

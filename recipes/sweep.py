@@ -23,7 +23,6 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse
+from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
 from loopdropout_trainer.runs import RESTORE_CODE, find_other_code
@@ -332,17 +331,6 @@ ARGUMENTS = (Sweep,)
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")  # as in the name of the folder
-
-
-def without_option(words: Sequence[str], name: str) -> list[str]:
-    """Return a command line without an option and its value."""
-    kept, is_value = [], False
-    for word in words:
-        is_option = word.startswith("--")
-        is_value = word == f"--{name}" or is_value and not is_option
-        if not is_value and not word.startswith(f"--{name}="):
-            kept.append(word)
-    return kept
 
 
 class Terminated(KeyboardInterrupt):

@@ -16,6 +16,7 @@ import jinja2
 import lm_eval.tasks
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
 from lm_eval.api.group import Group
@@ -28,6 +29,8 @@ from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
 
+
+logger = logging.getLogger(__name__)
 
 TASKS = Path(__file__).with_name("tasks")
 """Folder of the package's own tasks."""
@@ -274,14 +277,25 @@ def _members(manager: TaskManager, name: str) -> list[str]:
 
 
 def _find_manager(name: str) -> TaskManager:
-    """Return an index with the task. The index of all tasks of lm-eval takes 10 seconds."""
-    folder = _FOLDERS.get(name.partition("_")[0])
-    for arguments in ((folder, False), (None, True)):
-        manager = _load_manager(*arguments)
-        if name in manager.all_tasks:
-            return manager
-    names = ", ".join(_load_manager(None, False).all_tasks)
-    raise UserError(f"`{name}` must be a task of lm-eval or one of {names}.{closest_match(name, manager.all_tasks)}")
+    """Return an index with the task. The index of all tasks of lm-eval takes 10 seconds, which a warning says before.
+
+    Raises:
+        UserError: If there is no such task.
+    """
+    manager = _load_manager(_FOLDERS.get(name.partition("_")[0]), False)
+    if name in manager.all_tasks:
+        return manager
+    packaged = _load_manager(None, False).all_tasks
+    hint = closest_match(name, packaged)
+    if PartialState().is_main_process:
+        logger.warning(
+            "`%s` is not a task of this package.%s Looking in lm-eval's index (about 10 seconds).", name, hint
+        )
+    manager = _load_manager(None, True)
+    if name in manager.all_tasks:
+        return manager
+    hint = hint or closest_match(name, manager.all_tasks)
+    raise UserError(f"`{name}` must be a task of lm-eval or one of {', '.join(packaged)}.{hint}")
 
 
 @functools.cache

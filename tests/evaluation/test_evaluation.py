@@ -179,7 +179,7 @@ def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch, log):
     assert {sample["correct"] for sample in read_lines(tmp_path / "samples_mmlu_stem_K4_none.jsonl")} == {3.0}
 
 
-def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
+def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path, log):
     import lm_eval.tasks.ifeval.instructions_util  # noqa: F401 (its first import sets the path)
 
     monkeypatch.setattr("nltk.data.path", [])
@@ -189,6 +189,7 @@ def test_tasks_that_cannot_be_loaded_raise(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "_load_manager", lambda folder, include_defaults: load_manager(folder, False))
     with user_error("`gsm9k` must be a task of lm-eval or one of .* Did you mean 'gsm8k'"):
         load_task("gsm9k")
+    assert "`gsm9k` is not a task of this package. Did you mean 'gsm8k'? Looking in lm-eval's index" in log.text
     with user_error("Did you mean 'arithmetic_easy_test'"):
         load_task("arithmetic_easy")
 
@@ -356,6 +357,46 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
     with user_error("`adapter` must give each adapter its own name"):
         SCRIPT.main(words(saved, tmp_path, "--adapter", "a/x", "b/x", **fields))
+
+
+def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
+    """It writes nothing. A later one counts the results and the answers that exist."""
+    fields = {"gates": "single_loop", "benchmark_limit": 2, "max_new_tokens": 4}
+    command = words(
+        saved, tmp_path / "out", "--adapter", "none", f"own={saved / 'adapter'}", "--eval_num_loops", 2, **fields
+    )
+    SCRIPT.main([*command, "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    lines = ["models      base, K = 2, gates: none\n            own, K = 2, gates: loop 1, loop 2\n"]
+    lines += ["tasks       own_gsm8k, 2 problems\n            arithmetic_test, 2 problems\n"]
+    lines += [
+        "in all      12 problems, with 3 settings of model, depth and gates\n",
+        f"folder      {tmp_path / 'out'}\n",
+    ]
+    lines += ["done        0 of 6 results with as many problems\n", "answers     none are kept in the folder\n"]
+    assert [line for line in (*lines, "\nNext:\n  loopdropout evaluate ") if line not in out] == []
+    assert "--dry_run" not in out
+    SCRIPT.main(command)
+    SCRIPT.main([*command, "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
+
+
+def test_runs_of_a_sweep_are_told_apart():
+    """By METHOD/lr_X/seed_S, with a checkpoint in it. Other folders have their own names."""
+    paths = [
+        "s/lora/lr_0.01/seed_0",
+        "s/own method/lr_0.01/seed_0",
+        "s/lora/lr_0.01/seed_0/checkpoint-4",
+        "s/out",
+        "none",
+    ]
+    args = SCRIPT.EvaluationArguments(benchmarks=["gsm8k"], adapter=paths)
+    names = [*(path.removeprefix("s/") for path in paths[:-1]), "base"]
+    assert args.adapters == dict(zip(names, paths, strict=True))
+    with user_error("`adapter` must give each adapter its own name"):
+        SCRIPT.EvaluationArguments(benchmarks=["gsm8k"], adapter=["a/lora/lr_1/seed_0", "b/lora/lr_1/seed_0"])
 
 
 def test_folders_need_neither_recipe_nor_base(saved, tmp_path):

@@ -1,0 +1,112 @@
+"""The plan of an evaluation: what is measured on how many problems, where the results go, and which of them exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+
+from loopdropout_trainer.errors import count
+from loopdropout_trainer.gate_texts import expand_gates
+from loopdropout_trainer.results import read_own_results
+
+
+class Setting(NamedTuple):
+    """A model that is measured at a depth and under gates.
+
+    Attributes:
+        name: Name of the model in the table.
+        columns: Columns that identify the results of the model.
+        num_loops: Recurrence depth, or None if only the model itself says it.
+        gates: Gates as in results, such as "unit", or "none" without an adapter.
+    """
+
+    name: str
+    columns: Mapping[str, Any]
+    num_loops: int | None
+    gates: str
+
+
+def list_settings(
+    name: str, columns: Mapping[str, Any], depths: Sequence[int | None], gates: Sequence[str], is_adapter: bool
+) -> list[Setting]:
+    """Return the settings of a model: each depth under each of the gates."""
+    settings = []
+    for num_loops in depths:
+        for text in expand_gates(gates, num_loops or 0):
+            settings.append(Setting(name, columns, num_loops, text or ("unit" if is_adapter else "none")))
+    return settings
+
+
+def print_evaluation_plan(
+    settings: Sequence[Setting], tasks: Sequence[Task | Group], limit: int | None, folder: str, command: str
+) -> None:
+    """Print the models with their depths and gates, the tasks with their problems, the folder, and the results in it.
+
+    Args:
+        settings: Models at their depths and under their gates.
+        tasks: Tasks to evaluate.
+        limit: Number of problems of each task.
+        folder: Folder of the results.
+        command: Command line of the evaluation.
+    """
+    numbers = {_name(task): _count_problems(task, limit) for task in tasks}
+    lines = {}
+    for name in dict.fromkeys(setting.name for setting in settings):
+        own = [setting for setting in settings if setting.name == name]
+        depths = dict.fromkeys(str(setting.num_loops or "its own depth") for setting in own)
+        gates = dict.fromkeys(setting.gates for setting in own)
+        lines[name] = f"{name}, K = {', '.join(depths)}, gates: {', '.join(gates)}"
+    total = len(settings) * sum(numbers.values())
+    rows = read_own_results(folder)
+    num_done = sum(_is_done(setting, task, number, rows) for setting in settings for task, number in numbers.items())
+    plan = {
+        "models": [*lines.values()],
+        "tasks": [f"{task}, {count(number, 'problem')}" for task, number in numbers.items()],
+        "in all": [f"{count(total, 'problem')}, with {count(len(settings), 'setting')} of model, depth and gates"],
+        "folder": [folder],
+        "done": [f"{num_done:,} of {count(len(settings) * len(numbers), 'result')} with as many problems"],
+        "answers": [_describe_answers(folder)],
+    }
+    for title, texts in plan.items():
+        print(f"{title:<12}" + f"\n{' ' * 12}".join(texts))
+    print(f"\nNext:\n  {command}")
+
+
+def _name(task: Task | Group) -> str:
+    return task.name if isinstance(task, Group) else task.task_name
+
+
+def _count_problems(task: Task | Group, limit: int | None) -> int:
+    """Return the number of problems of a task. A limit is one of each task of a group."""
+    leaves = task.get_all_tasks() if isinstance(task, Group) else [task]
+    sizes = [len(leaf.eval_docs) for leaf in leaves]
+    return sum(size if limit is None else min(size, limit) for size in sizes)
+
+
+def _is_done(setting: Setting, task: str, number: int, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether there is a result of a setting on as many problems of a task."""
+    columns = dict(setting.columns)
+    if columns.get("training") is not None:  # which knows the weights, also of a folder that has moved
+        columns.pop("adapter", None)
+    for row in rows:
+        is_setting = all(row.get(name) == value for name, value in columns.items())
+        place = (row["task"], row["metric"], row["gates"], row.get("n"))
+        is_depth = setting.num_loops in (None, row["num_loops"])
+        if is_setting and is_depth and place == (task, "accuracy", setting.gates, number):
+            return True
+    return False
+
+
+def _describe_answers(folder: str) -> str:
+    """Return how many answers the folder keeps."""
+    num_lines = 0
+    for path in Path(folder, "cache").glob("answers_*.jsonl"):
+        with open(path, "rb") as file:
+            num_lines += sum(1 for _ in file)
+    if not num_lines:
+        return "none are kept in the folder"
+    return f"{num_lines:,} are kept in the folder, and used again where model, code, prompt and settings are the same"
