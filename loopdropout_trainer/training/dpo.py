@@ -12,12 +12,12 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import attach_looped_model
 from loopdropout_trainer.training.config import LoopDropoutDPOConfig
 from loopdropout_trainer.training.examples import name_datasets
-from loopdropout_trainer.training.reference import check_reference
+from loopdropout_trainer.training.reference import ReferenceMixin, check_reference
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
 
-class LoopDropoutDPOTrainer(GateSamplingMixin, DPOTrainer):
+class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
     """Trainer for preference tuning of a looped language model with Loop Dropout.
 
     The chosen and the rejected completion of a pair share their gates, so that one thinned model scores both. The reference

@@ -11,12 +11,12 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.rewards import REWARDS, find_rewards
 from loopdropout_trainer.training.config import LoopDropoutGRPOConfig
 from loopdropout_trainer.training.examples import read_first
-from loopdropout_trainer.training.reference import check_reference
+from loopdropout_trainer.training.reference import ReferenceMixin, check_reference
 from loopdropout_trainer.training.setup import with_gates
 from loopdropout_trainer.training.sft import GateSamplingMixin
 
 
-class LoopDropoutGRPOTrainer(GateSamplingMixin, GRPOTrainer):
+class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
     """Trainer for reinforcement learning of a looped language model with Loop Dropout.
 
     Completions are sampled at unit gates, and each completion is trained on under its own gates. The reference keeps unit

@@ -31,3 +31,22 @@ def check_reference(model: str | PreTrainedModel | PeftModel, fix: str) -> None:
             f"reference, got {kind.description} named {adapter!r}. {fix}, or start from another one, which `load_adapter` "
             "names 'default'."
         )
+
+
+class ReferenceMixin:
+    """Keep the reference of a trainer. TRL takes the adapter "ref" whenever the model has one, and else the base model."""
+
+    _has_copy: bool | None = None
+
+    def prepare_gates(self) -> None:
+        """Put gates on the adapter, and raise UserError if the reference is another one than in `__init__`."""
+        super().prepare_gates()
+        has_copy = "ref" in self.model.peft_config
+        if self._has_copy is None:
+            self._has_copy = has_copy
+        if self._has_copy != has_copy and self.beta != 0 and getattr(self, "ref_model", None) is None:
+            change = "added" if has_copy else "removed"
+            raise UserError(
+                f"The reference of this trainer must stay the same, but the adapter 'ref' was {change} by another trainer or "
+                "by `delete_adapter`. Make a new trainer."
+            )

@@ -127,3 +127,19 @@ def test_prompts_longer_than_max_length_raise(config, tokenizer):
     args = config(LoopDropoutDPOConfig, max_length=8)
     with user_error("`max_length` must be larger, because TRL leaves out all examples of `train_dataset`, got 8"):
         LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+def test_reference_does_not_change_between_trainings(make):
+    """TRL would take the adapter "ref" of a later trainer as the reference of the first one, too."""
+    first = make(max_steps=1)
+    first.train()
+    later = make(first.model, max_steps=1)
+    with user_error(
+        "reference of this trainer must stay the same, but the adapter 'ref' was added by another trainer"
+    ):
+        first.train()
+    later.train()
+    later.model.delete_adapter("ref")
+    with user_error("the adapter 'ref' was removed"):
+        later.train()
+    first.train()
