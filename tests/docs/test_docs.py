@@ -14,6 +14,7 @@ from scipy.ndimage import binary_dilation
 import loopdropout_trainer
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program, python
+from loopdropout_trainer.recipe import load_recipe
 from loopdropout_trainer.training.config import (
     GateConfig,
     LoopDropoutConfig,
@@ -159,6 +160,25 @@ def test_costs_are_those_of_the_sweeps():
     groups = ("metamath", "metamath_2.6b", "gsm8k")
     assert rows == [(str(trainings[group]), f"{hours[group]:.0f}") for group in groups]
     assert sum(map(round, hours.values())) == 555 and sum(trainings.values()) - sum(int(n) for n, _ in rows) == 19
+
+
+def test_used_seeds_are_those_of_the_recipes():
+    """And README leads to them, and to how to cite, within two clicks."""
+    rows = re.findall(
+        r"^\| .* \| `(.*)` \| (.*) \|$", (ROOT / "docs/seeds.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) == 10
+    for name, text in rows:
+        numbers = [int(number) for number in re.findall(r"\d+", text)]
+        if name.endswith(".py"):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            seeds, first = (re.search(rf"\b{field}=(.*)", text)[1] for field in ("seeds", "selection_seed"))
+            assert numbers == [int(number) for number in re.findall(r"\d+", seeds + first)]
+        else:
+            recipe = load_recipe(ROOT / "recipes" / name)
+            assert numbers == (recipe["seeds"] if "seeds" in recipe else [recipe["seed"]])
+    readme, index = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/README.md"))
+    assert "(docs/README.md)" in readme and "(seeds.md#which-seeds-were-used)" in index and "(citing.md)" in index
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: path.stem)
