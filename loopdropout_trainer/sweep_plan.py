@@ -27,15 +27,11 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         command: Command line of the sweep.
     """
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
-    seeds = ", ".join(map(str, sweep.seeds))
-    way = f"{seeds}, each with every learning rate"
-    if not sweep.full_grid:
-        way = f"{sweep.seeds[0]} with every learning rate, and {seeds} with the one that is best on {sweep.select_on}"
     num_ended, total = sweep.count()
     plan = {
         "methods": ", ".join(sweep.recipes),
         "learning rates": f"{rates}{' (and more at the edge of the grid)' if sweep.extend_grid else ''}",
-        "seeds": way,
+        "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sweep, _describe_size),
         **_describe_costs(sweep),
@@ -49,6 +45,20 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         if text:
             print(f"{title:<16}{lines}")
     print(f"\nNext:\n  {command}\n  loopdropout report {sweep.output_dir}   # after the sweep")
+
+
+def _describe_seeds(sweep: Any) -> str:
+    """Return the seeds, and the learning rates that each one is trained with."""
+    first, *others = sweep.seeds
+    seeds = ", ".join(map(str, sweep.seeds))
+    if len(sweep.learning_rates) == 1:
+        return seeds
+    if sweep.full_grid:
+        return f"{seeds}, each with every learning rate" if others else f"{first}, with every learning rate"
+    if not others:
+        return f"{first}, with every learning rate. The one that is best on {sweep.select_on} is then measured"
+    later = ", ".join(map(str, others))
+    return f"{first} with every learning rate, then {later} with the one that is best on {sweep.select_on}"
 
 
 def _by_method(sweep: Any, describe: Callable[[Any, str], str]) -> str:

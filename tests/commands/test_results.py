@@ -3,9 +3,10 @@
 import pytest
 
 from helpers.errors import user_error
-from helpers.files import read_lines
+from helpers.files import read_lines, write_lines
 from helpers.processes import ended, fork
 from loopdropout_trainer import results
+from loopdropout_trainer.comparing import compare_runs
 from loopdropout_trainer.progress import finish_run
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
@@ -173,3 +174,48 @@ def test_curves_are_logged_over_loops(make_sft, monkeypatch):
         (1, {"test_loss_reduction_by_loop/gsm8k": 5.0}),
         (3, {"test_accuracy_by_loop/gsm8k": 30.0}),
     ]
+
+
+ANSWERS = {"metric": "accuracy", "unit": "%", "method": "LoRA", "seed": 1, "step": 10, "gates": "unit", "n": 12}
+
+
+def write_answers(folder, task, num_loops, correct):
+    """Write the training of a run, its accuracy on a task, and the answers to its problems."""
+    name = f"{task} {num_loops}.jsonl"
+    training = {**ANSWERS, "task": "training", "metric": "train_seconds", "num_loops": 4, "value": 1.0}
+    row = {
+        **ANSWERS,
+        "task": task,
+        "num_loops": num_loops,
+        "samples": name,
+        "value": 100 * sum(correct) / len(correct),
+    }
+    write_results(folder, [training, row])
+    write_lines(folder / name, [{"correct": value, "target": f"{task} {n}"} for n, value in enumerate(correct)])
+
+
+def test_runs_are_compared_on_one_task_and_depth(tmp_path):
+    """Not on the first task of their results, such as the held-out examples that chose a learning rate."""
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for folder, solves in ((ours, 1), (other, 0)):
+        write_answers(folder, "development", 4, [1 - solves] * 12)
+        write_answers(folder, "quiz", 2, [1] * 12)
+        write_answers(folder, "quiz", 4, [solves] * 11 + [0])
+    found = compare_runs(ours, other, "quiz")
+    assert (found.gain, found.n) == (pytest.approx(1100 / 12), 12) and found.p < 0.05 and found.low > 0
+    assert compare_runs(ours, other, "quiz", num_loops=2).gain == 0
+    measured = "It was measured on development at K = 4, quiz at K = 2, quiz at K = 4."
+    command = f"`loopdropout evaluate {other} --benchmarks"
+    with user_error(f"`task` must be one that {ours} was measured on at K = 4, got b. {measured}"):
+        compare_runs(ours, other, "b")
+    write_answers(ours, "quiz", 8, [1] * 12)
+    with user_error(f"{other} was measured on at K = 8, got quiz. {measured} {command} quiz --eval_num_loops 8`"):
+        compare_runs(ours, other, "quiz", num_loops=8)
+    write_answers(other, "quiz", 8, [1] * 13)
+    with user_error("Both runs must be measured on the same problems of quiz, .* 12 and .* 13 problems"):
+        compare_runs(ours, other, "quiz", num_loops=8)
+    (tmp_path / "empty").mkdir()
+    with user_error(f"{tmp_path}/empty was measured on, got quiz. It was measured on no task."):
+        compare_runs(ours, tmp_path / "empty", "quiz")
+    with user_error("The folder nowhere does not exist"):
+        compare_runs("nowhere", other, "quiz")

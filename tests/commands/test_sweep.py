@@ -366,6 +366,22 @@ def test_sweep_says_how_far_it_is(lab, capsys):
     assert re.fullmatch("\n".join(lines) + "\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"seeds": [1]}, "1, with every learning rate. The one that is best on development is then measured"),
+        ({"seeds": [1], "full_grid": True}, "1, with every learning rate"),
+        ({"seeds": [1, 2], "full_grid": True}, "1, 2, each with every learning rate"),
+        ({"seeds": [1, 2], "learning_rates": [0.01]}, "1, 2"),
+    ],
+    ids=str,
+)
+def test_dry_run_says_what_each_seed_trains(lab, capsys, options, text):
+    lab.sweep(**options)
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert f"\nseeds           {text}\n" in capsys.readouterr().out
+
+
 def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
     lab.sweep(measure={"benchmarks": ["arithmetic_hard"]}, methods=["lora", "loop_dropout"], extend_grid=True)
     sweep.main([lab.file, "--dry_run", "true", "--workers", "2"])
@@ -376,7 +392,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "8 trainings\n"
         "methods         lora, loop_dropout\n"
         "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
-        "seeds           101 with every learning rate, and 101, 102 with the one that is best on development\n"
+        "seeds           101 with every learning rate, then 102 with the one that is best on development\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
         "each training   1 step, 8 examples per step\n"
         "tokens          at most 65,536 in these trainings, without those of further learning rates, as if each example had "
