@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import resource
 import signal
 import threading
@@ -173,7 +174,7 @@ def _raise_timeout(number: int, frame: Any) -> None:
 
 
 def check_nesting(path: str | Path) -> None:
-    """Raise UserError if lists and objects in a JSON file (also compressed) are nested too deeply to be read.
+    """Raise UserError if lists and objects in a JSON file (also compressed) are nested too deeply, or it is not UTF-8.
 
     Only the brackets outside of texts count. The file is read in chunks, because a line can be longer than the memory.
     """
@@ -181,8 +182,15 @@ def check_nesting(path: str | Path) -> None:
 
     others = bytes(set(range(256)) - set(b'"[]{}'))
     depth, is_in_text, rest = 0, False, b""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with fsspec.open(str(path), "rb", compression="infer") as file:
         while chunk := file.read(CHUNK):
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path} must be a text in UTF-8, got the byte {error.object[error.start]:#x}."
+                ) from None
             chunk, rest = _cut_escape(rest + chunk)
             # Without escaped quotes, each quote begins or ends a text.
             marks = chunk.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)

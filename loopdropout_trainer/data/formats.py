@@ -71,7 +71,7 @@ def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) 
     for name, value in example.items():
         if isinstance(value, str):
             texts.append(name)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
+        elif isinstance(value, list) and _is_chat(value):
             chats.append(name)
     if chats and ("messages",) in formats:
         return {"messages": chats[0]}
@@ -80,6 +80,10 @@ def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) 
             if found := _find_names(columns, example, others):
                 return found
     return {}
+
+
+def _is_chat(turns: Sequence[Any]) -> bool:
+    return bool(turns) and isinstance(turns[0], dict) and bool({"role", "from"} & {*turns[0]})
 
 
 def _find_names(columns: Sequence[str], names: Collection[str], others: Sequence[str]) -> dict[str, str]:
@@ -128,17 +132,23 @@ def _enumerate(columns: Sequence[str]) -> str:
 
 
 def to_messages(value: Any) -> Any:
-    """Rename the keys and roles of ShareGPT conversations. Return other values unchanged."""
+    """Rename the keys and roles of ShareGPT conversations, and make texts of numbers. Return other values unchanged."""
     turns = rename_keys(value)
     if not isinstance(turns, list):
         return turns
     messages = []
     for turn in turns:
-        if isinstance(turn, dict) and turn.get("role") in _ROLES:
-            messages.append({**turn, "role": _ROLES[turn["role"]]})
-        else:
-            messages.append(turn)
+        messages.append(_to_message(turn) if isinstance(turn, dict) else turn)
     return messages
+
+
+def _to_message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    message = dict(turn)
+    if turn.get("role") in _ROLES:
+        message["role"] = _ROLES[turn["role"]]
+    if _is_number(turn.get("content")):
+        message["content"] = str(turn["content"])
+    return message
 
 
 def rename_keys(value: Any) -> Any:
@@ -161,10 +171,11 @@ def _rename_keys_of(turn: Any) -> Any:
 
 def to_text(name: str, value: Any) -> Any:
     """Return the text of a number in a column to train on, such as the `answer` 7. Return other values unchanged."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name not in TARGETS or not is_number or math.isnan(value):
-        return value
-    return str(value)
+    return str(value) if name in TARGETS and _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def check_roles(turns: Any, chat_template: Any) -> None:
@@ -188,6 +199,21 @@ def check_roles(turns: Any, chat_template: Any) -> None:
         roles = f"{', '.join(USUAL_ROLES[:-1])} or {USUAL_ROLES[-1]}"
         hint = closest_match(_ROLES.get(str(role), str(role)), USUAL_ROLES)
         raise UserError(f"A role must be {roles}, or another one in the chat template, got {short_repr(role)}.{hint}")
+
+
+def check_contents(turns: Any, chat_template: Any) -> None:
+    """Raise UserError if the content of a turn is a list of parts, and the chat template would write it as Python does.
+
+    Args:
+        turns: Conversation with TRL's keys, or another value, which has no contents.
+        chat_template: Text of the chat template of the training, a mapping of several ones, or None.
+    """
+    if not isinstance(turns, list) or re.search(r"is (not )?(string|iterable|sequence)|\btype\b", str(chat_template)):
+        return
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if isinstance(content, list | dict):
+            raise UserError(f"{_wrong_turn(turn)} The chat template reads no parts of a content, such as images.")
 
 
 def check_turns(name: str, target: Any) -> None:

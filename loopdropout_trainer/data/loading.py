@@ -19,6 +19,7 @@ from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import (
     TARGETS,
+    check_contents,
     check_roles,
     guess_columns,
     has_text,
@@ -397,7 +398,9 @@ def _read_row(row: Row, args: DataArguments) -> Row:
 def _has_texts(row: Row, args: DataArguments, columns: Sequence[str], chat_template: Any) -> bool:
     row = _read_row(row, args)
     for name in columns:
-        check_roles(to_messages(row[name]), chat_template)
+        turns = to_messages(row[name])
+        check_roles(turns, chat_template)
+        check_contents(turns, chat_template)
     for name in columns:
         if row[name] is None or (name in TARGETS and not has_text(name, row[name])):
             return False

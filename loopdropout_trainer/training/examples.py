@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
     check_complete,
+    check_contents,
     check_roles,
     check_turns,
     find_format,
@@ -142,6 +143,7 @@ def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> None:
         for name, turns in example.items():
             check_turns(name, turns)
             check_roles(turns, chat_template)
+            check_contents(turns, chat_template)
         check_complete(example)
     except UserError as error:
         raise error_in_row(place, error) from None

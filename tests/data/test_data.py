@@ -401,6 +401,14 @@ def test_numbers_are_texts_to_train_on(load, tokenizer):
         assert [row["completion"][1:] for row in load(None, rows, tokenizer, **fields)["train"]] == texts
 
 
+def test_numbers_of_turns_are_texts(load, bytes_tokenizer):
+    turns = [{"role": "user", "content": 7}, {"role": "assistant", "content": 8}]
+    assert load(None, [{"messages": turns}], bytes_tokenizer)["train"]["messages"][0] == [
+        {"role": "user", "content": "7"},
+        {"role": "assistant", "content": "8"},
+    ]
+
+
 def test_data_without_text_shows_its_first_value(load, tokenizer):
     with user_error("The data must have an example with text in completion, got True"):
         load(None, [{"prompt": "Is it?", "completion": True}], tokenizer)

@@ -185,6 +185,14 @@ def test_brackets_in_texts_are_not_levels(tmp_path, monkeypatch, size):
         check_nesting(path)
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_files_in_other_encodings_are_one_sentence(tmp_path, encoding):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"text": "Ü"}\n'.encode(encoding))
+    with user_error(f"{path} must be a text in UTF-8, got the byte 0x(dc|ff)"):
+        load_datasets(DataArguments(train_files=[str(path)]), load_tokenizer(TINY_OURO_PATH))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 @pytest.mark.parametrize("field", ["train_files", "eval_files"])
 def test_pipes_and_folders_are_not_read(tmp_path, field, name):

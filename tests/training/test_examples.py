@@ -5,6 +5,7 @@ from datasets import Dataset, IterableDataset
 from trl import SFTTrainer
 
 from helpers.errors import user_error
+from helpers.files import write_lines
 from helpers.tiny import tiny_ouro
 from loopdropout_trainer import (
     GateSamplingMixin,
@@ -15,7 +16,7 @@ from loopdropout_trainer import (
     LoopDropoutGRPOTrainer,
     LoopDropoutSFTTrainer,
 )
-from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer.data import DataArguments, load_datasets, read_files
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from loopdropout_trainer.training.setup import with_gates
@@ -125,6 +126,25 @@ def test_broken_rows_are_named(make, tokenizer, monkeypatch, name):
         make(SFT, rows)
     with user_error(f"^Row 2 of `eval_dataset`: {message}"):
         make(SFT, rows.select([0, 1, 2]), rows.select([2, 3]))
+
+
+def test_parts_of_a_turn_need_a_template_that_reads_them(make, tokenizer, monkeypatch, tmp_path):
+    """Another template would write them as Python's list."""
+    question = {"role": "user", "content": [{"type": "text", "text": "2"}]}
+    write_lines(tmp_path / "parts.jsonl", [{"messages": [question, {**ANSWER, "content": "two"}]}] * 2)
+    rows = read_files(str(tmp_path / "parts.jsonl"))
+    args, message = (
+        DataArguments(train_files=[str(tmp_path / "parts.jsonl")]),
+        "A turn must have .* The chat template reads no parts",
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
+    with user_error(f"^Row 1 of `train_dataset`: {message}"):
+        make(SFT, rows)
+    with user_error(f"^Row 1 of .*parts.jsonl: {message}"):
+        load_datasets(args, tokenizer)
+    reads = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", reads)
+    assert len(make(SFT, rows).train_dataset) == len(load_datasets(args, tokenizer)["train"]) == 2
 
 
 @pytest.mark.parametrize("name", ["role", "no completion", "no text"])
