@@ -304,9 +304,10 @@ def describe_loaded_tokens(loaded: LoadedExamples, trainings: Sequence[Training]
     args = trainings[0].args
     if loaded.lengths is None or not trainings[0].is_supervised:
         return []
-    num_tokens = args.num_train_epochs * loaded.lengths.sum()
+    num_epochs = args.num_train_epochs
     if args.max_steps > 0:
-        num_tokens = args.max_steps * args.examples_per_step * loaded.lengths.sum() / _count_rows(loaded, args)
+        num_epochs = args.max_steps / math.ceil(_count_rows(loaded, args) / args.examples_per_step)
+    num_tokens = num_epochs * loaded.lengths.sum()
     each = " in each training" if len(trainings) > 1 else ""
     return [_titled("tokens", [f"about {describe_tokens(trainings[0], round(num_tokens))}{each}"])]
 

@@ -320,6 +320,16 @@ def test_plan_counts_rows_of_packed_examples(capsys, kind):
     assert json.loads(Path("run/trainer_state.json").read_text())["max_steps"] == steps
 
 
+def test_plan_counts_tokens_of_small_batches(capsys):
+    """The only batch of an epoch has fewer examples than a full one."""
+    recipe = {**RECIPE, "per_device_train_batch_size": 64, "max_steps": 3}
+    sft(recipe, "--dry_run", "true")
+    (about,) = re.findall(r"(?m)^tokens +about ([\d,]+)$", capsys.readouterr().out)
+    sft(recipe)
+    values = {row["metric"]: row["value"] for row in read_results("run")}
+    assert int(about.replace(",", "")) == values["num_tokens"]
+
+
 @pytest.mark.parametrize("most", [3, 20, 64])
 def test_packed_rows_are_those_of_trl(most):
     lengths = np.random.default_rng(most).integers(1, most + 1, size=2500).tolist()
