@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import speed
 import torch
+import workload
 from torch import nn
 
 from loopdropout_trainer.generation import _decode_in_slots, generate_in_batches
@@ -70,13 +70,13 @@ def draw_lengths(num_prompts: int, median: float, spread: float) -> list[int]:
 def decode(name: str, model: nn.Module, prompts: Tokens, lengths: Sequence[int], batch: int) -> tuple[float, Tokens]:
     """Return the seconds of a row, and its answers."""
     run, ends = ROWS[name]
-    speed.synchronize()
-    began = speed.clock()
+    workload.synchronize()
+    began = workload.clock()
     answers: dict[int, list[int]] = {}
     for completions in run(model, prompts, max(lengths), batch, ends(lengths)):
         answers.update(completions)
-    speed.synchronize()
-    return speed.clock() - began, [answers[index][:length] for index, length in enumerate(lengths)]
+    workload.synchronize()
+    return workload.clock() - began, [answers[index][:length] for index, length in enumerate(lengths)]
 
 
 def main() -> None:
@@ -86,15 +86,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    preset = speed.PRESETS["cpu"]
-    model = speed.random_ouro(preset).eval()
+    preset = workload.PRESETS["cpu"]
+    model = workload.random_ouro(preset).eval()
     number, batch, median = 48, 16, 48
     prompts = draw_prompts(preset.vocab_size, number, median)
     lines = [
         "# Decoding",
         "",
-        f"`python benchmarks/decoding.py --rounds {options.rounds}` on one core of a CPU ({speed.cpu_name()}); "
-        f"{speed.versions()}.",
+        f"`python benchmarks/decoding.py --rounds {options.rounds}` on one core of a CPU ({workload.cpu_name()}); "
+        f"{workload.versions()}.",
         "",
         f"Random Ouro of {preset.num_layers} layers, hidden size {preset.hidden_size}, {preset.num_loops} loops, "
         f"{preset.dtype}; {number} prompts of about {median} tokens, {batch} answers at a time. "

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import decoding
-import speed
 import torch
 import transformers
+import workload
 from datasets import disable_progress_bars
 from peft import get_peft_model
 
@@ -42,10 +42,10 @@ STEP = 7
 """Optimizer step whose gates and examples the correctness rows use."""
 
 SPEED_ROWS = (
-    *(speed.OURS, speed.LORA, f"{speed.STOCK}, checkpointing", speed.STOCK),
-    *(f"{speed.OURS}, checkpointing", f"{speed.LORA}, checkpointing"),
+    *(workload.OURS, workload.LORA, f"{workload.STOCK}, checkpointing", workload.STOCK),
+    *(f"{workload.OURS}, checkpointing", f"{workload.LORA}, checkpointing"),
 )
-CORRECT_ROWS = ("Loop Dropout, no padding", speed.OURS, f"{speed.OURS}, checkpointing")
+CORRECT_ROWS = ("Loop Dropout, no padding", workload.OURS, f"{workload.OURS}, checkpointing")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Sizes:
         matrix: Size of the square matrices whose product is timed.
     """
 
-    recipes: dict[str, speed.Preset]
-    correct: speed.Preset
-    generating: speed.Preset
+    recipes: dict[str, workload.Preset]
+    correct: workload.Preset
+    generating: workload.Preset
     steps: int
     num_prompts: int
     batch: int
@@ -71,8 +71,8 @@ class Sizes:
     matrix: int
 
 
-_OURO = speed.PRESETS["ouro-1.4b"]
-_TINY = speed.Preset(32, 48, 1, 2, 64, 0.05, "bfloat16", rounds=2, batch=2, num_loops=2)
+_OURO = workload.PRESETS["ouro-1.4b"]
+_TINY = workload.Preset(32, 48, 1, 2, 64, 0.05, "bfloat16", rounds=2, batch=2, num_loops=2)
 FULL = Sizes(
     recipes={
         "metamath_gsm": _OURO,  # 250 tokens on average, fewer than 512
@@ -91,16 +91,16 @@ def matmul_rate(size: int) -> dict[str, float]:
     a, b = (torch.randn(size, size, device=DEVICE).bfloat16() for _ in range(2))
     repeats, seconds = 50 if ON_GPU else 2, []
     for _ in range(4):
-        speed.synchronize()
+        workload.synchronize()
         began = time.perf_counter()
         for _ in range(repeats):
             a @ b
-        speed.synchronize()
+        workload.synchronize()
         seconds.append(time.perf_counter() - began)
     return {"tflops_per_second": 2 * size**3 * repeats / min(seconds) / 1e12}
 
 
-def correctness(name: str, preset: speed.Preset, folder: str) -> dict[str, float]:
+def correctness(name: str, preset: workload.Preset, folder: str) -> dict[str, float]:
     """Return the relative distance of a row's bfloat16 gradients from float32 gradients without optimizations.
 
     Raises:
@@ -116,34 +116,34 @@ def correctness(name: str, preset: speed.Preset, folder: str) -> dict[str, float
     return {"gradients_off": off, "plain_off": plain}
 
 
-def _gradients(name: str, preset: speed.Preset, folder: str, in_float32: bool = False) -> torch.Tensor:
-    row = speed.Row(name, preset, folder, DEVICE)
+def _gradients(name: str, preset: workload.Preset, folder: str, in_float32: bool = False) -> torch.Tensor:
+    row = workload.Row(name, preset, folder, DEVICE)
     if in_float32:
         row.model.float()
         row.trainer.args.bf16 = False
-    batch, num_items = row.prepare(speed.draw_examples(preset, STEP), DEVICE)
+    batch, num_items = row.prepare(workload.draw_examples(preset, STEP), DEVICE)
     with torch.autocast(DEVICE.type, enabled=False) if in_float32 else torch.enable_grad():
         row.backward(batch, num_items, STEP)
     return row.gradients()
 
 
-def training_speed(name: str, preset: speed.Preset, steps: int, folder: str) -> dict[str, Any]:
+def training_speed(name: str, preset: workload.Preset, steps: int, folder: str) -> dict[str, Any]:
     """Return the median time of an optimizer step after two steps of warm-up, and the peak memory of this row alone."""
-    row = speed.Row(name, preset, folder, DEVICE)
+    row = workload.Row(name, preset, folder, DEVICE)
     for step in (1, 2):
-        row.take_step(*row.prepare(speed.draw_examples(preset, step), DEVICE), step)
+        row.take_step(*row.prepare(workload.draw_examples(preset, step), DEVICE), step)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     seconds, tokens = [], []
     for step in range(1, steps + 1):
-        examples = speed.draw_examples(preset, step)
+        examples = workload.draw_examples(preset, step)
         seconds.append(row.take_step(*row.prepare(examples, DEVICE), step))
         tokens.append(sum(len(example["input_ids"]) for example in examples))
     per_second = sum(tokens) / sum(seconds)
     return {
         "step_ms": 1e3 * statistics.median(seconds),
         "tokens_per_second": per_second,
-        "tflops_per_second": speed.flops_per_token(row.model) * per_second / 1e12,
+        "tflops_per_second": workload.flops_per_token(row.model) * per_second / 1e12,
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else None,
     }
 
@@ -151,7 +151,7 @@ def training_speed(name: str, preset: speed.Preset, steps: int, folder: str) -> 
 def generation(name: str, sizes: Sizes) -> dict[str, Any]:
     """Return the time of greedy answers of different lengths to all prompts."""
     torch.manual_seed(0)
-    base = speed.random_ouro(sizes.generating).to(DEVICE)
+    base = workload.random_ouro(sizes.generating).to(DEVICE)
     model = get_peft_model(base, default_peft_config(base)).eval()
     add_gates(model)
     prompts = decoding.draw_prompts(sizes.generating.vocab_size, sizes.num_prompts, 150)
@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     disable_progress_bars()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / ("gpu_smoke.jsonl" if options.smoke else "gpu.jsonl")
-    device = torch.cuda.get_device_name() if ON_GPU else f"CPU ({speed.cpu_name()})"
+    device = torch.cuda.get_device_name() if ON_GPU else f"CPU ({workload.cpu_name()})"
     began, measured = time.monotonic(), read(file)
     with tempfile.TemporaryDirectory() as folder:
         for part, row, measure in tasks(TINY if options.smoke else FULL, folder):
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
             if time.monotonic() - began > 60 * options.minutes:
                 print(f"{options.minutes:g} minutes are over. The next call continues with {part}: {row}.")
                 break
-            record = {"part": part, "row": row, **attempt(measure), "device": device, "versions": speed.versions()}
+            record = {"part": part, "row": row, **attempt(measure), "device": device, "versions": workload.versions()}
             with file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record) + "\n")
             print(f"{part}: {row}: {record['status']}", flush=True)
