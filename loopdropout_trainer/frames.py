@@ -47,7 +47,7 @@ from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.result_choice import split_choices, split_repeated, split_replaced
-from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, RESULTS_FILE, read_recipe, read_results
+from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, RESULTS_FILE, is_of_base, read_recipe, read_results
 from loopdropout_trainer.sweeps import (
     RUN_NAME,
     find_choosing_task,
@@ -156,7 +156,7 @@ def _set_recipe(row: dict[str, Any]) -> None:
             # The columns that the result has come from the recipe next to it, which is that of `evaluate` or `diagnose`.
             _empty_recipe(row)
             row.update({f"recipe_{name}": value for name, value in recipe.items()})
-    if row["method"] == "base model":
+    if is_of_base(row):
         # The same result lies next to each training that it was measured with, so it must not have their settings.
         is_held_out_loss = row["metric"] == "eval_loss" or (row["metric"], row["task"]) == ("loss", DEVELOPMENT)
         _empty_recipe(row, kept=OF_BASE_LOSS if is_held_out_loss else OF_BASE)

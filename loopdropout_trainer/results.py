@@ -106,7 +106,7 @@ def weights_of(columns: Mapping[str, Any]) -> tuple[str | None, int | None]:
 
 def is_of_training(row: Mapping[str, Any]) -> bool:
     """Return whether a result is one of the training itself, such as its loss. The base model has a held-out loss, too."""
-    return row.get("task") == "training" and not _is_of_base(row)
+    return row.get("task") == "training" and not is_of_base(row)
 
 
 def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -131,13 +131,13 @@ def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = Non
         return own
     adapter = training
     if weights is not None and weights_of(training) != weights_of(weights):
-        own = [row for row in own if _is_of_base(row)]  # the other ones are of another training
+        own = [row for row in own if is_of_base(row)]  # the other ones are of another training
         adapter = {**training, **weights}
     measured = {measurement_key(row) for row in own}
     added = []
     for row in _read_evaluated(folder):
         is_of_adapter = all(row.get(name) == adapter.get(name) for name in ("training", "method", "seed", "step"))
-        if (is_of_adapter or _is_of_base(row)) and measurement_key(row) not in measured:
+        if (is_of_adapter or is_of_base(row)) and measurement_key(row) not in measured:
             added.append(row)
     return own + added
 
@@ -158,7 +158,7 @@ def _read_of_checkpoint(
         is_of_adapter = checkpoint_step(row.get("adapter") or "") == step
         if weights is not None and row.get("training") != weights["training"]:
             is_of_adapter = False
-        if is_of_adapter or _is_of_base(row):
+        if is_of_adapter or is_of_base(row):
             found.append(row)
     return found
 
@@ -168,7 +168,7 @@ def _read_evaluated(run: str | Path) -> list[dict[str, Any]]:
     return [row for row in read_own_results(Path(run, EVALUATION_FOLDER)) if row.get("readout") is None]
 
 
-def _is_of_base(row: Mapping[str, Any]) -> bool:
+def is_of_base(row: Mapping[str, Any]) -> bool:
     """Return whether a result is one of the base model."""
     return row.get("method") == "base model"
 
@@ -187,7 +187,7 @@ def _run_of_checkpoint(folder: str | Path) -> Path | None:
 def measurement_key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return what a result measures, wherever it is stored. Results of several runs need the column `run`."""
     ignored = {"folder", "adapter", "training"}
-    if _is_of_base(row):  # it has results next to those of each training
+    if is_of_base(row):  # it has results next to those of each training
         ignored |= {"run", "seed", "step"}
     settings = {name for name in row if name.startswith("recipe_")} - {"recipe_model_name_or_path"}
     return _key({name: value for name, value in row.items() if name not in ignored | settings})

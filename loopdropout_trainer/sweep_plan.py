@@ -27,22 +27,27 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         command: Command line of the sweep.
     """
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
+    if sweep.extend_grid:
+        rates += " (and more at the edge of the grid)"
     num_ended, total = sweep.count()
+    done = ""
+    if num_ended:
+        done = f"{num_ended} of {count(total, 'training')}{_describe_rest(sweep)}"
     plan = {
         "methods": ", ".join(sweep.recipes),
-        "learning rates": f"{rates}{' (and more at the edge of the grid)' if sweep.extend_grid else ''}",
+        "learning rates": rates,
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sweep, _describe_size),
         **_describe_costs(sweep),
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(sweep, _describe_evaluation),
-        "done": f"{num_ended} of {count(total, 'training')}{_describe_rest(sweep)}" if num_ended else "",
+        "done": done,
     }
     print(count(total, "training"))
     for title, text in plan.items():
-        lines = text.replace("\n", "\n" + " " * 16)
         if text:
+            lines = text.replace("\n", "\n" + " " * 16)
             print(f"{title:<16}{lines}")
     print(f"\nNext:\n  {command}\n  loopdropout report {sweep.output_dir}   # after the sweep")
 

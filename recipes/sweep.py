@@ -249,10 +249,10 @@ class Sweep:
         Raises:
             UserError: if the run in the folder has other training settings, or was trained with other imported code.
         """
-        folder = self.folder(run)
-        path = folder / SETTINGS_FILE
         if run in self.done:
             return True
+        folder = self.folder(run)
+        path = folder / SETTINGS_FILE
         if not path.exists():
             return False
         saved, new = load_recipe(path), self.run_settings(run)

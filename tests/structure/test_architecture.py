@@ -1,8 +1,10 @@
 """The structure of the package: its imports, and the length of the method's path."""
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 import loopdropout_trainer
+from helpers.files import ROOT
 
 
 PACKAGE = Path(loopdropout_trainer.__file__).parent
@@ -53,6 +56,28 @@ def test_imports_point_down():
     for place, name, path in imports():
         assert floor_of[name] < floor_of[place], path
         assert name in APART.get(place, {name}), path
+
+
+def count_code(text):
+    """Return the number of lines with code, without comments and strings that stand alone, such as docstrings."""
+    tree = ast.parse(text)
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
+
+
+def test_files_are_short():
+    """A model's file has its whole family. Any other file has one job."""
+    files = [
+        path for folder in ("loopdropout_trainer", "recipes", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    ]
+    sizes = {str(path.relative_to(ROOT)): count_code(path.read_text()) for path in files if "models" not in path.parts}
+    assert len(sizes) > 100 and {path: size for path, size in sizes.items() if size > 300} == {}
 
 
 def test_public_names_are_imported_when_used():
