@@ -140,6 +140,8 @@ def train(argv: list[str]) -> None:
     """Do what `recipes/sft.py` does, with a mark when the model is loaded, after each step and each checkpoint."""
     from transformers import TrainerCallback
 
+    from loopdropout_trainer.training import sft
+
     class Marks(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             mark("load")
@@ -150,15 +152,13 @@ def train(argv: list[str]) -> None:
         def on_save(self, args, state, control, **kwargs):
             mark(f"checkpoint_{state.global_step}")
 
-    script = runpy.run_path(str(ROOT / "recipes" / "sft.py"))
-
-    class MarkedTrainer(script["LoopDropoutSFTTrainer"]):
+    class MarkedTrainer(sft.LoopDropoutSFTTrainer):
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **kwargs)
             self.add_callback(Marks())
 
-    script["main"].__globals__["LoopDropoutSFTTrainer"] = MarkedTrainer
-    script["main"](argv)
+    sft.LoopDropoutSFTTrainer = MarkedTrainer  # the script imports it when it has read its recipe
+    runpy.run_path(str(ROOT / "recipes" / "sft.py"))["main"](argv)
 
 
 def compare(base: str, adapter: str, merged: str) -> None:
