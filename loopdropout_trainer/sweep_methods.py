@@ -42,6 +42,7 @@ def name_methods(definitions: list[Any]) -> dict[str, Any]:
         for name, definition in definitions[0].items():
             if not isinstance(definition, str | dict):
                 raise UserError(f"`methods` must map {name} to a rule, a recipe or settings, got {definition!r}.")
+            _check_name(name)
         return definitions[0]
     methods = {}
     for definition in definitions:
@@ -57,6 +58,15 @@ def name_methods(definitions: list[Any]) -> dict[str, Any]:
     if not methods:
         raise UserError("`methods` must name at least one method, such as lora.")
     return methods
+
+
+def _check_name(name: Any) -> None:
+    """Raise UserError unless the name of a method can be the name of a folder in the sweep's folder."""
+    is_folder = isinstance(name, str) and name.isprintable() and name.strip() == name and Path(name).name == name
+    if not is_folder or name in ("", ".."):
+        raise UserError(
+            f"The names of `methods` must be names of folders without a slash, such as own_rule, got {name!r}."
+        )
 
 
 def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:

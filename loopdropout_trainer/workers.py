@@ -192,6 +192,8 @@ class Workers:
             status = "stopped after its training" if status == "trained" else "stopped"
         elif status == "finished":
             status = "measured" if was_trained else "trained"
+        elif status in ("training", "stopped"):  # it failed afterwards, as on a full disk
+            status = "has its score, but did not end as it should (see its log.txt)"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run)]
         num_starts, all_starts = self.runs.count_starts()

@@ -657,6 +657,24 @@ def test_sweep_rejects_invalid_fields(lab, fields, message):
         lab.sweep(**fields)
 
 
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "", "/tmp/x", "a\nb", " a", 1])
+def test_names_of_methods_are_names_of_folders(lab, name):
+    with user_error("The names of `methods` must be names of folders without a slash"):
+        lab.sweep(methods=[{name: "lora"}])
+    assert lab.sweep(methods=[{"own method": "lora"}]).recipes.keys() == {"own method"}
+
+
+def test_run_that_fails_after_its_score_says_so(lab, capsys):
+    lab.run()
+    folder = lab.out / "lora/lr_0.01/seed_101"
+    (folder / "run.json").write_text('{"status": "training"}')
+    made = lab.sweep()
+    line = made.pool._describe_end(made.runs("lora")[0], False)
+    assert (
+        "lora/lr_0.01/seed_101 has its score, but did not end as it should (see its log.txt), accuracy 50.00%" in line
+    )
+
+
 def test_sweep_workers_train_each_run_once(lab, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     fields = {"methods": ["lora", "loop_dropout"], "workers": 2}
