@@ -362,6 +362,8 @@ HABITS = {
     "plot_loss": "report_to",
     "resume": "resume_from_checkpoint",
     "drop_p": "p",
+    "dropout_p": "p",
+    "drop_prob": "p",
 }
 
 
