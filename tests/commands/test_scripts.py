@@ -54,9 +54,13 @@ TOKEN = "hf_averysecrettokenofsomeone"
 SHORT = (
     "--max_steps 6 --num_train_examples 32 --num_eval_examples 8 --benchmark_limit 2 --save_steps 2 --logging_steps 1"
 )
-TRAINING = f"quickstart.yaml {SHORT} --lora_dropout 0.1 --diagnose_task arithmetic_easy_test --hub_token {TOKEN}"
+SMALL = "--num_train_examples 8 --per_device_train_batch_size 4"
+TRAINING = (
+    f"quickstart.yaml {SHORT} {SMALL} --lora_dropout 0.1 --diagnose_task arithmetic_easy_test --hub_token {TOKEN}"
+)
 WORDS = f"{TRAINING} --eval_num_loops 2 4"
-FEW_MEASUREMENTS = "--evaluate_base false --single_loop_accuracy false --eval_num_loops 4 --merge false"
+FEW_MEASUREMENTS = "--evaluate_base false --single_loop_accuracy false --eval_num_loops 4 --merge false "
+FEW_MEASUREMENTS += "--single_loop_batches 0 --diagnose_task null"
 
 
 def run(*words, script="sft"):
@@ -139,7 +143,7 @@ def test_sft_prints_plan_and_tables(quickstart):
     folder, text = quickstart
     lines = [f"trainings   Loop Dropout (p = 0.5) in {folder}\n            Input dropout in {folder}/lora\n"]
     lines += ["model       tiny-ouro, K = 4 loops\n", "device      the CPU, as `use_cpu` says\n", "completion: "]
-    lines += ["6 steps, 16 examples per step", "examples    32, 8 held out, 6 optimizer steps, 3 epochs\n"]
+    lines += ["6 steps, 4 examples per step", "examples    8, 8 held out, 6 optimizer steps, 3 epochs\n"]
     lines += ["afterwards  evaluate arithmetic_easy_test, 2 problems each\n", f"  loopdropout chat {folder} "]
     lines += ["Accuracy on arithmetic_easy_test with K loops at inference, in %\nmethod", f"Everything is in {folder}"]
     assert [line for line in (*lines, "loop 1  loop 2  loop 3  loop 4  all loops") if line not in text] == []
@@ -263,7 +267,7 @@ def test_run_is_not_continued_to_fewer_steps(copy, no_steps, length):
     with user_error(f"{wanted}, because the checkpoint {re.escape(str(copy))}/checkpoint-6 is at step 6, got"):
         run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true", length)
     plan, error = dry_run(WORDS, "--output_dir", copy, "--resume_from_checkpoint true", length)
-    assert "examples    32" in plan and "is at step 6, got" in error and contents(copy) == before
+    assert "examples    8," in plan and "is at step 6, got" in error and contents(copy) == before
 
 
 def test_results_belong_to_the_best_checkpoint(tmp_path):
@@ -397,7 +401,7 @@ def test_folder_of_another_recipe_is_not_used(quickstart):
             f"{folder} holds another run: {difference}. Set another `output_dir`, or remove the folder (its re"
             in error
         )
-        assert "examples    32" in plan and not re.search(rf"trained +{folder}[,\n]", plan)
+        assert "examples    8," in plan and not re.search(rf"trained +{folder}[,\n]", plan)
     _, error = dry_run(WORDS, "--output_dir", folder, "--eval_steps 3 --learning_rate 2e-3")
     assert "Add `--resume" not in error
     _, error = dry_run(WORDS, "--output_dir", folder, "--eval_steps 3")  # which a continued run may change
@@ -438,7 +442,7 @@ def test_stopped_run_neither_continues_nor_begins_again_by_itself(quickstart, co
     with user_error(re.escape(message)):
         run(WORDS, "--output_dir", copy)
     plan, error = dry_run(WORDS, "--output_dir", copy)
-    assert error == message and "examples    32" in plan and contents(copy) == before
+    assert error == message and "examples    8," in plan and contents(copy) == before
     monkeypatch.undo()
     text = run(TRAINING, "--output_dir", copy, "--resume_from_checkpoint false --compare_with null", FEW_MEASUREMENTS)
     assert "continues" not in text and "Continuing" not in text and adapter(copy) == adapter(quickstart[0])
@@ -450,8 +454,8 @@ def test_other_number_of_processes_is_not_continued(quickstart, copy, no_steps, 
     interrupt(copy, 2)
     state = copy / "checkpoint-2" / "trainer_state.json"
     text = state.read_text()
-    assert '"num_processes": 1' in text and '"examples_per_step": 16' in text
-    state.write_text(text.replace('"num_processes": 1', '"num_processes": 2').replace('step": 16', 'step": 32'))
+    assert '"num_processes": 1' in text and '"examples_per_step": 4' in text
+    state.write_text(text.replace('"num_processes": 1', '"num_processes": 2').replace('step": 4', 'step": 8'))
     record(state.parent)
     words = (WORDS, "--output_dir", copy, "--resume_from_checkpoint true")
     assert f"continues   {state.parent}\n" in run(*words, "--dry_run true")
