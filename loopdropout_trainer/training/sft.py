@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 from trl import SFTTrainer
 
+from loopdropout_trainer.data import LeftOut
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
@@ -283,10 +284,9 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
                 continue
             num_left, given = len(dataset), self.num_given[title]
             if num_left < given and not self.args.packing:
-                logger.warning(
-                    f"{count(given - num_left, 'example')} of {title} of {given:,} are left out, because no token of their "
-                    f"first {length:,} tokens (`max_length`) is trained on."
-                )
+                noun = f"examples of the {given:,} in {title}"
+                reason = f"they have no token to train on among the first {length:,} (`max_length`)"
+                logger.warning(LeftOut(given - num_left, noun, reason).sentence())
             rows = dataset.select_columns("labels").with_format(None)
             # The first token of an example has no token before it that predicts it, so its label never counts.
             if not any(label != IGNORED for row in rows for label in row["labels"][1:]):

@@ -209,7 +209,10 @@ def test_text_with_a_conversation_raises(make, tokenizer, monkeypatch):
 def test_examples_longer_than_max_length_are_counted(make, log):
     rows = [{"prompt": "1 + 1 =" * length, "completion": "2"} for length in (1, 1, 9)]
     assert len(make(SFT, Dataset.from_list(rows), max_length=10).train_dataset) == 2
-    assert "1 example of `train_dataset` of 3 are left out, because no token of their first 10 tokens" in log.text
+    assert (
+        "1 example of the 3 in `train_dataset` is left out, because it has no token to train on among the first 10 "
+        "(`max_length`).\n"
+    ) in log.text
 
 
 @pytest.mark.parametrize("name", ["eos_token", "pad_token"])
