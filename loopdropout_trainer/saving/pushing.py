@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import HFValidationError
 
 from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_unreachable
 from loopdropout_trainer.files import TEMPORARY_FILES
@@ -45,6 +46,8 @@ def explain_push(
         cause, fix = "", f"Log in with `hf auth login` or set HF_TOKEN, and {retry}"
         if is_unreachable(error):
             cause, fix = ", because the Hub cannot be reached", f"{retry.capitalize()} when there is a connection"
+        if isinstance(error, HFValidationError):
+            fix = f"Correct the name, and {retry}"
         raise UserError(
             f"The push to {repo_id} failed{cause} ({type(error).__name__}: {reason}). {saved} {fix}{otherwise}."
         ) from None

@@ -29,6 +29,7 @@ from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+from loopdropout_trainer.saving.pushing import explain_push
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import end_tokens
@@ -516,6 +517,12 @@ def test_failed_push_keeps_the_model_and_hides_the_token(tmp_path, monkeypatch):
     assert TOKEN not in message and "mine" not in message and str(folder) in message
     assert error.value.__cause__ is None and error.value.__suppress_context__
     load(folder)
+
+
+def test_push_to_a_wrong_name_asks_for_another_one():
+    message = r"The push to a b failed \(HFValidationError: .*\). It is saved. Correct the name, and push again.$"
+    with user_error(message), explain_push("a b", "It is saved."):
+        HfApi().create_repo("a b")
 
 
 def test_failed_push_of_a_trainer_says_how_to_name_the_repository(make_sft, tmp_path):
