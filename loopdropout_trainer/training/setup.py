@@ -8,6 +8,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -163,6 +164,8 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
                 raise UserError(f"{title} must have at least one example.")
         dataset = arguments.get("train_dataset")
         check_kinds(arguments)
+        if isinstance(arguments["model"], Path):
+            arguments["model"] = str(arguments["model"])
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
         check_devices(args)
         model = skeleton = arguments["model"] = model_path(arguments["model"])

@@ -19,6 +19,9 @@ logger = logging.get_logger(__name__)
 START_FIELDS = ("initial_adapter", "earlier_trainings")
 """Settings of a training that say what it started from, as `find_start` returns them."""
 
+_CHANGED_BASE = "after which the base model was changed, as by merging"
+"""End of the text of an earlier training whose base model had other weights."""
+
 _ZERO_INITS = (True, "gaussian", "eva")
 """Values of `init_lora_weights` with which the factor B of a new adapter is zero."""
 
@@ -47,9 +50,7 @@ def find_start(
     was_trained = before.get("training_id") is not None
     trained_base = before.get("base_weights")
     if was_trained and None not in (trained_base, base_weights) and trained_base != base_weights:
-        return _add_training(
-            kept, f"{describe_training(before)}, after which the base model was changed, as by merging"
-        )
+        return _add_training(kept, f"{describe_training(before)}, {_CHANGED_BASE}")
     adapter = model.active_adapters[0]
     has_zero_init = model.peft_config[adapter].init_lora_weights in _ZERO_INITS
     if has_zero_init and _has_no_update(model, adapter):
@@ -105,3 +106,5 @@ def log_start(model: PeftModel, start: Mapping[str, Any]) -> None:
             f"The training starts from present weights of the model, which were trained before: {'; '.join(earlier)}. For a "
             "fresh start, load the base model again and make a new trainer."
         )
+        if earlier[-1].endswith(_CHANGED_BASE):
+            logger.warning("Save the changed base model, too, because the new adapter runs on its weights only.")

@@ -223,6 +223,11 @@ def test_card_has_the_given_name(make_sft, repository):
     assert repository is None or f'"{repository}"' in card.read_text()
 
 
+def test_model_may_be_a_path(config, dataset, saved):
+    trainer = LoopDropoutSFTTrainer(saved / "base", config(), train_dataset=dataset)
+    assert trainer.looped.config.name_or_path == str(saved / "base")
+
+
 def test_model_without_loops_is_named_with_its_class(config, dataset, tokenizer, tmp_path):
     sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
@@ -331,6 +336,7 @@ def test_training_over_a_merged_one_names_it(train, make_sft, tmp_path, log):
     second = make_sft(first.model.merge_and_unload(), max_steps=1, output_dir=str(tmp_path / "second"))
     second.train()
     assert "after which the base model was changed, as by merging" in log.text
+    assert "Save the changed base model, too" in log.text
     assert re.match(BEFORE, metadata_of(second)["earlier_trainings"][0])
 
 
