@@ -14,7 +14,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.figures import describe_points, points
 from loopdropout_trainer.frames import name_methods
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.table_files import find
+from loopdropout_trainer.table_files import check_fields, find
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -30,10 +30,10 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
     """Return the figure of a YAML file. Raise `Missing` if there are no results for one of its panels."""
     from loopdropout_trainer.plots import heat_plot, line_plot
 
-    of_kind = [] if spec["figure"] == "gates" else ["x", "panels"]
-    for name in ("title", "x_label", "y_label", *of_kind):
-        if name not in spec:
-            raise UserError(f"`{name}` must be set for a figure.")
+    fields = {"title": str, "x_label": object, "y_label": object, "filter": dict}
+    if spec["figure"] != "gates":
+        fields |= {"x": str, "panels": dict}
+    check_fields(spec, fields, "figure")
     labels = {name: spec[name] for name in ("x_label", "y_label")}
     if spec["figure"] == "gates":
         return heat_plot(draw_gates(**spec["filter"]), "loop", "example", spec["title"], **labels)

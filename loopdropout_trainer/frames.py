@@ -242,8 +242,10 @@ def average(rows: pd.DataFrame) -> pd.Series:
         UserError: if the results differ in more than the seed, or a seed has two results.
     """
     for name in differing(rows):
+        value = rows[name].dropna().iloc[0]
         raise UserError(
-            f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME}"
+            f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME} In a "
+            f"table of your own, a cell can also select one value, such as `{name}: {value}`."
         )
     values = rows[["seed", "value"]].drop_duplicates().set_index("seed")["value"].sort_index()
     if values.index.has_duplicates:

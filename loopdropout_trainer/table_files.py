@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.diagnostics import TOO_FEW
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.frames import average, select
 from loopdropout_trainer.gates import RULES
@@ -187,6 +187,22 @@ def read_numbers(spec: dict) -> Iterator[tuple[dict[str, str], str, dict[str, An
             yield heads, title, {**wanted, **column}, paper
 
 
+def check_fields(spec: dict, types: dict[str, type], kind: str) -> None:
+    """Raise UserError if the content of a YAML file does not have a field, or has it as another type.
+
+    Args:
+        spec: Content of the file.
+        types: Type of each field that must be set.
+        kind: "table" or "figure".
+    """
+    words = {str: "a text", dict: "a mapping", list: "a list"}
+    for name, wanted_type in types.items():
+        if name not in spec:
+            raise UserError(f"`{name}` must be set for a {kind}. The file has {', '.join(spec)}.")
+        if not isinstance(spec[name], wanted_type):
+            raise UserError(f"`{name}` of a {kind} must be {words[wanted_type]}, got {short_repr(spec[name])}.")
+
+
 def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return a table with one line for each number, next to the paper's, and sentences about the missing numbers.
 
@@ -196,6 +212,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         spec: content of a YAML file (docs/reports.md).
         results: from `load_results`.
     """
+    check_fields(spec, {"title": str, "heads": dict, "columns": dict, "rows": list}, "table")
     lines, missing = [], []
     for heads, title, wanted, paper in read_numbers(spec):
         text, numbers = "–", {}

@@ -121,10 +121,10 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
         table, missing = build_table(spec, results)
         notes = explain_differences(table)
         if missing:
-            notes += [*missing, *spec["made_by"]]
+            notes += [*missing, *spec.get("made_by", [])]
         save_layout(spec, table, path, notes)
     except Missing as reason:
-        print(f"Missing: {spec['title']}: {reason}", *spec["made_by"], sep="\n")
+        print(f"Missing: {spec['title']}: {reason}", *spec.get("made_by", []), sep="\n")
 
 
 def summarize(results: pd.DataFrame, output_dir: Path) -> None:

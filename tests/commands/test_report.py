@@ -376,7 +376,8 @@ def test_cell_shows_seeds_costs_and_averages(tmp_path):
     for option in ({"of": "train_seconds"}, {"scale": 2.0}):
         with user_error("`minus` must not be set together with `of` or `scale`"):
             cell(tmp_path, minus={"method": "LoRA"}, **option)
-    spec = {"heads": {"method": "method"}, "columns": {"b": {"task": "b"}}, "rows": [["LoRA", 51.5, 52.0]]}
+    heads, columns = {"method": "method"}, {"b": {"task": "b"}}
+    spec = {"title": "Mine", "heads": heads, "columns": columns, "rows": [["LoRA", 51.5, 52.0]]}
     with user_error("A row must have at most one number for each of the 1 columns, got .*52.0"):
         table_files.build_table(spec, frames.load_results(tmp_path))
 
@@ -786,6 +787,45 @@ def test_own_table_without_papers_numbers_has_plain_heads(finished_sweep, capsys
     assert (
         "all, paper" in text and "all, here" in text and r"\multicolumn{2}{c}{all}" in (folder / "own.tex").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": None}, "`heads` must be set for a table. The file has title, made_by, rows, columns"),
+        ({"rows": {"LoRA": 1}}, "`rows` of a table must be a list, got {'LoRA': 1}"),
+        ({"columns": ["a"]}, r"`columns` of a table must be a mapping, got \['a'\]"),
+        ({"figure": "line"}, "`x_label` must be set for a figure"),
+        ({"filter": {"task": "b"}, "columns": {"a": {"learning": 1}}}, "Missing"),
+    ],
+    ids=str,
+)
+def test_wrong_own_table_is_one_sentence(finished_sweep, capsys, change, message):
+    spec = {name: value for name, value in {**OWN, **change}.items() if value is not None}
+    (finished_sweep / "own.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    words = [
+        str(finished_sweep),
+        "--tables",
+        str(finished_sweep / "own.yaml"),
+        "--output_dir",
+        str(finished_sweep / "report"),
+    ]
+    if message == "Missing":
+        report.main(words)
+        assert "Missing: 2 numbers" in capsys.readouterr().out
+    else:
+        with user_error(message):
+            report.main(words)
+
+
+def test_own_table_of_two_sweeps_says_how_to_select_one(finished_sweep, capsys):
+    other = shutil.copytree(finished_sweep, finished_sweep.parent / "other")
+    for path in other.rglob("recipe.yaml"):
+        path.write_text(path.read_text().replace("mine/", "other/"))
+    with user_error("`sweep` differs between .* a cell can also select one value, such as `sweep: mine`."):
+        report_on(finished_sweep.parent, capsys, filter={"task": "b"})
+    text, _ = report_on(finished_sweep.parent, capsys, filter={"task": "b", "sweep": "mine"})
+    assert "57.00 ± 2.83" in text
 
 
 def test_report_explains_the_tests_that_it_has(finished_sweep, capsys):
