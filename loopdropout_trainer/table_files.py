@@ -224,7 +224,7 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
             {**heads, "column": title, "here": text, "paper": paper, **dict.fromkeys(CELL_NUMBERS), **numbers}
         )
     table = pd.DataFrame(lines)
-    texts = table.drop(columns=CELL_NUMBERS).dropna(axis=1, how="all").fillna("–").astype(str)
+    texts = table.drop(columns=CELL_NUMBERS).dropna(axis=1, how="all").astype(object).fillna("–").astype(str)
     numbers = table[CELL_NUMBERS].assign(chose=table["chose"].eq(True))
     return texts.join(numbers), describe_missing(missing)
 
