@@ -130,10 +130,10 @@ def main(argv: list[str] | None = None) -> None:
     tasks = load_benchmarks(args.benchmarks, args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
     if args.dry_run:
         if state.is_main_process:
-            settings = [setting for name, source in sources.items() for setting in settings_of(name, source, args)]
+            planned = plan_settings(args, sources, model_args.num_loops)
             words = without_option(sys.argv[1:] if argv is None else argv, "dry_run")
             command = shlex.join(["loopdropout", "evaluate", *words])
-            print_evaluation_plan(settings, tasks, args.benchmark_limit, args.output_dir, command)
+            print_evaluation_plan(planned, tasks, args.benchmark_limit, args.output_dir, command)
         return
 
     # Evaluation, with the models over one base model in a row
@@ -175,7 +175,7 @@ def evaluate_source(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the results of a model at each depth and under each of the gates."""
     columns = result_columns(name, args.adapters[name], source)
-    for num_loops in args.eval_num_loops or [find_looped_model(model).num_loops]:
+    for num_loops in find_depths(args, source, find_looped_model(model).num_loops):
         for gates in expand_gates(own_gates(args, source), num_loops):
             lm = LoopedLM(
                 model,
@@ -202,10 +202,18 @@ def evaluate_source(
             yield [{**columns, **row} for row in results]
 
 
-def settings_of(name: str, source: Source, args: EvaluationArguments) -> list[Setting]:
-    """Return the depths and gates of a model in the plan."""
-    columns, depths = result_columns(name, args.adapters[name], source), args.eval_num_loops or [source.num_loops]
-    return list_settings(name, columns, depths, own_gates(args, source), source.is_adapter)
+def plan_settings(args: EvaluationArguments, sources: dict[str, Source], num_loops: int | None) -> list[Setting]:
+    """Return the depths and gates of each model in the plan."""
+    settings = []
+    for name, source in sources.items():
+        columns, depths = result_columns(name, args.adapters[name], source), find_depths(args, source, num_loops)
+        settings += list_settings(name, columns, depths, own_gates(args, source), source.is_adapter)
+    return settings
+
+
+def find_depths(args: EvaluationArguments, source: Source, num_loops: int | None) -> list[int | None]:
+    """Return the depths that a model is measured at. `num_loops`: the option. None: only the loaded model tells its depth."""
+    return args.eval_num_loops or [num_loops or source.num_loops]
 
 
 def find_sources(args: EvaluationArguments, model_args: SourceArguments) -> dict[str, Source]:
@@ -233,7 +241,7 @@ def check_runs(args: EvaluationArguments, sources: Collection[Source], num_loops
     """Raise UserError if a model does not run at one of the depths, or if `gates` are given and no model is an adapter."""
     for source in sources:
         gates = own_gates(args, source)
-        for depth in args.eval_num_loops or [num_loops]:
+        for depth in find_depths(args, source, num_loops):
             source.check_run(depth, *gates)
     has_adapter = any(source.is_adapter for source in sources)
     if args.gates and not has_adapter:

@@ -383,6 +383,14 @@ def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
     assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
 
 
+def test_dry_run_plans_the_depth_that_is_measured(saved, tmp_path, capsys):
+    """`num_loops` without `eval_num_loops`, also for gates that depend on the depth."""
+    command = words(saved, tmp_path, "--adapter", "none", f"own={saved / 'adapter'}", gates="single_loop", num_loops=2)
+    SCRIPT.main([*command, "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "models      base, K = 2, gates: none\n            own, K = 2, gates: loop 1, loop 2\n" in out
+
+
 def test_runs_of_a_sweep_are_told_apart():
     """By METHOD/lr_X/seed_S, with a checkpoint in it. Other folders have their own names."""
     paths = [
