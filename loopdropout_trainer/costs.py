@@ -82,7 +82,18 @@ def count_steps(args: GateConfig, num_rows: int | None) -> int | None:
         return args.max_steps
     if not num_rows:
         return None
-    return math.ceil(args.num_train_epochs * math.ceil(num_rows / args.examples_per_step))
+    return math.ceil(args.num_train_epochs * _count_steps_per_epoch(args, num_rows))
+
+
+def count_epochs(args: GateConfig, num_rows: int) -> float:
+    """Return the number of epochs of a training on some rows, which follows from `max_steps` if that is set."""
+    if args.max_steps > 0:
+        return args.max_steps / _count_steps_per_epoch(args, num_rows)
+    return args.num_train_epochs
+
+
+def _count_steps_per_epoch(args: GateConfig, num_rows: int) -> int:
+    return math.ceil(num_rows / args.examples_per_step)
 
 
 def bound_tokens(training: Training) -> int | None:

@@ -220,7 +220,7 @@ class GateState:
         running: Running loop, with the gates of its pass. The recurrent layers set it inside their checkpointed `forward`, so
             that recomputation in the backward pass sets the right loop again, although loops run backwards there.
         dropout: The handle of `loop_dropout`, which draws gates in each forward pass, or None.
-        reruns: Number of passes that a checkpoint around the whole model will run again.
+        reruns: Passes that a checkpoint around the whole model runs again, and the error if their gates may be others.
         is_read: Whether gated layers read the gates. False once they are removed.
         rule: Rule that trains the gated layers, or None.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.

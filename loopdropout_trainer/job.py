@@ -21,6 +21,7 @@ from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.measuring import evaluate, measure
 from loopdropout_trainer.plan import (
+    count_rows,
     describe_examples,
     describe_left_out,
     describe_loaded_tokens,
@@ -162,9 +163,10 @@ class Job:
         lines = []
         try:
             loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
+            num_rows = count_rows(loaded, self.args)
             if self.trainings:
-                lines += describe_loaded_tokens(loaded, self.trainings)
-            lines.append(describe_examples(loaded, self.data_args, self.args))
+                lines += describe_loaded_tokens(loaded, num_rows, self.trainings)
+            lines.append(describe_examples(loaded, num_rows, self.data_args, self.args))
             self._check_held_out(loaded.datasets)
             self._hint_at_evaluation(loaded.datasets)
             check_assistant_loss(self.args, loaded.datasets["train"][0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
-from loopdropout_trainer.costs import Training, count_steps, describe_costs, describe_tokens
+from loopdropout_trainer.costs import Training, count_epochs, count_steps, describe_costs, describe_tokens
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable
@@ -242,7 +241,7 @@ def describe_trained(runs: Sequence[Run]) -> str:
     return ", ".join(run.args.output_dir for run in runs if run.is_trained and run.find_other_recipe() is None)
 
 
-def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateConfig) -> str:
+def describe_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, args: GateConfig) -> str:
     """Return the lines about the examples that are trained on, the optimizer steps and the epochs.
 
     If fewer examples are held out than the recipe asks for, the rest was too long, and the line says so. A mixture has a
@@ -254,21 +253,18 @@ def describe_examples(loaded: LoadedExamples, data: DataArguments, args: GateCon
         held_out += (
             f" of the {data.num_held_out:,} asked for, because the others have more than {args.max_length:,} tokens"
         )
-    num_rows, about, packed = _count_rows(loaded, args), "", ""
+    about, packed = "", ""
     if getattr(args, "packing", False) and loaded.lengths is not None:
         # TRL packs other examples together if it divides them between processes, or shuffles them before.
         is_one_group = num_examples <= _PACKED_TOGETHER or not args.shuffle_dataset
         if not is_one_group or (args.dataset_num_proc or 1) > 1:
             about = "about "
         packed = f" in {about}{count(num_rows, 'packed row')}"
-    steps_per_epoch = math.ceil(num_rows / args.examples_per_step)
-    if args.max_steps > 0:
-        num_steps, num_epochs, about_steps = args.max_steps, f"{about}{args.max_steps / steps_per_epoch:.3g}", ""
-    else:
-        num_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
-        num_epochs, about_steps = f"{args.num_train_epochs:.3g}", about
+    num_steps, num_epochs = count(count_steps(args, num_rows), "optimizer step"), f"{count_epochs(args, num_rows):.3g}"
     epochs = "epoch" if num_epochs == "1" else "epochs"
-    length = f"{about_steps}{count(num_steps, 'optimizer step')}, {num_epochs} {epochs}"
+    length = f"{about}{num_steps}, {num_epochs} {epochs}"
+    if args.max_steps > 0:  # then the epochs depend on the number of rows
+        length = f"{num_steps}, {about}{num_epochs} {epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
     for source in loaded.sources:
         line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
@@ -299,20 +295,17 @@ def count_packed_rows(lengths: Sequence[int], row_length: int) -> int:
     return num_rows
 
 
-def describe_loaded_tokens(loaded: LoadedExamples, trainings: Sequence[Training]) -> list[str]:
+def describe_loaded_tokens(loaded: LoadedExamples, num_rows: int, trainings: Sequence[Training]) -> list[str]:
     """Return the line about the tokens of each training of a job, and its hours, if the tokens were counted."""
     args = trainings[0].args
     if loaded.lengths is None or not trainings[0].is_supervised:
         return []
-    num_epochs = args.num_train_epochs
-    if args.max_steps > 0:
-        num_epochs = args.max_steps / math.ceil(_count_rows(loaded, args) / args.examples_per_step)
-    num_tokens = num_epochs * loaded.lengths.sum()
+    num_tokens = count_epochs(args, num_rows) * loaded.lengths.sum()
     each = " in each training" if len(trainings) > 1 else ""
     return [_titled("tokens", [f"about {describe_tokens(trainings[0], round(num_tokens))}{each}"])]
 
 
-def _count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
+def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
     """Return the number of rows of a training: of its examples, or those that they are packed into."""
     if getattr(args, "packing", False) and loaded.lengths is not None:
         return count_packed_rows(loaded.lengths.tolist(), args.max_length)
