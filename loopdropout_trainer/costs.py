@@ -29,7 +29,7 @@ PEAK_FLOPS = {
 MEASURED_SHARE, ASSUMED_SHARE = 0.07, 0.3
 """Shares of a card's peak: of the paper's run on an H100, the only measured one, and one that nobody has measured."""
 
-SHORT_TRAINING = "A short one with `--max_steps 20 --output_dir outputs/try` writes `step_seconds` to results.jsonl"
+SHORT_TRAINING = "to measure it: `--max_steps 20 --output_dir outputs/try` writes `step_seconds` to its results.jsonl"
 """Way to measure the time if it cannot be computed."""
 
 
@@ -136,12 +136,12 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
     """Return the computed hours of trainings on one GPU with the assumptions, or why there are none."""
     kinds = [training for training, _ in trainings]
     if not kinds[0].is_supervised:
-        return f"not computed for this kind of training. {SHORT_TRAINING}"
+        return f"not computed for this kind of training\n{SHORT_TRAINING}"
     if not all(training.may_use_gpu for training in kinds):
-        return f"not computed for a training on a CPU or without `bf16`. {SHORT_TRAINING}"
+        return f"not computed for a training on a CPU or without `bf16`\n{SHORT_TRAINING}"
     costs = [training.operations for training in kinds]
     if None in costs:
-        return f"not computed, because the sizes of the model are not known. {SHORT_TRAINING}"
+        return f"not computed, because the sizes of the model are not known\n{SHORT_TRAINING}"
     if None in bounds:
         amount = f"{describe_hours(kinds[0], max(costs) * 1e7)} for each 10 million tokens"
     else:
@@ -186,7 +186,7 @@ def _find_card(args: GateConfig) -> tuple[str, float]:
 
 def describe_tokens(training: Training, num_tokens: int) -> str:
     """Return the tokens of a training whose data are loaded, and its hours if they can be computed."""
-    text = f"{num_tokens:,}"
+    text = f"{num_tokens:,} tokens"
     if training.may_use_gpu and training.is_supervised and training.operations:
         text += f", so {describe_hours(training, training.operations * num_tokens)} by the same computation"
     return text

@@ -301,8 +301,8 @@ def describe_loaded_tokens(loaded: LoadedExamples, num_rows: int, trainings: Seq
     if loaded.lengths is None or not trainings[0].is_supervised:
         return []
     num_tokens = count_epochs(args, num_rows) * loaded.lengths.sum()
-    each = " in each training" if len(trainings) > 1 else ""
-    return [_titled("tokens", [f"about {describe_tokens(trainings[0], round(num_tokens))}{each}"])]
+    each = "in each training " if len(trainings) > 1 else ""
+    return [_titled("counted", [f"{each}about {describe_tokens(trainings[0], round(num_tokens))}"])]
 
 
 def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
