@@ -40,10 +40,10 @@ def name_score(score: tuple[float, float] | None, select_on: str) -> str:
     return f"accuracy {score[0]:.2f}% on {select_on}"
 
 
-def find_accuracy(folder: Path) -> str | None:
+def find_accuracy(folder: Path, select_on: str) -> str | None:
     """Return the first accuracy of a run on a task that does not choose the learning rate, with its name, or None."""
     for row in read_own_results(folder):
         is_default = row["gates"] == "unit" and row["metric"] == "accuracy"
-        if is_default and row["task"] != DEVELOPMENT:
+        if is_default and row["task"] not in (DEVELOPMENT, select_on):
             return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
     return None

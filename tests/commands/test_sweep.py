@@ -366,6 +366,14 @@ def test_sweep_says_how_far_it_is(lab, capsys):
     assert re.fullmatch("\n".join(lines) + "\n", capsys.readouterr().out)
 
 
+def test_sweep_prints_accuracies_that_choose_nothing(lab, capsys):
+    """A final run may be measured on the task that chooses, too."""
+    measure = {"benchmarks": ["arithmetic_hard", "arithmetic_test"]}
+    lab.run(select_on="arithmetic_hard", learning_rates=[0.01, 0.02], seeds=[101], measure=measure)
+    first, second, final = capsys.readouterr().out.splitlines()
+    assert all("% on arithmetic_hard" in line for line in (first, second)) and "% on arithmetic_test at K" in final
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
