@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from loopdropout_trainer.sweeps import (
     describe_unchosen,
     folder_of_run,
     only_chose_rate,
-    read_summary,
+    read_summaries,
 )
 
 
@@ -49,13 +48,10 @@ def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
     """Return whether each run of a sweep only chose a learning rate, for the runs whose sweep has a summary."""
     columns = ["run", "variant", "recipe_learning_rate"]
     runs = results.reindex(columns=columns).dropna().drop_duplicates("run")
-    read = cache(read_summary)  # of a sweep with many runs
+    summaries = read_summaries(runs["run"])
     rejected = {}
     for run, variant, rate in runs.itertuples(index=False):
-        folder = folder_of_run(run)
-        if folder is None:
-            continue
-        only_chose = only_chose_rate(read(folder), variant, rate)
+        only_chose = only_chose_rate(summaries[run], variant, rate)
         if only_chose is not None:
             rejected[run] = only_chose
     return rejected

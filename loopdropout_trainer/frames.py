@@ -18,13 +18,14 @@
 #   gsm8k, gsm8k_platinum, gsm_plus_mini, arithmetic_*, development, mmlu, bbh, truthfulqa_mc2, humaneval, humaneval_plus,
 #   mbpp, mbpp_plus, ifeval_strict, ifeval_loose, ...     accuracy (%): one task name for each headline number
 #                                      (arithmetic_*: also accuracy_by_num_steps)
-#   training                           train_loss and eval_loss (nats), examples, trainable_parameters, num_tokens,
-#                                      train_seconds, step_seconds, tokens_per_second, peak_memory_gb, and of GRPO
-#                                      reward_first, reward_last
+#   training                           train_loss and eval_loss (nats), examples, packed_rows, trainable_parameters,
+#                                      num_tokens, train_seconds, step_seconds, tokens_per_second, peak_memory_gb, and of
+#                                      GRPO reward_first, reward_last
 #   of the diagnostics (task: "development" for held-out examples, or the name of a task):
 #     single loop                      loss (nats) and loss_reduction (%) with gates "loop t" and loop t, or with gates
 #                                      "unit"; frozen loss: metric loss, gates "none", method "base model"
-#     readouts                         readout_loss (nats), loop t
+#     readouts                         readout_loss (nats) and readout_token_accuracy, loop t
+#     depth matrix                     depth_loss (nats) and depth_token_accuracy, of each num_loops
 #     curvature                        curvature (nats), loop t, and curvature_term (nats)
 #
 # From recipe.yaml: recipe_learning_rate, recipe_lora_r, recipe_num_loops, recipe_model_name_or_path, recipe_rule, recipe_p,
@@ -34,7 +35,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,7 @@ from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.result_choice import split_choices, split_repeated, split_replaced
 from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, RESULTS_FILE, is_of_base, read_recipe, read_results
-from loopdropout_trainer.sweeps import (
-    RUN_NAME,
-    find_choosing_task,
-    folder_of_run,
-    read_summary,
-)
+from loopdropout_trainer.sweeps import RUN_NAME, find_choosing_task, read_summaries
 
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
@@ -110,8 +105,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     rows, of_choice = split_choices(rows)
     rows, repeated = split_repeated(rows)
     for row in rows:
-        is_of_base = row["method"] == "base model"  # `evaluate` names the checkpoint that it measured next to it
-        row["checkpoint"] = None if is_of_base else checkpoint_step(row.get("adapter") or row["folder"])
+        row["checkpoint"] = None
+        if not is_of_base(row):  # whose `adapter` is the checkpoint that `evaluate` has measured next to it
+            row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
     results = pd.DataFrame(rows).map(_as_cell)
     columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]  # the named ones may be missing
     results = results.reindex(columns=list(dict.fromkeys(columns)))
@@ -137,11 +133,8 @@ def _find_choosing(results: pd.DataFrame) -> pd.Series:
     The best of several candidates on these problems is partly chance, so their accuracies are not a test.
     """
     runs = results[["run", "variant"]].dropna().drop_duplicates("run")
-    read = cache(read_summary)  # of a sweep with many runs
-    tasks = {}
-    for run, variant in runs.itertuples(index=False):
-        folder = folder_of_run(run)
-        tasks[run] = find_choosing_task({} if folder is None else read(folder), variant)
+    summaries = read_summaries(runs["run"])
+    tasks = {run: find_choosing_task(summaries[run], variant) for run, variant in runs.itertuples(index=False)}
     is_of_base = results["method"] == "base model"
     chose = results["task"].eq(results["run"].map(tasks)) & results["variant"].notna()
     chose |= is_of_base & results["task"].isin([*filter(None, tasks.values())])

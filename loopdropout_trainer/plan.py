@@ -57,7 +57,7 @@ def print_plan(
     }
     for title, text in plan.items():
         if text:
-            print(_titled(title, text.splitlines()), flush=True)
+            print(titled(title, text.splitlines()), flush=True)
 
 
 def read_config(model: ModelArguments) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def describe_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments
     for source in loaded.sources:
         line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
         lines.append(f"{line}, {source.num_held_out:,} held out" if data.num_held_out else line)
-    return _titled("examples", lines)
+    return titled("examples", lines)
 
 
 _PACKED_TOGETHER = 1000
@@ -302,7 +302,7 @@ def describe_loaded_tokens(loaded: LoadedExamples, num_rows: int, trainings: Seq
         return []
     num_tokens = count_epochs(args, num_rows) * loaded.lengths.sum()
     each = "in each training " if len(trainings) > 1 else ""
-    return [_titled("counted", [f"{each}about {describe_tokens(trainings[0], round(num_tokens))}"])]
+    return [titled("counted", [f"{each}about {describe_tokens(trainings[0], round(num_tokens))}"])]
 
 
 def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
@@ -314,13 +314,13 @@ def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
 
 def describe_left_out(left_out: Sequence[LeftOut]) -> list[str]:
     """Return the lines about examples that are left out, each with its number and the reason."""
-    return [_titled("left out", map(str, left_out))] if left_out else []
+    return [titled("left out", map(str, left_out))] if left_out else []
 
 
-def _titled(title: str, lines: Iterable[str]) -> str:
-    """Return lines of the plan under a title."""
-    indent = " " * 12
-    return f"{title:<12}" + f"\n{indent}".join(lines)
+def titled(title: str, lines: Iterable[str], width: int = 12) -> str:
+    """Return lines of a plan next to their title, which has `width` characters with the space behind it."""
+    indent = " " * width
+    return f"{title:<{width}}" + f"\n{indent}".join(lines)
 
 
 def print_next_commands(runs: Sequence[Run]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.costs import Training, describe_costs
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.plan import describe_length, describe_measurements, find_rank, read_config
+from loopdropout_trainer.plan import describe_length, describe_measurements, find_rank, read_config, titled
 from loopdropout_trainer.recipe import build
 from loopdropout_trainer.results import is_of_training, read_own_results
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
@@ -47,8 +47,7 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
     print(count(total, "training"))
     for title, text in plan.items():
         if text:
-            lines = text.replace("\n", "\n" + " " * 16)
-            print(f"{title:<16}{lines}")
+            print(titled(title, text.splitlines(), width=16))
     print(f"\nNext:\n  {command}\n  loopdropout report {sweep.output_dir}   # after the sweep")
 
 

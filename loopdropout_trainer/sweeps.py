@@ -6,6 +6,7 @@ A run is in `METHOD/lr_X/seed_S` of the folder. Several sweeps can share a folde
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,18 @@ def read_summary(folder: str | Path) -> dict[str, dict[str, Any]]:
         return read_json_object(Path(folder, SUMMARY_FILE))
     except (OSError, ValueError):
         return {}
+
+
+def read_summaries(runs: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the summary of the sweep of each run, as `read_summary` does. It is empty for a run in another place."""
+    by_folder: dict[Path | None, dict[str, dict[str, Any]]] = {None: {}}  # a sweep has many runs
+    summaries = {}
+    for run in runs:
+        folder = folder_of_run(run)
+        if folder not in by_folder:
+            by_folder[folder] = read_summary(folder)
+        summaries[run] = by_folder[folder]
+    return summaries
 
 
 def update_summary(folder: str | Path, **facts: Any) -> None:

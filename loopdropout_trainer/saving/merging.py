@@ -230,9 +230,8 @@ def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> d
     files = {path.name: path for path in Path(base or "?").glob("*.py")}
     found = {}
     for key, name in auto_map.items():
-        if (
-            "--" in name or f"{name.split('.')[0]}.py" in files
-        ):  # in a repository that it names, or next to the base model
+        is_of_repository = "--" in name  # which the entry names
+        if is_of_repository or f"{name.split('.')[0]}.py" in files:
             found[key] = name
     if len(found) < len(auto_map):
         logger.warning(
