@@ -324,7 +324,7 @@ def test_plan_counts_tokens_of_small_batches(capsys):
     """The only batch of an epoch has fewer examples than a full one."""
     recipe = {**RECIPE, "per_device_train_batch_size": 64, "max_steps": 3}
     sft(recipe, "--dry_run", "true")
-    (about,) = re.findall(r"(?m)^tokens +about ([\d,]+)$", capsys.readouterr().out)
+    (about,) = re.findall(r"(?m)^counted +about ([\d,]+) tokens$", capsys.readouterr().out)
     sft(recipe)
     values = {row["metric"]: row["value"] for row in read_results("run")}
     assert int(about.replace(",", "")) == values["num_tokens"]
