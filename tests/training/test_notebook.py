@@ -83,7 +83,10 @@ def test_merged_adapter_neither_trains_nor_merges_again(train, tmp_path, action)
         ({"max_seq_length": 8}, "Set `max_length` in a `LoopDropoutConfig`"),
         ({"callbacks": TrainerCallback()}, "`callbacks` must be a list of callbacks, got <.*TrainerCallback"),
         ({"model": None}, "`model` must be a looped model, a PEFT model over one, or a name, got None"),
-        ({"model": torch.compile(tiny_ouro())}, "`model` must not be compiled. .* `torch_compile=True` in `args`"),
+        (
+            {"model": torch.compile(tiny_ouro(), backend="eager")},
+            "`model` must not be compiled. .* `torch_compile=True` in `args`",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_arguments_raise(config, dataset, tokenizer, given, message):
@@ -152,7 +155,7 @@ def test_last_gates_print_the_loops_of_each_example(train):
 
 
 def test_gates_of_a_compiled_model_name_the_model(train):
-    compiled = torch.compile(train(max_steps=1).model)
+    compiled = torch.compile(train(max_steps=1).model, backend="eager")
     for use in (lambda: use_gates(compiled, [1, 0, 0, 0]).__enter__(), lambda: loop_dropout(compiled)):
         with user_error(
             "`model` must not be compiled. Give the model that `torch.compile` has got, .*`torch_compile=True`"
