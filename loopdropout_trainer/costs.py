@@ -209,17 +209,14 @@ def _estimate_memory(training: Training) -> dict[str, float]:
     max_length = getattr(args, "max_length", None)  # GRPO has none
     if not training.may_use_gpu or max_length is None or training.rank is None:
         return {}
-    try:
-        return estimate_memory(
-            training.config,
-            args.per_device_train_batch_size * max_length,
-            num_loops=training.model.num_loops,
-            rank=training.rank,
-            checkpointing=args.gradient_checkpointing,
-            four_bit="load_in_4bit" in str(args.model_init_kwargs),
-        )
-    except KeyError:  # a configuration with other fields
-        return {}
+    return estimate_memory(
+        training.config,
+        args.per_device_train_batch_size * max_length,
+        num_loops=training.model.num_loops,
+        rank=training.rank,
+        checkpointing=args.gradient_checkpointing,
+        four_bit="load_in_4bit" in str(args.model_init_kwargs),
+    )
 
 
 def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:

@@ -82,9 +82,18 @@ class Shape:
     has_tied_head: bool
 
 
-def read_shape(config: Mapping[str, Any]) -> Shape:
-    """Return the sizes of a model of a known family."""
-    kind = config["model_type"]
+def read_shape(config: Mapping[str, Any]) -> Shape | None:
+    """Return the sizes of a model, or None for a family that is not in `FAMILIES`, or a configuration with other fields."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        return None
+    try:
+        return _read_fields(config, kind)
+    except KeyError:
+        return None
+
+
+def _read_fields(config: Mapping[str, Any], kind: str) -> Shape:
     family = FAMILIES[kind]
     config = {**config, **config.get("base_config_dict", {})}  # LoopUS nests the fields of Qwen3
     hidden, mlp = config[family.hidden], config["intermediate_size"]
@@ -134,15 +143,10 @@ def count_parameters(config: Mapping[str, Any], rank: int) -> int | None:
         rank: Rank of the adapter.
 
     Returns:
-        The number, or None for a model that is not in `FAMILIES`, or whose configuration has other fields.
+        The number, or None for a model whose sizes are not known.
     """
-    if config.get("model_type") not in FAMILIES:
-        return None
-    try:
-        shape = read_shape(config)
-    except KeyError:
-        return None
-    return _count_adapter(shape, rank)
+    shape = read_shape(config)
+    return None if shape is None else _count_adapter(shape, rank)
 
 
 def _count_adapter(shape: Shape, rank: int) -> int:
@@ -160,7 +164,7 @@ def estimate_memory(
     """Return the GB (10^9 bytes) of a LoRA training in bfloat16 by part, and in all (`total`).
 
     For a token, a run of a layer keeps its input of 2 H bytes with gradient checkpointing, else C H + 6 I bytes, with hidden
-    size H and MLP width I. `python benchmarks/memory.py` counts C. The result is empty for a model that is not in `FAMILIES`.
+    size H and MLP width I. `python benchmarks/memory.py` counts C. The result is empty for a model whose sizes are not known.
 
     Args:
         config: Content of a config.json.
@@ -170,10 +174,9 @@ def estimate_memory(
         checkpointing: Whether the backward pass computes the layers again.
         four_bit: Whether the linear layers of the frozen model have 4-bit weights.
     """
-    family = FAMILIES.get(config.get("model_type"))
-    if family is None:
-        return {}
     shape = read_shape(config)
+    if shape is None:
+        return {}
     outside = shape.before + shape.after
     layers = shape.looped + outside
     linear = layers * sum(rows * columns for rows, columns in shape.projections)
@@ -181,7 +184,7 @@ def estimate_memory(
     factors = _count_adapter(shape, rank)
 
     runs = (num_loops or shape.num_loops) * shape.looped + outside  # of layers, in a forward pass
-    kept = family.kept * shape.hidden + 6 * shape.mlp  # bytes of a token in a run
+    kept = FAMILIES[config["model_type"]].kept * shape.hidden + 6 * shape.mlp  # bytes of a token in a run
     if checkpointing:  # the inputs of all runs, and one run that is computed again
         activations = num_tokens * (runs * 2 * shape.hidden + kept)
     else:
@@ -212,13 +215,10 @@ def count_operations(
         checkpointing: Whether the backward pass computes the layers again.
 
     Returns:
-        The number, or None for a model that is not in `FAMILIES`, or whose configuration has other fields.
+        The number, or None for a model whose sizes are not known.
     """
-    if config.get("model_type") not in FAMILIES:
-        return None
-    try:
-        shape = read_shape(config)
-    except KeyError:
+    shape = read_shape(config)
+    if shape is None:
         return None
     passes = 3 if checkpointing else 2
     runs = shape.before + passes * ((num_loops or shape.num_loops) * shape.looped + shape.after)

@@ -21,7 +21,7 @@ def test_estimate_counts_published_weights(name):
     parts = estimate_memory(SHAPES[name], 0)
     assert parts["frozen weights"] / 2 == pytest.approx(WEIGHTS[name][0], rel=1e-3)
     assert parts["adapter and optimizer"] / 0.016 == pytest.approx(WEIGHTS[name][1], rel=1e-3)
-    assert estimate_memory({"model_type": "llama"}, 4096) == {}
+    assert estimate_memory({"model_type": "llama"}, 4096) == estimate_memory({"model_type": "ouro"}, 4096) == {}
 
 
 @pytest.mark.parametrize("name", SHAPES)
