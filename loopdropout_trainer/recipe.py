@@ -285,6 +285,17 @@ def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple
     return tuple(instances)
 
 
+def build_part(dataclass_types: Sequence[type], recipe: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return one instance of each dataclass from a recipe that has also other fields, whose values are left out unread.
+
+    Raises:
+        UserError: As in `build`, and for a wrong or missing value.
+    """
+    fields, hints = _find_fields(dataclass_types)
+    given = {name: value for name, value in recipe.items() if name in fields}
+    return build(dataclass_types, _read_values(given, fields, hints))
+
+
 def dump_recipe(settings: Mapping[str, Any], path: str | Path, comments: Iterable[str] = ()) -> None:
     """Write settings as a recipe that repeats the run, without secrets. A comment names the files of `--import`.
 

@@ -10,7 +10,7 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTA
 from loopdropout_trainer.costs import Training, describe_costs
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.plan import describe_length, describe_measurements, find_rank, read_config, titled
-from loopdropout_trainer.recipe import build
+from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.results import is_of_training, read_own_results
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
@@ -101,7 +101,7 @@ def _read_training(sweep: Any, method: str) -> Training:
     """
     recipe = {**sweep.recipes[method].selecting, "output_dir": sweep.output_dir}
     kinds = (ModelArguments, AdapterArguments, CONFIGS.get(sweep.script, LoopDropoutConfig))
-    model, adapter, args = build(kinds, {**recipe, "num_threads": None})
+    model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
     return Training(args, recipe, model, read_config(model), find_rank(adapter))
 
 
@@ -143,9 +143,5 @@ def _describe_evaluation(sweep: Any, method: str) -> str:
 
 def _list_measurements(sweep: Any, method: str) -> list[str]:
     """Return the measurements of a final run of a method, in plain words."""
-    recipe = dict(sweep.recipes[method].final)
-    for name in ("benchmarks", "eval_num_loops"):
-        if isinstance(recipe.get(name), str | int):  # a list of one value
-            recipe[name] = [recipe[name]]
-    (options,) = build((SFTArguments,), {**recipe, "merge": False})
+    (options,) = build_part((SFTArguments,), {**sweep.recipes[method].final, "merge": False})
     return describe_measurements(options)

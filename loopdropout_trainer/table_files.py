@@ -16,7 +16,7 @@ from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.frames import average, select
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.recipe import load_recipe
-from loopdropout_trainer.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
+from loopdropout_trainer.tables import NUMBERS, OVER_PROBLEMS, compare, mean_numbers, mean_sd, paired_gains
 
 
 class Missing(UserError):
@@ -115,7 +115,7 @@ def fill_cell(
         numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
         if show == "seeds":
             return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
-        is_over_problems = gain.test == TOO_FEW or gain.test.startswith("McNemar")
+        is_over_problems = gain.test in (TOO_FEW, OVER_PROBLEMS)
         return gain.text(1 if is_over_problems else decimals), numbers
     if of:
         costs = find(results, {"task": "training", "metric": of})

@@ -436,6 +436,13 @@ def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     assert text in capsys.readouterr().out
 
 
+def test_plan_reads_values_as_a_training_does(lab, capsys):
+    """A field of a list takes one value."""
+    lab.sweep(settings={"eval_num_loops": 8, "benchmarks": "arithmetic_hard"})
+    sweep.main([lab.file, "--dry_run", "true"])
+    assert "evaluate arithmetic_hard\n                evaluate arithmetic_hard at K = 8\n" in capsys.readouterr().out
+
+
 def test_plan_of_methods_with_their_own_evaluations_has_a_line_for_each(lab, capsys):
     methods = [{"lora": "lora", "deep": {"eval_num_loops": [8]}}]
     lab.sweep(methods=methods)
