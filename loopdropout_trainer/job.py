@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
-from loopdropout_trainer.data.caching import digest_imports
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.imported_code import describe_imports
 from loopdropout_trainer.measuring import evaluate, measure
 from loopdropout_trainer.plan import (
     count_rows,
@@ -286,9 +286,10 @@ class Job:
         if trainer.is_world_process_zero():
             dump_recipe(run.recipe, folder / RECIPE_FILE)
             if is_trained:
-                write_run(folder, status="trained")
+                write_run(folder, status="trained", **describe_imports(run.recipe, trainer.model, folder))
             else:
-                write_run(folder, status="training", imports=digest_imports())
+                run.remove_checkpoints_of_other_code()
+                write_run(folder, status="training", **describe_imports(run.recipe, trainer.model))
         if is_trained:
             load_trained(trainer, folder)
         else:

@@ -101,9 +101,14 @@ def import_files(paths: Sequence[str]) -> None:
             continue
         IMPORTED.append(absolute)
         if path.suffix == ".py":
-            spec = spec_from_file_location(f"imported_{path.stem}", absolute)
+            spec = spec_from_file_location(imported_name(path), absolute)
             module = sys.modules[spec.name] = module_from_spec(spec)
             spec.loader.exec_module(module)
+
+
+def imported_name(path: str | Path) -> str:
+    """Return the name of the module that a Python file of `--import` becomes."""
+    return f"imported_{Path(path).stem}"
 
 
 def override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

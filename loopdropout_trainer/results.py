@@ -261,6 +261,14 @@ def read_imports(output_dir: str | Path) -> dict[str, str]:
     return imports if isinstance(imports, dict) else {}
 
 
+def read_used_imports(output_dir: str | Path) -> list[str]:
+    """Return the files of `--import` that a run depends on. Of an older run, they are not known, so all Python files are."""
+    used = read_run(output_dir).get("used_imports")
+    if isinstance(used, list):
+        return used
+    return [path for path in read_imports(output_dir) if path.endswith(".py")]
+
+
 def has_trained(output_dir: str | Path) -> bool:
     """Return whether `run.json` says that a training has ended in a folder. Its measurements may be missing.
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopdropout_trainer.arguments import AdapterArguments, RewardArguments, ScriptArguments, SFTArguments
-from loopdropout_trainer.data.caching import digest_imports
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.imported_code import find_other_code, find_unused_changes
 from loopdropout_trainer.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
-from loopdropout_trainer.results import has_trained, is_finished, read_imports
-from loopdropout_trainer.saving.checkpoints import find_shortening, has_stopped_early, load_state, newest_checkpoint
+from loopdropout_trainer.results import has_trained, is_finished
+from loopdropout_trainer.saving.checkpoints import (
+    find_shortening,
+    has_stopped_early,
+    list_checkpoints,
+    load_state,
+    newest_checkpoint,
+)
 from loopdropout_trainer.saving.integrity import find_damage
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 from loopdropout_trainer.training.distributed import shards_weights
@@ -36,22 +42,6 @@ TRAINING_TYPES = (
     RewardArguments,
 )
 """Dataclasses with the fields of all trainings apart from the data, which recipes of trainings set in other scripts."""
-
-
-RESTORE_CODE = "Restore the code, set another `output_dir`, or remove the folder (its results are lost)."
-
-
-def find_other_code(folder: str | Path) -> str | None:
-    """Return a clause about the first file of `--import` that a run was trained with, and that is another one now, or None.
-
-    Further files do not matter, because they can add tasks. Task files (.yaml) do not change a training.
-    """
-    digests = digest_imports()
-    for path, digest in read_imports(folder).items():
-        if path.endswith(".py") and digest not in digests.values():  # the file may have moved
-            change = "has changed since" if path in digests else "is missing"
-            return f"its `--import` {path} {change}"
-    return None
 
 
 class Run(NamedTuple):
@@ -148,9 +138,27 @@ class Run(NamedTuple):
             return None
         folder = self.args.output_dir
         difference = find_other_code(folder)
-        if difference is None:
-            return None
-        return f"{folder} holds another run: {difference}. {RESTORE_CODE}"
+        if difference is not None:
+            return (
+                f"{folder} holds another run: {difference}. Restore the code, set another `output_dir`, or remove the folder "
+                "(its results are lost)."
+            )
+        for change in find_unused_changes(folder):
+            logger.warning(
+                "The run in %s continues, but %s. The run has no rule, model or other part of it.", folder, change
+            )
+        return None
+
+    def remove_checkpoints_of_other_code(self) -> None:
+        """Remove the checkpoints of other imported code if the training begins again, as nothing must continue from them."""
+        folder = self.args.output_dir
+        checkpoints = list_checkpoints(folder)
+        change = find_other_code(folder)
+        if self.args.resume_from_checkpoint or change is None or not checkpoints:
+            return
+        logger.warning("The training in %s begins again without its checkpoints, because %s.", folder, change)
+        for checkpoint in checkpoints:
+            shutil.rmtree(checkpoint)
 
     def _find_damaged_adapter(self) -> str | None:
         """Return the message about a folder with a damaged adapter, or None if the training continues from a checkpoint."""

@@ -43,6 +43,7 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(sweep, _describe_evaluation),
         "done": done,
+        "other code": sweep.describe_other_results(),
     }
     print(count(total, "training"))
     for title, text in plan.items():

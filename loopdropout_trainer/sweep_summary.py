@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -37,7 +38,10 @@ def print_summary(sweep: Any) -> None:
     if num_ended == 0:
         return
     sweep.save_progress()
-    final = final_results(load_results(sweep.output_dir))
+    results = load_results(sweep.output_dir)
+    for folder in sweep.find_other_results():
+        results = results[~results["folder"].map(lambda name, run=folder: Path(name).is_relative_to(run))]
+    final = final_results(results)
     trained = final[final["method"] != "base model"]
     numbers = accuracy_numbers(final)
     table = accuracy_table(numbers)

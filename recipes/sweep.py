@@ -29,15 +29,15 @@ from typing import Any, NamedTuple
 
 from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
+from loopdropout_trainer.imported_code import find_other_code
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
-from loopdropout_trainer.runs import RESTORE_CODE, find_other_code
 from loopdropout_trainer.sweep_methods import has_benchmarks, make_recipes, name_methods
 from loopdropout_trainer.sweep_plan import print_sweep_plan
 from loopdropout_trainer.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
-from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_progress, update_summary
+from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_progress, list_runs, update_summary
 from loopdropout_trainer.workers import Workers
 
 
@@ -173,9 +173,10 @@ class Sweep:
         return runs
 
     def pending(self) -> list[SweepRun]:
-        """Return the runs that have a learning rate and are not done, in the order of their seeds."""
+        """Return the runs that have a learning rate and can be trained or measured now, in the order of their seeds."""
         runs = [run for method in self.recipes for run in self.pending_of(method)]
-        return sorted(runs, key=lambda run: self.seeds.index(run.seed))
+        ready = [run for run in runs if not has_other_results(self.folder(run))]
+        return sorted(ready, key=lambda run: self.seeds.index(run.seed))
 
     def pending_of(self, method: str) -> list[SweepRun]:
         """Return the runs of a method that have a learning rate and are not done. Without any, the method is finished."""
@@ -234,7 +235,7 @@ class Sweep:
     def score(self, run: SweepRun) -> tuple[float, float] | None:
         """Return the score that chooses the learning rate and the negative held-out loss, or None before the run."""
         folder = self.folder(run)
-        if run.name not in self.scores and folder.is_dir():
+        if run.name not in self.scores and folder.is_dir() and find_other_code(folder) is None:
             score = read_score(folder, self.select_on)
             if score is not None:
                 self.scores[run.name] = score
@@ -244,10 +245,11 @@ class Sweep:
         """Return whether a run has finished with its settings, or need not.
 
         It need not if it only serves the choice and has its score, or if its loss is not finite. `Run.is_complete` of a
-        training script is stricter: a run with a damaged adapter is not complete. The sweep still has its results.
+        training script is stricter: a run with a damaged adapter is not complete. The sweep still has its results. A run that
+        was trained with other imported code is not done.
 
         Raises:
-            UserError: if the run in the folder has other training settings, or was trained with other imported code.
+            UserError: if the run in the folder has other training settings.
         """
         if run in self.done:
             return True
@@ -258,9 +260,9 @@ class Sweep:
         saved, new = load_recipe(path), self.run_settings(run)
         if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
             raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
+        if find_other_code(folder) is not None:
+            return False
         score = self.score(run)
-        if (has_trained(folder) or score == NON_FINITE) and (difference := find_other_code(folder)):
-            raise UserError(f"{folder}: {difference}. {RESTORE_CODE}")
         has_score = run.selects and score is not None
         # A run may have further results, of fields that are no longer set.
         is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
@@ -268,6 +270,23 @@ class Sweep:
         if is_done:
             self.done.add(run)
         return is_done
+
+    def find_other_results(self) -> list[Path]:
+        """Return the folders of runs of the sweep's methods that have results of other imported code."""
+        folders = [folder for folder in list_runs(self.output_dir) if folder.parent.parent.name in self.recipes]
+        return [folder for folder in folders if has_other_results(folder)]
+
+    def describe_other_results(self) -> str:
+        """Return sentences about the runs that keep results of other imported code, with the fix, or "" without any."""
+        folders = self.find_other_results()
+        if not folders:
+            return ""
+        changes = dict.fromkeys(find_other_code(folder) for folder in folders)
+        return (
+            f"{count(len(folders), 'run')} cannot be compared with the others, because {' and '.join(changes)}: "
+            f"{', '.join(map(str, folders))}. Remove these folders to train them again (their results are lost), restore the "
+            "code, or give the method another name."
+        )
 
     # Training
 
@@ -278,6 +297,8 @@ class Sweep:
             UserError: If two runs in a row fail with the same message.
         """
         self.save_progress()
+        if other_results := self.describe_other_results():
+            print(f"The sweep trains the other runs. {other_results}", flush=True)
         self.pool.train_all()
 
     def save_progress(self) -> None:
@@ -298,21 +319,29 @@ class Sweep:
         """Print the runs that have failed. Their errors were printed when they ended.
 
         Raises:
-            UserError: If there are any.
+            UserError: If there are any, or runs with results of other imported code.
         """
-        failures = self.pool.failures
+        failures, other_results = self.pool.failures, self.describe_other_results()
+        sentences = []
         if failures:
             logs = (f"{run.name} (log: {self.folder(run)}/log.txt)" for run in failures)
             print("\nFailed, with the errors above:", *logs, sep="\n  ")
-            raise UserError(
+            sentences.append(
                 f"{count(len(failures), 'run')} failed. Fix the cause. The same command then trains what is missing."
             )
+        if other_results:
+            sentences.append(other_results)
+        if sentences:
+            raise UserError(" ".join(sentences))
 
     def command(self, run: SweepRun) -> list[str]:
         """Write the recipe of a run, let a finished one be measured again, and return its command."""
         folder = self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        dump_recipe(self.run_settings(run), folder / SETTINGS_FILE)
+        settings = self.run_settings(run)
+        if find_other_code(folder) is not None:
+            settings["resume_from_checkpoint"] = "false"  # its checkpoints are of the former code
+        dump_recipe(settings, folder / SETTINGS_FILE)
         if is_finished(folder):
             write_run(folder, status="trained")
         launcher = shlex.split(self.launcher) or [sys.executable]
@@ -327,6 +356,11 @@ class Sweep:
 
 
 ARGUMENTS = (Sweep,)
+
+
+def has_other_results(folder: Path) -> bool:
+    """Return whether a folder has results of other imported code. A training without results begins again."""
+    return has_trained(folder) and find_other_code(folder) is not None
 
 
 def _rounded(rate: float) -> float:
@@ -350,6 +384,7 @@ def main(argv: list[str] | None = None) -> None:
         print_sweep_plan(sweep, f"loopdropout sweep {shlex.join(without_option(words, 'dry_run'))}")
     elif sweep.print_commands:
         print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
+        sweep.check_failures()
     else:
         from loopdropout_trainer.sweep_summary import print_summary
 

@@ -28,7 +28,6 @@ from transformers.utils import logging
 
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.files import PACKAGE
-from loopdropout_trainer.recipe import IMPORTED
 
 
 if TYPE_CHECKING:
@@ -101,15 +100,10 @@ def code_of(function: Callable[..., Any]) -> str | None:
 
     Installed libraries are left out. A function without a file, as in a notebook, needs none: `datasets` hashes its code.
     """
-    file = own_file(_module_of(function))
+    file = own_file(module_of(function))
     if file is None:
         return None
     return digest_files(sorted(own_files(file)))
-
-
-def digest_imports() -> dict[str, str]:
-    """Return the digest of each file of `--import`, with the user's files that it imports, by its absolute path."""
-    return {path: digest_files(sorted(own_files(Path(path)))) for path in IMPORTED}
 
 
 def own_files(file: Path) -> set[Path]:
@@ -166,7 +160,7 @@ def _module_files(names: Sequence[str], folders: Sequence[str]) -> Iterator[Path
 
 def global_values(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the plain values among the global names of a function's file: texts, numbers, patterns and containers of them."""
-    module = _module_of(function)
+    module = module_of(function)
     if own_file(module) is None:
         return {}
     return {name: value for name, value in vars(module).items() if name[:2] != "__" and _is_plain(value)}
@@ -180,7 +174,8 @@ def own_file(module: ModuleType | None) -> Path | None:
     return Path(file)
 
 
-def _module_of(function: Callable[..., Any]) -> ModuleType | None:
+def module_of(function: Callable[..., Any]) -> ModuleType | None:
+    """Return the module of a function or a class, or None if it is not known."""
     while isinstance(function, functools.partial):
         function = function.func
     return sys.modules.get(function.__module__)

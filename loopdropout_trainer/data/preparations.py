@@ -187,3 +187,6 @@ PREPARATIONS = {
     "tulu2": Preparation(make_tulu2_example, split=draw_random),
 }
 """Preparations by name. None takes rows in TRL's formats."""
+
+PACKAGED_PREPARATIONS = frozenset(PREPARATIONS)
+"""Names of the preparations of this package. A file of the user can add others."""

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script
@@ -22,7 +24,10 @@ from loopdropout_trainer.cli import command_of
 from loopdropout_trainer.data import PREPARATIONS, DataArguments
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import recipe_names, recipes_folder
+from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.imported_code import describe_imports
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, name_words, override, parse, read_settings
+from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
 
@@ -163,6 +168,54 @@ def test_import_runs_a_file_once(write, tmp_path, monkeypatch):
     assert (tmp_path / "count").read_text() == "x"
     with user_error("`--import` must be given Python files or task files, got nowhere.py"):
         read("--name", "x", "--import", "nowhere.py")
+
+
+PARTS = """
+from loopdropout_trainer.data import PREPARATIONS
+from loopdropout_trainer.gates import LoRA, register_rule
+from loopdropout_trainer.rewards import register_reward
+from dataclasses import dataclass
+
+PREPARATIONS["my_data"] = PREPARATIONS["gsm8k"]
+
+@register_reward
+def my_scorer(completion, reference):
+    return True
+
+@register_rule
+@dataclass(frozen=True)
+class Mine(LoRA):
+    name = "my_rule"
+"""
+
+
+@pytest.mark.parametrize(("recipe", "is_used"), [
+    ({"rule": "lora", "preparation": "gsm8k", "rewards": ["gsm8k_strict"]}, False),
+    ({"rule": "lora", "compare_with": ["my_rule"]}, False),  # which trains in a run of its own
+    ({"rule": "my_rule"}, True),
+    ({"preparation": "my_data"}, True),
+    ({"rewards": ["gsm8k_strict", "my_scorer"]}, True),
+    ({"own_benchmarks": {"own": {"path": "a.jsonl", "scorer": "my_scorer"}}}, True),
+])  # fmt: skip
+def test_run_depends_on_the_imports_that_it_uses(write, monkeypatch, recipe, is_used):
+    monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
+    monkeypatch.setattr("loopdropout_trainer.imported_code.IMPORTED", imported := [])
+    path = write(PARTS, "mine.py")
+    with patch.dict(PREPARATIONS), patch.dict(RULES), patch.dict(REWARDS):
+        read("--name", "x", "--import", path)
+        imported.append(path)
+        facts = describe_imports(recipe, torch.nn.Linear(1, 1))
+    assert [*facts["imports"]] == [path] and facts["used_imports"] == [path] * is_used
+
+
+def test_run_depends_on_the_import_of_its_model(write, monkeypatch):
+    monkeypatch.setattr("loopdropout_trainer.recipe.IMPORTED", [])
+    monkeypatch.setattr("loopdropout_trainer.imported_code.IMPORTED", imported := [])
+    path = write("import torch\n\nclass Model(torch.nn.Linear):\n    pass\n", "my_model.py")
+    read("--name", "x", "--import", path)
+    imported.append(path)
+    model = torch.nn.Sequential(sys.modules["imported_my_model"].Model(1, 1))
+    assert describe_imports({}, model)["used_imports"] == [path]
 
 
 @pytest.mark.parametrize(("words", "message"), [

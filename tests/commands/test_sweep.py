@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
-from loopdropout_trainer.results import write_results
+from loopdropout_trainer.results import read_run, write_results
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.sweep_summary import print_summary
 from loopdropout_trainer.sweeps import SweepRun, describe_choices, describe_progress, read_summary
@@ -557,29 +558,72 @@ def test_errors_inside_of_trainings_stop_a_sweep(lab, forks, monkeypatch, capsys
     assert re.search(f"broken/lr_0.01/seed_1 ended with exit code 1: {message}", printed.out)
 
 
-def test_changed_code_of_an_import_is_named(lab, forks):
-    """The results of a rule are not averaged with the results of its edited file, which may move."""
+def test_changed_code_of_an_import_is_named(lab, forks, capsys):
+    """The results of a rule are not averaged with the results of its edited file, which may move. Other methods go on."""
     rule = lab.folder / "own.py"
     rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
     lab.recipe.write_text(
         yaml.safe_dump({**RECIPE, "benchmarks": None, "single_loop_batches": 0, "compare_with": None})
     )
-    fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken"]}
-    Path(lab.file).write_text(yaml.safe_dump({**fields, "learning_rates": [0.01], "select_on": "eval_loss"}))
-    run, script = lab.out / "broken/lr_0.01/seed_1", ROOT / "recipes/sweep.py"
+    fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken", "lora"]}
+    fields |= {"learning_rates": [0.01], "select_on": "eval_loss"}
+    Path(lab.file).write_text(yaml.safe_dump(fields))
+    run, lora, script = lab.out / "broken/lr_0.01/seed_1", lab.out / "lora/lr_0.01/seed_1", ROOT / "recipes/sweep.py"
     sweep.main([lab.file, "--import", str(rule)])
-    assert [*json.loads((run / "run.json").read_text())["imports"]] == [str(rule)]
+    facts = read_run(run)
+    assert [*facts["imports"]] == facts["used_imports"] == [str(rule)]
+    assert [*read_run(lora)["imports"]] == [str(rule)] and read_run(lora)["used_imports"] == []
     assert (run / "recipe.yaml").read_text().startswith(f"# It needs `--import {rule}`.\n")
     assert find_source(run).lines()["imports"] == str(rule)
     rule.rename(lab.folder / "moved.py")
     python(script, lab.file, "--import", lab.folder / "moved.py")
     rule.write_text(BROKEN_RULE)
+    trained = Program(ROOT / "recipes/sft.py", run / "recipe.yaml", "--output_dir", run, "--import", rule)
+    change = f"its `--import` {rule} has changed since"
     message = (
-        f"{run}(: | holds another run: )its `--import` {rule} has changed since. Restore the code, set another `outp"
+        f"{run} holds another run: {change}. Restore the code, set another `output_dir`, or remove the folder (its"
     )
-    for command in ([script, lab.file], [ROOT / "recipes/sft.py", run / "recipe.yaml", "--output_dir", run]):
-        program = Program(*command, "--import", rule)
-        assert program.wait() == 2 and re.search(message, program.stderr), program.stderr
+    assert trained.wait() == 2 and message in trained.stderr, trained.stderr
+    # A run that does not use the file is measured further, with one warning.
+    trained = Program(ROOT / "recipes/sft.py", lora / "recipe.yaml", "--output_dir", lora, "--import", rule)
+    assert trained.wait() == 0 and trained.stderr.count(change) == 1, trained.stderr
+    # The others go on.
+    fields |= {"learning_rates": [0.01, 0.02], "methods": ["broken", "lora"], "full_grid": True}
+    Path(lab.file).write_text(yaml.safe_dump(fields))
+    capsys.readouterr()
+    text = (
+        f"1 run cannot be compared with the others, because {change}: {run}. Remove these folders to train them again (their "
+        "results are lost), restore the code, or give the method another name."
+    )
+    with user_error(f"^{re.escape(text)}$"):
+        sweep.main([lab.file, "--import", str(rule)])
+    out = capsys.readouterr().out
+    assert out.startswith(f"The sweep trains the other runs. {text}\n2 of 4: broken/lr_0.02/seed_1 trained"), out
+    assert "3 of 4: lora/lr_0.02/seed_1 trained" in out
+    assert "not finished: 3 of 4 trainings" in describe_progress(lab.out)
+    shutil.rmtree(run)
+    sweep.main([lab.file, "--import", str(rule)])
+    assert describe_progress(lab.out) == ""
+
+
+def test_failed_training_begins_again_with_changed_code(lab, forks, capsys):
+    """It has no results to lose. Nothing continues from its checkpoints, which are of the former code."""
+    rule = lab.folder / "own.py"
+    rule.write_text(BROKEN_RULE)
+    recipe = {"benchmarks": None, "single_loop_batches": 0, "compare_with": None, "max_steps": 3, "save_steps": 1}
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, **recipe, "num_train_examples": 8}))
+    fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken"]}
+    Path(lab.file).write_text(yaml.safe_dump({**fields, "learning_rates": [0.01], "select_on": "eval_loss"}))
+    run = lab.out / "broken/lr_0.01/seed_1"
+    with user_error("^1 run failed"):
+        sweep.main([lab.file, "--import", str(rule)])
+    assert (run / "checkpoint-2").is_dir()
+    rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
+    sweep.main([lab.file, "--import", str(rule)])
+    assert "1 of 1: broken/lr_0.01/seed_1 trained" in capsys.readouterr().out
+    log = (run / "log.txt").read_text()
+    assert f"begins again without its checkpoints, because its `--import` {rule} has changed since" in log
+    assert "3/3" in log and "1/3" in log.rpartition("begins again")[2]
 
 
 @pytest.mark.parametrize(

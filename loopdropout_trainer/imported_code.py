@@ -1,0 +1,110 @@
+"""The code of `--import`: the files that a run depends on, and whether they have changed since its training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopdropout_trainer.data.caching import digest_files, module_of, own_file, own_files
+from loopdropout_trainer.data.preparations import PACKAGED_PREPARATIONS, PREPARATIONS
+from loopdropout_trainer.gates import RULES
+from loopdropout_trainer.gates.depth import DEPTH_SAMPLERS
+from loopdropout_trainer.looped import DESCRIPTIONS
+from loopdropout_trainer.recipe import IMPORTED, imported_name
+from loopdropout_trainer.recipe_changes import UNCOMPARED
+from loopdropout_trainer.results import read_imports, read_used_imports
+from loopdropout_trainer.rewards import REWARDS
+
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+UNKNOWN = "any file"
+"""Place of a preparation of the user, which can be made of the package's functions alone, so that its file is not known."""
+
+
+def digest_imports() -> dict[str, str]:
+    """Return the digest of each file of `--import`, with the user's files that it imports, by its absolute path."""
+    return {path: digest_files(sorted(own_files(Path(path)))) for path in IMPORTED}
+
+
+def describe_imports(recipe: Mapping[str, Any], model: nn.Module, trained: str | Path | None = None) -> dict[str, Any]:
+    """Return the facts of `run.json` about `--import`: the digests of all files, and the files that the run depends on.
+
+    A run depends on the Python file of its model, rule, depth sampler, preparation, rewards and scorers. A task file (.yaml)
+    does not change a training.
+
+    Args:
+        recipe: Settings of the run that can change its results. Each text is looked up among the registered names.
+        model: Model of the run.
+        trained: Folder of the run if it is trained already and only measured further, so that its files are added.
+    """
+    compared = {name: value for name, value in recipe.items() if name not in UNCOMPARED}
+    parts = [*_find_registered(compared), *_find_classes(model)]
+    used = []
+    for path in IMPORTED:
+        if path.endswith(".py") and (parts.count(UNKNOWN) or any(_is_in(part, path) for part in parts)):
+            used.append(path)
+    imports = digest_imports()
+    if trained is not None:
+        imports = {**read_imports(trained), **imports}
+        used = [*dict.fromkeys([*read_used_imports(trained), *used])]
+    return {"imports": imports, "used_imports": used}
+
+
+def _is_in(part: Any, path: str) -> bool:
+    """Return whether a class or a function is in a file of `--import`, or in a file of the user that it imports."""
+    if own_file(module_of(part)) in own_files(Path(path)):
+        return True
+    return part.__module__ == imported_name(path)  # of two files of this name, Python knows only the last one
+
+
+def find_other_code(folder: str | Path) -> str | None:
+    """Return a clause about the first file that the run in a folder depends on and that is another one now, or None."""
+    return next(_find_changes(folder, read_used_imports(folder)), None)
+
+
+def find_unused_changes(folder: str | Path) -> list[str]:
+    """Return a clause about each changed file that the run in a folder was given, but as far as is known does not use."""
+    used = read_used_imports(folder)
+    unused = [path for path in read_imports(folder) if path.endswith(".py") and path not in used and path in IMPORTED]
+    return list(_find_changes(folder, unused))
+
+
+def _find_changes(folder: str | Path, paths: list[str]) -> Iterator[str]:
+    if not paths:
+        return
+    former, digests = read_imports(folder), digest_imports()
+    for path in paths:
+        if former.get(path) not in digests.values():  # the file may have moved
+            change = "has changed since" if path in digests else "is missing"
+            yield f"its `--import` {path} {change}"
+
+
+def _find_registered(value: Any) -> Iterator[Any]:
+    """Yield the classes and functions that the texts of a recipe name, or `UNKNOWN`, also inside of lists and mappings."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _find_registered(item)
+    if not isinstance(value, str):
+        return
+    for registry in (RULES, DEPTH_SAMPLERS):
+        if value in registry:
+            yield from registry[value].__mro__
+    if value in REWARDS:
+        yield REWARDS[value]
+    if value in PREPARATIONS.keys() - PACKAGED_PREPARATIONS:
+        yield UNKNOWN
+
+
+def _find_classes(model: nn.Module) -> Iterator[type]:
+    """Yield the classes of a model and its parts, and of their descriptions."""
+    for cls in {type(module) for module in model.modules()}:
+        for base in cls.__mro__:
+            yield base
+            if base in DESCRIPTIONS:
+                yield DESCRIPTIONS[base]
