@@ -43,6 +43,8 @@ class LoopedModelMixin:
         run_folder: Folder with the results of that training, or None if it is not known.
         trained_adapter: Name of the adapter that a trainer has trained last, or None.
         loaded_adapter: Folder or Hub name of the adapter that the model was loaded with to train it, until it is trained.
+        adapter_source: The adapter that the model was loaded with, which knows its tokenizer (`saving.facts.Source`), or None.
+        training_tokenizer: Tokenizer of the trainer that the model was given to last, or None.
         base_revision: Commit of the repository on the Hub that the model was loaded from, or None if it is not known.
     """
 
@@ -55,6 +57,8 @@ class LoopedModelMixin:
     run_folder: str | None = None
     trained_adapter: str | None = None
     loaded_adapter: str | None = None
+    adapter_source: Any = None
+    training_tokenizer: Any = None
     base_revision: str | None = None
 
     @property

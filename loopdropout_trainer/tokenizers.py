@@ -114,6 +114,11 @@ def load_tokenizer(
     """
     name_or_path = model_path(name_or_path)
     check_name(str(name_or_path))
+    if Path(name_or_path).is_dir() and not Path(name_or_path, "tokenizer.json").is_file():
+        raise UserError(
+            f"{name_or_path} must have a tokenizer, but it has no tokenizer.json. Save a merged model with its tokenizer by "
+            "`merge_and_save(model, folder, tokenizer)`, and another model's by `tokenizer.save_pretrained(folder)`."
+        )
     for beginning, tokenizer_name in TOKENIZERS.items():
         if str(name_or_path).startswith(beginning):
             name_or_path, revision = tokenizer_name, None

@@ -34,7 +34,8 @@ UNITS = {
 def saved_step(trainer: Trainer) -> int:
     """Return the optimizer step of a trainer's weights, which is the best one after `load_best_model_at_end`."""
     state = trainer.state
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+    loads_best = trainer.args.load_best_model_at_end and not trainer.is_cut_off
+    if loads_best and state.best_model_checkpoint is not None:
         return checkpoint_step(state.best_model_checkpoint)  # the best step may have no checkpoint
     return state.global_step
 

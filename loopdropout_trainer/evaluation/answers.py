@@ -51,6 +51,8 @@ _UNREAD_ATTRIBUTES = {
     "run_folder",
     "trained_adapter",
     "loaded_adapter",
+    "adapter_source",
+    "training_tokenizer",
     "name_or_path",
 }
 _UNREAD_ATTRIBUTES |= vars(nn.Module()).keys() - {"training"}  # parameters and buffers are read by name, hooks too

@@ -98,6 +98,7 @@ def write_model_card(
         "Depths in training": " to ".join(map(str, depths)) if depths[0] != depths[-1] else None,
         "Version of loopdropout-trainer": program,
         "Training data": data_description or ", ".join(map(str, map(_public, names))) or metadata.get("training_data"),
+        "Training": f"stopped {metadata['stopped']}" if metadata.get("stopped") else None,
         "Kept weights": kept_checkpoint,
         "Held-out loss (nats per token)": _held_out_loss(results, "unit") if scale == 1 else None,
         "Held-out loss (nats per token), base model": _held_out_loss(results, "none"),

@@ -194,6 +194,7 @@ class ModelLoader:
         self._base.generation_config.eos_token_id = copy.deepcopy(self._own_end_tokens)
         looped = attach_looped_model(self._base)
         looped.trained_with, looped.run_folder, looped.loaded_adapter = {}, None, None
+        looped.adapter_source = None
         if len(self._base.get_input_embeddings().weight) != self._vocabulary_size:
             self._key = None  # the embeddings were resized
 
@@ -231,6 +232,7 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     looped.trained_with = metadata
     looped.loaded_adapter = source.name if is_trainable else None
     looped.run_folder = str(source.results_folder)
+    looped.adapter_source, looped.training_tokenizer = source, None
     add_end_tokens(looped, metadata.get("eos_token_id") or [])
     num_loops = looped.num_loops
     source.check_run(num_loops)

@@ -45,7 +45,7 @@ from loopdropout_trainer.saving.pushing import create_branch, explain_push, push
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
-from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids
+from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids, load_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -146,7 +146,8 @@ def merge_and_save(
     Args:
         model: PEFT model over a looped model.
         output_dir: Folder for the merged model.
-        processing_class: Tokenizer to save with the model.
+        processing_class: Tokenizer to save with the model. Default: the trainer's, or the one of the adapter's folder, or
+            the base model's. A warning says so if there is none.
         card: Keyword arguments of `write_model_card`, as from `read_card_fields`. The recipe is saved, too. Default: from the
             folder of the adapter's training.
         repo_id: Name on the Hub (`user/name`). The title and the code of the model card name it.
@@ -173,12 +174,31 @@ def merge_and_save(
         card = read_card_of(model)
     if standalone:
         check_code(base)
+    if processing_class is None:
+        processing_class = _find_tokenizer(model, output_dir)
     if processing_class is not None:
         add_end_tokens(base, end_token_ids(processing_class))
     weights = merged_state_dict(model, scale)
     with integrity.saving(output_dir, integrity.MODEL_FILES):
         _write_merged(output_dir, model, weights, processing_class, card, repo_id, scale, standalone)
     return output_dir
+
+
+def _find_tokenizer(model: PeftModel, output_dir: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a model with an adapter, or warn that a merged model in `output_dir` lacks it."""
+    looped = find_looped_model(model)
+    if looped.training_tokenizer is not None:
+        return looped.training_tokenizer
+    try:
+        if looped.adapter_source is not None:
+            return looped.adapter_source.load_tokenizer()
+        return load_tokenizer(base_name(model) or "", looped.base_revision)
+    except UserError as error:
+        logger.warning(
+            f"The merged model in {output_dir} has no tokenizer, which `loopdropout chat` and servers need. Give it, as in "
+            f"`merge_and_save(model, folder, tokenizer)`. {error}"
+        )
+        return None
 
 
 def _write_merged(

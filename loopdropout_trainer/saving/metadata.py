@@ -38,6 +38,7 @@ _TYPES = {
     "objective": str | None,
     "seed": int | None,
     "step": int | None,
+    "stopped": str | None,
     "p": int | float | list[int | float] | None,
 }
 """Types of the fields that commands read."""

@@ -123,7 +123,7 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
     """Return the kind of a folder by its files, and the folder that holds the model or the adapter.
 
     PEFT saves the adapter `default` in the folder itself, and another adapter in a subfolder with its name. If there are
-    several, `loop_dropout.json` is next to the trained one.
+    several, `loop_dropout.json` is next to the trained ones, of which the last training's is meant.
 
     Raises:
         UserError: If the folder holds neither a model nor an adapter, and is neither a run nor a sweep, or if several adapters
@@ -132,9 +132,11 @@ def _find_files(folder: Path, name: str, metadata: Mapping[str, Any]) -> Files:
     named = [path.parent for path in sorted(folder.glob(f"*/{CONFIG_FILE}")) if not is_checkpoint(path.parent)]
     trained = [path for path in named if (path / METADATA_FILE).is_file()]
     if holds_adapter(folder):
-        if trained and not (folder / METADATA_FILE).is_file():
-            return Files("adapter", _only(trained, name))
-        return Files("adapter", folder)
+        if not trained:
+            return Files("adapter", folder)
+        if (folder / METADATA_FILE).is_file():
+            return Files("adapter", _find_last_trained([folder, *trained], folder))
+        return Files("adapter", _only(trained, name))
     if (folder / "config.json").is_file():
         return Files(_find_kind(folder, metadata), folder)
     if named:
@@ -157,6 +159,18 @@ def _only(adapters: list[Path], name: str) -> Path:
         names = ", ".join(path.name for path in adapters)
         raise UserError(f"`adapter` must be the folder of one adapter, got {name} with the adapters {names}.")
     return adapters[0]
+
+
+def _find_last_trained(adapters: list[Path], folder: Path) -> Path:
+    """Return the folder of the adapter that the last training in `folder` has trained, else `folder` itself."""
+    trainings = [row.get("training") for row in read_own_results(recipe_path(folder).parent) if is_of_training(row)]
+    chosen = folder
+    for path in adapters:
+        if trainings and read_metadata(path).get("training_id") == trainings[-1]:
+            chosen = path
+    names = {path: "default" if path == folder else path.name for path in adapters}
+    warn_once(f"{folder} holds the trained adapters {', '.join(names.values())}. The adapter {names[chosen]} is used.")
+    return chosen
 
 
 def _find_kind(folder: Path, metadata: Mapping[str, Any]) -> Kind:

@@ -17,9 +17,19 @@ from loopdropout_trainer.errors import UserError, first_line, short_repr
 class OptimizerMixin:
     """Optimizer and learning rate schedule of a TRL trainer, by the fields of `GateConfig`."""
 
+    optimized_adapter: str | None = None
+    """Name of the adapter that an optimizer of this trainer was made for, or None for an optimizer of the user."""
+
+    def forget_other_optimizer(self) -> None:
+        """Let the next training make a new optimizer if `set_adapter` has chosen another adapter since the last one."""
+        if self.optimized_adapter not in (None, self.model.active_adapters[0]):
+            self.optimizer = self.lr_scheduler = self.optimized_adapter = None
+
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create the optimizer, with LoRA+ if `loraplus_lr_ratio` is set."""
         args = self.args
+        if self.optimizer is None:
+            self.optimized_adapter = self.model.active_adapters[0]
         if args.loraplus_lr_ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)
         model = model or self.model

@@ -122,6 +122,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         samples_start_states: Whether models with a random start state draw it for each step.
         runs_several_draws: Whether the trainer runs rules with several draws for a micro-batch.
         draw_index: Index of the running draw.
+        is_cut_off: Whether an exception has stopped the last training, so that the weights are those of its last step.
         objective: Kind of the training in texts, such as "SFT".
         recipe: Recipe of the training, which is saved with its results. Default: made of the arguments.
         training_id: Identifier of the training, which its checkpoints and its adapter keep.
@@ -141,6 +142,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     physical_layers: list[int]
     last_gates: GatedBatch | None = None
     method: str | None = None
+    is_cut_off = False
     objective: str | None = None
     recipe: Mapping[str, Any] | None = None
     num_trained = 0
@@ -285,6 +287,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         self.check_packages()
         float32_adapter(self.model, self._given_weights)
         self._record_base()
+        self.looped.training_tokenizer = self.processing_class
         self.keep_head()
         self.prepare_gates()
         if self.optimizer is not None:

@@ -37,6 +37,7 @@ from loopdropout_trainer.training.resuming import describe_resuming, describe_tr
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.start import find_start, log_start
 from loopdropout_trainer.training.stopping import (
+    TrainingInterrupted,
     ended_early,
     explain_metrics,
     explain_write_errors,
@@ -176,6 +177,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         num_loops = self.num_loops
         self.restore_accelerator()
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
+        self.forget_other_optimizer()
         checkpoint = find_resumable(self, resume_from_checkpoint)
         self.resumption.training_number = number_training(self.args.output_dir, checkpoint)
         if checkpoint is None:
@@ -186,7 +188,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.training_id = find_source(checkpoint).training_id
         self.start = find_start(self.model, self.saved_facts["base_weights"], checkpoint)
         if self.is_world_process_zero():
-            log_start(self.model, self.start)
+            log_start(self.model, self.start, checkpoint)
             rows = self.args.rows_per_process
             warning = describe_mean(self.rule, num_loops, self.physical_layers, rows, self.gate_seed)
             if warning is not None:
@@ -201,13 +203,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 stack.enter_context(explain_write_errors(folder))
                 if self.args.should_save:
                     stack.enter_context(lock_folder(folder))
+                stack.enter_context(self._record_stop())
                 with ended_early(self, checkpoint), explain_metrics(self):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 warn_of_unsaved_best(self.args, self.state)
                 self.record_training(first_step)
-                facts = {"step": saved_step(self), "training_data": describe_training_data(self)}
-                self.looped.trained_with = {**self.looped.trained_with, **facts}
+                self._record_facts()
                 self.looped.run_folder = folder
             return output._replace(training_loss=output.metrics["train_loss"])  # which `log` has set
         finally:
@@ -216,6 +218,25 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.gate_state.reset()
             self.unit_gates.micro_batch = 0
             self.looped.num_loops = num_loops
+
+    def _record_facts(self, **further: Any) -> None:
+        """Record in the settings of the adapter how far it was trained, and on which data."""
+        facts = {"step": saved_step(self), "training_data": describe_training_data(self), **further}
+        self.looped.trained_with = {**self.looped.trained_with, **facts}
+
+    @contextmanager
+    def _record_stop(self) -> Iterator[None]:
+        """Record the step at which an error, Ctrl-C or a callback's exception stops the training in this block."""
+        before = self.state
+        self.is_cut_off = False
+        try:
+            yield
+        except BaseException as error:
+            state = self.state
+            if state is not before and state.global_step < state.max_steps:  # else it has not begun, or has ended
+                self.is_cut_off = not isinstance(error, TrainingInterrupted)  # which comes after a regular end
+                self._record_facts(stopped=f"at step {state.global_step:,} of {state.max_steps:,}")
+            raise
 
 
 class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer):

@@ -91,8 +91,14 @@ def describe_training(settings: Mapping[str, Any]) -> str:
     return f"{method} ({', '.join(facts)}){f' on {data}' if data else ''}"
 
 
-def log_start(model: PeftModel, start: Mapping[str, Any]) -> None:
-    """Log which of several adapters trains, and that its weights were trained before."""
+def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
+    """Log which of several adapters trains, and that its weights were trained before.
+
+    Args:
+        model: Model with the adapter that is trained.
+        start: Settings from `find_start`.
+        checkpoint: Checkpoint that the training continues from, or None.
+    """
     adapter = model.active_adapters[0]
     others = [name for name in model.peft_config if name not in (adapter, "ref")]  # TRL adds the reference "ref"
     if others:
@@ -101,10 +107,17 @@ def log_start(model: PeftModel, start: Mapping[str, Any]) -> None:
             f"The adapter {adapter!r} trains, and {names} stays unchanged. `set_adapter` chooses another one."
         )
     earlier = start.get("earlier_trainings")
-    if earlier:
+    if not earlier:
+        return
+    if checkpoint is not None:
+        logger.warning(
+            f"The training of {checkpoint} started from weights that were trained before: {'; '.join(earlier)}. For a fresh "
+            "start, train without `resume_from_checkpoint` in another `output_dir`."
+        )
+    else:
         logger.warning(
             f"The training starts from present weights of the model, which were trained before: {'; '.join(earlier)}. For a "
             "fresh start, load the base model again and make a new trainer."
         )
-        if earlier[-1].endswith(_CHANGED_BASE):
-            logger.warning("Save the changed base model, too, because the new adapter runs on its weights only.")
+    if earlier[-1].endswith(_CHANGED_BASE):
+        logger.warning("Save the changed base model, too, because the new adapter runs on its weights only.")

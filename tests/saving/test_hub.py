@@ -32,7 +32,7 @@ from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hu
 from loopdropout_trainer.saving.pushing import explain_push
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import write_code
-from loopdropout_trainer.tokenizers import end_tokens
+from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
 
 
 IDS = torch.arange(2, 42).view(4, 10)
@@ -561,3 +561,21 @@ def test_private_repository_has_the_name_of_the_folder(make_sft, tmp_path, monke
     trainer.init_hf_repo(private=True)
     assert {call.args for call in create.call_args_list} == {("mine",)} and trainer.hub_model_id == "someone/mine"
     assert create.call_args_list[0].kwargs["private"] is True
+
+
+def test_merged_model_has_the_tokenizer_of_its_adapter(train, tokenizer, tmp_path, log):
+    """Without it, `chat` and servers cannot use the model."""
+    trainer = train(load_model("tiny-ouro"), max_steps=1)
+    trainer.save_model()
+    samples = {"trained": trainer.model, "loaded": load_model(trainer.args.output_dir)}
+    for name, model in samples.items():
+        folder = merge_and_save(model, tmp_path / name)
+        assert load_tokenizer(folder).get_vocab() == tokenizer.get_vocab()
+    new = get_peft_model(load_model("tiny-ouro"), default_peft_config())
+    folder = merge_and_save(new, tmp_path / "base's")
+    assert load_tokenizer(folder).get_vocab() == load_tokenizer("tiny-ouro").get_vocab()
+    assert "has no tokenizer" not in log.text
+    folder = merge_and_save(adapted(), tmp_path / "without")  # of a model without a name
+    assert "has no tokenizer, which `loopdropout chat` and servers need. Give it" in log.text
+    with user_error(r"without must have a tokenizer, .* by `merge_and_save\(model, folder, tokenizer\)`"):
+        load_tokenizer(folder)

@@ -399,3 +399,87 @@ def test_trained_one_of_two_adapters_is_named(make_sft, log):
     make_sft(model, max_steps=1).train()
     assert "The adapter 'second' trains, and 'default' stays unchanged." in log.text
     assert "trained before" not in log.text  # the second one is new
+
+
+class StopAt(TrainerCallback):
+    """Stop a training as Ctrl-C in a user's own code does, at the end of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_stopped_training_counts_its_steps(make_sft, tmp_path, log):
+    """Not the steps of its last checkpoint."""
+    fields = {"save_strategy": "steps", "save_steps": 2}
+    first = make_sft(callbacks=[StopAt(3)], **fields)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert metadata_of(first)["step"] == 3
+    for card in (first.save_model, first.create_model_card):
+        card()
+        text = Path(first.args.output_dir, "README.md").read_text()
+        assert "| Training | stopped at step 3 of 4 |" in text
+        assert re.search(r"\| Training data \| 48 examples \(digest \w+\) \|", text)
+    second = make_sft(first.model, max_steps=2, output_dir=str(tmp_path / "second"), **fields)
+    second.train()
+    assert "trained before: SFT with Loop Dropout (p = 0.5, K = 4, 3 steps, seed 42) on 48 examples" in log.text
+    facts = metadata_of(second)
+    assert "stopped" not in facts and "stopped" not in Path(second.args.output_dir, "README.md").read_text()
+    log.clear()
+    resumed = make_sft(max_steps=3, output_dir=str(tmp_path / "second"), **fields)  # its model is new
+    resumed.train(resume_from_checkpoint=True)
+    assert "present weights" not in log.text and "load the base model again" not in log.text
+    checkpoint = tmp_path / "second" / "checkpoint-2"
+    assert f"The training of {checkpoint} started from weights that were trained before: SFT with" in log.text
+
+
+def test_best_checkpoint_is_not_the_step_of_a_stopped_training(make_sft):
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-5}
+    trainer = make_sft(callbacks=[StopAt(3)], greater_is_better=True, **fields, save_strategy="steps", save_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert metadata_of(trainer)["step"] == 3
+
+
+def test_folder_with_several_adapters_is_the_trained_one(make_sft, tmp_path, log):
+    """PEFT saves the adapter `default`, which was not trained, in the folder itself."""
+    model = get_peft_model(load_model("tiny-ouro"), default_peft_config(r=2))
+    model.add_adapter("b", default_peft_config(model.get_base_model(), r=4))
+    model.set_adapter("b")
+    trainer = make_sft(model, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    folder = Path(trainer.args.output_dir)
+    assert 'load_model(".")' in (folder / "README.md").read_text()
+    want = get_peft_model_state_dict(model, adapter_name="b")
+    for name in (folder, folder / "b"):
+        got = get_peft_model_state_dict(load_model(name))
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert "holds the trained adapters" not in log.text
+    model.set_adapter("default")
+    trainer.train()  # with a new optimizer, since the first one has the other weights
+    trainer.save_model()
+    assert any(x.any() for name, x in get_peft_model_state_dict(model).items() if "lora_B" in name)
+    got = get_peft_model_state_dict(load_model(folder))
+    torch.testing.assert_close(got, get_peft_model_state_dict(model), rtol=0, atol=0)
+    assert "holds the trained adapters default, b. The adapter default is used." in log.text
+    torch.testing.assert_close(get_peft_model_state_dict(load_model(folder / "b")), want, rtol=0, atol=0)
+
+
+def test_last_trained_of_several_adapters_is_used(train, log):
+    trainer = train(load_model("tiny-ouro"), max_steps=1)
+    trainer.save_model()
+    trainer.model.add_adapter("b", default_peft_config(trainer.model.get_base_model(), r=4))
+    trainer.model.set_adapter("b")
+    trainer.train()
+    trainer.save_model()
+    got = get_peft_model_state_dict(load_model(trainer.args.output_dir))
+    want = get_peft_model_state_dict(trainer.model, adapter_name="b")
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert any(x.any() for name, x in want.items() if "lora_B" in name)
+    assert "The adapter b is used." in log.text
