@@ -8,38 +8,106 @@ from loopdropout_trainer.errors import closest_match
 
 
 USUAL_NAMES = {
+    # Optimizer and length
     "lr": "learning_rate",
     "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "max_train_steps": "max_steps",
     "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "bs": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "grad_accum": "gradient_accumulation_steps",
+    "optimizer": "optim",
+    "scheduler": "lr_scheduler_type",
+    "lr_scheduler": "lr_scheduler_type",
+    "warmup": "warmup_steps",
+    "num_warmup_steps": "warmup_steps",
+    "wd": "weight_decay",
+    "clip_grad": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "gradient_clip": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "use_gradient_checkpointing": "gradient_checkpointing",
+    "loraplus_ratio": "loraplus_lr_ratio",
+    "patience": "early_stopping_patience",
+    # Gates and adapter
     "dropout": "p",
     "loop_dropout": "p",
-    "K": "num_loops",
-    "loops": "num_loops",
-    "model": "model_name_or_path",
-    "dataset": "dataset_name",
-    "rank": "lora_r",
-    "steps": "max_steps",
-    "tasks": "benchmarks",
-    "task": "benchmarks",
-    "eval_tasks": "benchmarks",
-    "limit": "benchmark_limit",
-    "plot_loss": "report_to",
-    "resume": "resume_from_checkpoint",
     "drop_p": "p",
     "dropout_p": "p",
     "p_drop": "p",
     "drop_prob": "p",
     "loop_dropout_p": "p",
-    "patience": "early_stopping_patience",
+    "method": "rule",
+    "r": "lora_r",
+    "rank": "lora_r",
+    "lora_rank": "lora_r",
+    "alpha": "lora_alpha",
+    "target_modules": "lora_target_modules",
+    "lora_target": "lora_target_modules",
+    "lora_modules": "lora_target_modules",
+    "rslora": "use_rslora",
+    "adapter": "adapter_name_or_path",
+    "adapter_path": "adapter_name_or_path",
+    # Model
+    "K": "num_loops",
+    "loops": "num_loops",
+    "model": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    "model_id": "model_name_or_path",
+    "base_model": "model_name_or_path",
     "torch_dtype": "dtype",
     "load_in_4bit": "model_init_kwargs",
+    "load_in_8bit": "model_init_kwargs",
+    "quantization_bit": "model_init_kwargs",
+    "attn": "attn_implementation",
+    "flash_attn": "attn_implementation",
+    "flash_attention": "attn_implementation",
+    # Data
+    "dataset": "dataset_name",
+    "train_file": "train_files",
+    "data_files": "train_files",
+    "eval_file": "eval_files",
+    "validation_file": "eval_files",
     "dataset_test_split": "num_eval_examples",
     "test_size": "num_eval_examples",
+    "val_size": "num_eval_examples",
+    "val_set_size": "num_eval_examples",
+    "max_samples": "num_train_examples",
+    "max_train_samples": "num_train_examples",
+    "max_eval_samples": "num_eval_examples",
     "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "seq_len": "max_length",
+    "seq_length": "max_length",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "sample_packing": "packing",
+    "pack_sequences": "packing",
+    "template": "chat_template",
+    "train_on_inputs": "completion_only_loss",
     "group_by_length": "train_sampling_strategy",
+    # Measurements and files
+    "tasks": "benchmarks",
+    "task": "benchmarks",
+    "eval_tasks": "benchmarks",
+    "limit": "benchmark_limit",
     "evaluation_strategy": "eval_strategy",
+    "plot_loss": "report_to",
+    "resume": "resume_from_checkpoint",
+    "out": "output_dir",
+    "output": "output_dir",
+    "repo_id": "hub_model_id",
+    "private": "hub_private_repo",
 }
-"""Names that people type by habit, and the names of the fields. They only complete the message about an unknown field."""
+"""Names that people type by habit or know from other trainers, and the names of the fields.
+
+They only complete the message about an unknown field.
+"""
 
 ITEM_FIELDS = {"fraction": "datasets", "fractions": "datasets"}
 """Names of fields of the items of a list, and of the list."""
@@ -75,4 +143,6 @@ def field_hint(name: str, fields: Collection[str]) -> str:
     if own_field in fields:
         return f" {advice}"
     meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
-    return closest_match(meant if meant in fields else name, fields)
+    if meant in fields:
+        return f" Did you mean {meant!r}?"
+    return closest_match(name, fields)

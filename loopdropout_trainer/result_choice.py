@@ -36,8 +36,9 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Divide results into those that are shown, and losses of a sweep's run that only served the choice of a learning rate.
 
-    The run of the first seed has them, also if the recipe of the final runs does not ask for them. If `diagnose` has measured
-    all seeds since, on its own number of examples, the seeds can only be compared by its results.
+    The run of the first seed has them, also if the recipe of the final runs asks for none, by `single_loop_batches: 0` or in
+    an older version by no such field. If `diagnose` has measured all seeds since, on its own number of examples, the seeds can
+    only be compared by its results.
 
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
@@ -47,8 +48,9 @@ def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     for row in rows:
         is_loop_loss = row.get("task") == DEVELOPMENT and row["metric"] in LOOP_METRICS
         is_of_sweep = not row.get("adapter") and re.match(RUN_NAME, str(row.get("recipe_run_name")))
-        is_asked_for = row.get("recipe_single_loop_batches")  # by the recipe of the run, then for all seeds
-        if is_loop_loss and is_of_sweep and not is_asked_for and measurement_key(row) in later:
+        number = row.get("recipe_single_loop_batches")  # of the recipe of the run, then for all seeds
+        is_of_one_seed = number == 0 or (number is None and measurement_key(row) in later)
+        if is_loop_loss and is_of_sweep and is_of_one_seed:
             of_choice.append(row)
         else:
             shown.append(row)

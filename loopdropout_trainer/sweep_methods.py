@@ -22,6 +22,10 @@ FINAL_ONLY = names_of("measurement", "output") - _OF_TASKS
 """Settings that the runs that choose a learning rate leave out. They are measured on a task, but not at other depths."""
 
 
+LOSS_BATCHES = 16
+"""Default of `single_loop_batches` in the runs of a sweep. Those that choose a learning rate always measure so many."""
+
+
 class Recipes(NamedTuple):
     """The settings of a method's runs without learning rate and seed: of those that choose the rate, and of the final ones."""
 
@@ -98,6 +102,9 @@ def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
     if has_held_out and (sweep.script == "dpo" or sweep.select_on == "eval_loss"):
         recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
     final = override({**recipe, **sweep.measure}, own)
+    if has_held_out and _scores_loops(sweep) and final.get("single_loop_batches") is None:
+        # The run that chose the learning rate has these losses. Without them, the other seeds would be missing in reports.
+        final["single_loop_batches"] = LOSS_BATCHES
     for name in SET_BY_SWEEP & final.keys():
         raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
     make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
@@ -122,9 +129,14 @@ def _make_selecting_recipe(sweep: Any, recipe: dict, has_held_out: bool) -> dict
     first["benchmarks"] = [] if sweep.select_on == "eval_loss" else [sweep.select_on]
     if "own_benchmarks" in sweep.measure:
         first["own_benchmarks"] = sweep.measure["own_benchmarks"]
-    if has_held_out and sweep.script not in ("dpo", "grpo"):
-        first["single_loop_batches"] = 16  # the held-out loss chooses, or breaks ties
+    if has_held_out and _scores_loops(sweep):
+        first["single_loop_batches"] = LOSS_BATCHES  # the held-out loss chooses, or breaks ties
     return first
+
+
+def _scores_loops(sweep: Any) -> bool:
+    """Return whether the training script of a sweep can measure the held-out loss of each loop, which only `sft` does."""
+    return sweep.script not in ("dpo", "grpo")
 
 
 def _has_held_out(recipe: dict) -> bool:

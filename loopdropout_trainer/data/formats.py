@@ -202,18 +202,42 @@ def check_roles(turns: Any, chat_template: Any) -> None:
 
 
 def check_contents(turns: Any, chat_template: Any) -> None:
-    """Raise UserError if the content of a turn is a list of parts, and the chat template would write it as Python does.
+    """Raise UserError if a turn has its text under another key, or in a list of parts that the chat template cannot read.
 
     Args:
         turns: Conversation with TRL's keys, or another value, which has no contents.
         chat_template: Text of the chat template of the training, a mapping of several ones, or None.
     """
-    if not isinstance(turns, list) or re.search(r"is (not )?(string|iterable|sequence)|\btype\b", str(chat_template)):
+    if not isinstance(turns, list):
         return
+    reads_parts = re.search(r"is (not )?(string|iterable|sequence)|\btype\b", str(chat_template))
     for turn in turns:
-        content = turn.get("content") if isinstance(turn, dict) else None
-        if isinstance(content, list | dict):
+        if not isinstance(turn, dict):
+            continue
+        if "role" in turn:  # else `check_turns` explains it
+            _check_keys(turn, chat_template)
+        if isinstance(turn.get("content"), list | dict) and not reads_parts:  # it would write them as Python does
             raise UserError(f"{_wrong_turn(turn)} The chat template reads no parts of a content, such as images.")
+
+
+_BESIDE_CONTENT = ("role", "content", "name", "id", "tool_call_id")
+"""Keys of a turn that do not replace its content."""
+
+
+def _check_keys(turn: Mapping[str, Any], chat_template: Any) -> None:
+    """Raise UserError if a turn without content has a text under a key that is a mistake.
+
+    Other keys can replace the content: `tool_calls`, and those that the chat template reads, such as `reasoning_content`.
+    """
+    if turn.get("content") is not None or turn.get("tool_calls"):
+        return
+    others = [key for key, value in turn.items() if value is not None and key not in _BESIDE_CONTENT]
+    texts = [key for key in others if isinstance(turn[key], str | list)]
+    is_read = any(re.search(rf"""[.'"]{re.escape(key)}\b""", str(chat_template)) for key in others)
+    if texts and not is_read:
+        keys = [key for key, value in turn.items() if value is not None]
+        fix = f" Rename `{texts[0]}` to `content`." if len(texts) == 1 else ""
+        raise UserError(f"A turn must have `content`, got the keys {', '.join(keys)}.{fix}")
 
 
 def check_turns(name: str, target: Any) -> None:

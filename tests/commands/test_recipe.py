@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from loopdropout_trainer.arguments import (
 from loopdropout_trainer.cli import command_of
 from loopdropout_trainer.data import PREPARATIONS, DataArguments
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.field_hints import USUAL_NAMES
 from loopdropout_trainer.files import recipe_names, recipes_folder
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.imported_code import describe_imports
@@ -417,6 +418,21 @@ HABITS = {
     "drop_p": "p",
     "dropout_p": "p",
     "drop_prob": "p",
+    "r": "lora_r",
+    "lora_rank": "lora_r",  # LLaMA-Factory, which also has `lora_target`, `cutoff_len` and `val_size`
+    "alpha": "lora_alpha",
+    "target_modules": "lora_target_modules",
+    "lora_target": "lora_target_modules",
+    "cutoff_len": "max_length",
+    "val_size": "num_eval_examples",
+    "warmup": "warmup_steps",
+    "bs": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",  # axolotl, which also has the next three
+    "sequence_len": "max_length",
+    "sample_packing": "packing",
+    "base_model": "model_name_or_path",
+    "seq_len": "max_length",
+    "use_gradient_checkpointing": "gradient_checkpointing",  # Unsloth
 }
 
 
@@ -427,6 +443,13 @@ def test_habitual_field_has_a_hint(name):
     classes += (types.LoopDropoutConfig,)
     with user_error(f"`{name}`.* Did you mean '{HABITS[name]}'"):
         parse(classes, ["quickstart.yaml", f"--{name}", "1"])
+
+
+def test_habitual_names_mean_fields_that_exist():
+    """An entry of the table would otherwise be without an effect."""
+    classes = [*load_script("recipes/sft.py").ARGUMENTS, load_script("recipes/push.py").PushArguments]
+    names = {field.name for cls in classes for field in fields(cls)}
+    assert {*USUAL_NAMES.values()} <= names and names.isdisjoint(USUAL_NAMES)
 
 
 def test_probability_q_has_a_hint():

@@ -140,6 +140,27 @@ def test_sweep_prepares_runs_of_each_method(lab):
     assert first["eval_strategy"] == final["eval_strategy"] == "epoch" and "single_loop_batches" not in first
 
 
+@pytest.mark.parametrize("rates", [[0.01, 0.02], [0.01]])
+def test_all_final_runs_of_a_sweep_measure_the_same_losses(lab, capsys, rates):
+    """The run that chooses the learning rate has losses of each loop, so the other seeds have them, too."""
+    recipe = {**RECIPE, "benchmarks": None, "compare_with": None}
+    del recipe["single_loop_batches"]
+    lab.recipe.write_text(yaml.safe_dump(recipe))
+    made = lab.sweep(learning_rates=rates, measure={})
+    final = made.recipes["lora"].final
+    assert final["single_loop_batches"] == 16 == made.recipes["lora"].selecting["single_loop_batches"]
+    sweep.print_sweep_plan(made, "loopdropout sweep x.yaml")
+    assert re.search(
+        r"evaluation .* final runs of each method:\n +measure losses on held-out ex", capsys.readouterr().out
+    )
+    assert lab.sweep(measure={"single_loop_batches": 0}).recipes["lora"].final["single_loop_batches"] == 0
+    assert lab.sweep(settings={"single_loop_batches": 3}).recipes["lora"].final["single_loop_batches"] == 3
+    assert (
+        "single_loop_batches" not in lab.sweep(settings={"num_eval_examples": 0}, full_grid=True).recipes["lora"].final
+    )
+    assert "single_loop_batches" not in lab.sweep(script="dpo").recipes["lora"].final
+
+
 def test_sweep_continues_finished_runs(lab):
     lab.set_world(diverging=[0.02])
     for _ in range(2):

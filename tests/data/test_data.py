@@ -26,6 +26,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
+from loopdropout_trainer.data.formats import check_contents
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
@@ -423,6 +424,21 @@ def test_tools_that_are_not_json_raise(load, bytes_tokenizer):
 def test_turns_without_role_or_text_raise(load, bytes_tokenizer, turn):
     with user_error("Row 1 of .*: A turn must have a `role` and a text as `content`, got"):
         load(None, [{"messages": [turn]}], bytes_tokenizer)
+
+
+@pytest.mark.parametrize("num_sound", [0, 3])
+def test_texts_of_turns_under_another_key_raise(load, bytes_tokenizer, num_sound):
+    """All turns have it, or some. Keys that replace the content, and empty ones, are no mistakes."""
+    sound, wrong = ([{"role": role, key: "Hi"} for role in ("user", "assistant")] for key in ("content", "text"))
+    rows = [{"messages": sound}] * num_sound + [{"messages": wrong}] * 2
+    message = "A turn must have `content`, got the keys role, text. Rename `text` to `content`."
+    with user_error(f"^Row {num_sound + 1} of .*: {message}$"):
+        load(None, rows, bytes_tokenizer)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    empty = {"role": "assistant", "content": None, "name": "bot"}
+    check_contents([*sound, call, empty, {**empty, "thought": "Hm"}], "{{ message.content }}{{ message['thought'] }}")
+    with user_error("got the keys role, thought, plan.$"):
+        check_contents([{"role": "assistant", "thought": "Hm", "plan": "Hm"}], "{{ message.content }}")
 
 
 def test_conversations_that_no_template_renders_raise(load):

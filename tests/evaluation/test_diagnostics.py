@@ -313,9 +313,16 @@ def test_diagnose_loads_the_base_model_of_a_sweep_once(sweep, monkeypatch):
 def test_diagnosed_seeds_of_a_sweep_are_measured_alike(sweep, capsys):
     """The run that chose the learning rate has losses of fewer examples, for which the final recipe does not ask."""
     run = sweep / "lora/lr_0.001/seed_1"
+    settings = (run / "recipe.yaml").read_text()
     own = {"metric": "loss_reduction", "task": "development", "unit": "%", "num_loops": 4, "n": 9, "training": "lora1"}
     own |= {"method": "LoRA", "seed": 1, "step": 3}
     write_results(run, [{**own, "gates": f"loop {loop}", "loop": loop, "value": 1.0} for loop in range(1, 5)])
+    assert 9 in {*load_results(sweep)["n"]}
+    (run / "recipe.yaml").write_text(
+        f"{settings}single_loop_batches: 0\n"
+    )  # of the final runs: no seed has such losses
+    assert 9 not in {*load_results(sweep)["n"]}
+    (run / "recipe.yaml").write_text(settings)
     load_script("recipes/diagnose.py").main([str(sweep), "--diagnostics", "single_loop"])
     results = load_results(sweep)
     assert 9 not in {*results["n"]} and len({*results.query("metric == 'loss_reduction'")["n"]}) == 1

@@ -56,6 +56,10 @@ BROKEN = {
         {"messages": [QUESTION, {"role": "assistant", "content": None}]},
         "A turn must have a `role` and a text as `content`",
     ),
+    "wrong key": (
+        {"messages": [{"role": "user", "text": "1"}, {"role": "assistant", "text": "2"}]},
+        "A turn must have `content`, got the keys role, text. Rename `text` to `content`.",
+    ),
     "no turns": ({"messages": []}, r"`messages` must be a text or a list of turns .*, got \[\]"),
     "nothing": ({"messages": None}, "`messages` must be a text or a list of turns .*, got None"),
     "no completion": (
