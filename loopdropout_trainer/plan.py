@@ -17,7 +17,7 @@ from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, read_depth
 from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.runs import Run
-from loopdropout_trainer.saving.pushing import find_repository
+from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
 
 
 if TYPE_CHECKING:
@@ -207,13 +207,11 @@ def describe_steps_afterwards(run: Run) -> str:
 
 def describe_push(args: GateConfig) -> str:
     """Return the repository that is pushed to, and if there is no token for it."""
-    from huggingface_hub import get_token
-
     text = f"push to {find_repository(args)}"
     if args.hub_model_id is None:
         text += ", the name of `output_dir`, because `hub_model_id` is not set"
-    if not args.hub_token and not get_token():
-        text += " (no token was found: log in with `hf auth login` or set HF_TOKEN)"
+    if not has_token(args.hub_token):
+        text += f" (no token was found: {LOG_IN[0].lower()}{LOG_IN[1:]})"
     return text
 
 

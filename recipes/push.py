@@ -1,6 +1,7 @@
 """Push a saved adapter or a merged model to the Hub.
 
     loopdropout push outputs/gsm8k --hub_model_id user/name
+    loopdropout push outputs/gsm8k --hub_model_id user/name --dry_run true
     loopdropout push outputs/gsm8k/merged --hub_model_id user/name --hub_private_repo true
 
 Of the folder of a run, it pushes the adapter with its card, its settings and its
@@ -12,9 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loopdropout_trainer.arguments import option
-from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.errors import UserError, count, run_script
+from loopdropout_trainer.plan import titled
 from loopdropout_trainer.recipe import name_words, parse
-from loopdropout_trainer.saving.merging import push_adapter, push_merged_to_hub
+from loopdropout_trainer.saving.facts import Source
+from loopdropout_trainer.saving.merging import list_pushed_files, push_adapter, push_merged_to_hub
+from loopdropout_trainer.saving.pushing import describe_account
 from loopdropout_trainer.saving.source import find_source
 
 
@@ -28,6 +32,25 @@ class PushArguments:
     hub_model_id: str = option(..., "Name on the Hub (`user/model`) to push to.")
     hub_private_repo: bool | None = option(None, "Whether a new repository is private.")
     hub_revision: str | None = option(None, "Branch to push to, which is created if it is missing. Default: `main`.")
+    dry_run: bool = option(False, "Print the files, the repository and the account, and stop.")
+
+
+def print_push(args: PushArguments, source: Source) -> None:
+    """Print what a push would do. Only the name of the account is asked from the Hub, if there is a token."""
+    files = list_pushed_files(source)
+    visibility = "the default of the account, if the repository is new"
+    if args.hub_private_repo is not None:
+        visibility = f"{'private' if args.hub_private_repo else 'public'}, if the repository is new"
+    plan = {
+        "repository": [args.hub_model_id],
+        "branch": [args.hub_revision or "main"],
+        "visibility": [visibility],
+        "account": [describe_account()],
+        "files": [f"{count(len(files), 'file')}, {sum(files.values()):,} bytes"],
+    }
+    plan["files"] += [f"{name}  {size:,}" for name, size in files.items()]
+    for title, lines in plan.items():
+        print(titled(title, lines))
 
 
 ARGUMENTS = (PushArguments,)
@@ -39,6 +62,9 @@ def main(argv: list[str] | None = None) -> None:
     if source.repository is not None:
         raise UserError(f"`folder` must be a folder on this computer, got the repository {args.folder}.")
     print(source.describe())
+    if args.dry_run:
+        print_push(args, source)
+        return
     place = {"private": args.hub_private_repo, "revision": args.hub_revision}
     if source.is_adapter:
         address = push_adapter(source, args.hub_model_id, **place)

@@ -41,7 +41,14 @@ from loopdropout_trainer.saving.cards import (
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.hub import is_hub_name
 from loopdropout_trainer.saving.metadata import write_metadata
-from loopdropout_trainer.saving.pushing import create_branch, explain_push, push_run, upload
+from loopdropout_trainer.saving.pushing import (
+    create_branch,
+    explain_push,
+    list_files,
+    patterns_left_out,
+    push_run,
+    upload,
+)
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
@@ -297,6 +304,22 @@ def push_merged_to_hub(
     return str(commit.repo_url)
 
 
+def list_pushed_files(source: Source) -> dict[str, int]:
+    """Return the files that a push of an adapter or a merged model in a folder uploads, with their sizes in bytes."""
+    if not source.is_adapter:
+        folder, names = source.folder, list_files(source.folder)
+    else:
+        folder, adapters = _locate_adapters(source)
+        names = list_files(folder, patterns_left_out(folder, adapters))
+    return {name: Path(folder, name).stat().st_size for name in names}
+
+
+def _locate_adapters(source: Source) -> tuple[Path, list[str]]:
+    """Return the folder that a push of an adapter uploads, and the names of adapters in subfolders that go with it."""
+    folder = source.saved_in
+    return folder, [] if source.folder == folder else [source.folder.name]
+
+
 def push_adapter(source: Source, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> str:
     """Upload a saved adapter to the Hub, with its card, its settings and its results, and return the repository's address.
 
@@ -309,8 +332,7 @@ def push_adapter(source: Source, repo_id: str, *, private: bool | None = None, r
     Raises:
         UserError: If the push fails.
     """
-    folder = source.saved_in
-    adapters = [] if source.folder == folder else [source.folder.name]
+    folder, adapters = _locate_adapters(source)
     if not name_repository(folder, repo_id, revision):
         logger.warning(f"The model card does not name {repo_id}, because it was written for another repository.")
     with _repository(repo_id, f"The adapter is saved in {folder}.", None, private, revision) as repo_id:

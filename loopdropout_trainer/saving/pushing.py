@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 
 from loopdropout_trainer.errors import UserError, first_line, hide_secrets, is_unreachable
 from loopdropout_trainer.files import TEMPORARY_FILES
@@ -36,6 +37,8 @@ def explain_push(
         token: Hub token of the push, which the message must not show.
         retry: What to do after the cause is fixed.
         otherwise: What to do else, as the end of a sentence.
+
+    Without a connection, the message also says if no token was found, which would be the next error.
     """
     try:
         yield
@@ -43,20 +46,58 @@ def explain_push(
         raise
     except Exception as error:  # the Hub's client raises the errors of several libraries
         reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
-        cause, fix = "", f"Log in with `hf auth login` or set HF_TOKEN, and {retry}"
+        cause, fix, missing = "", f"{LOG_IN}, and {retry}", ""
         if is_unreachable(error):
             cause, fix = ", because the Hub cannot be reached", f"{retry.capitalize()} when there is a connection"
+            missing = "" if has_token(token) else f" No token was found either. {LOG_IN}."
         if isinstance(error, HFValidationError):
             fix = f"Correct the name, and {retry}"
         raise UserError(
             f"The push to {repo_id} failed{cause} ({type(error).__name__}: {reason}). {saved} {fix}{otherwise}."
+            f"{missing}"
         ) from None
+
+
+LOG_IN = "Log in with `hf auth login` or set HF_TOKEN"
+"""Beginning of a sentence on how to get a token of the Hub."""
+
+
+def has_token(token: str | None = None) -> bool:
+    """Return whether a push has a token of the Hub: the one that is given, or that of the logged-in user."""
+    from huggingface_hub import get_token
+
+    return bool(token or get_token())
+
+
+def describe_account() -> str:
+    """Return the account that pushes, as far as it is known, or that no token was found."""
+    if not has_token():
+        return f"no token was found. {LOG_IN}"
+    try:
+        return HfApi().whoami()["name"]
+    except Exception as error:  # the Hub's client raises the errors of several libraries
+        cause = "the Hub cannot be reached"
+        if not is_unreachable(error):
+            cause = f"{type(error).__name__}: {hide_secrets(first_line(error))}"
+        return f"a token was found, but its account is not known ({cause})"
 
 
 def create_branch(repo_id: str, branch: str | None, token: str | None = None) -> None:
     """Create a branch of a repository unless it exists, because a push to a missing branch fails."""
     if branch is not None:
         HfApi(token=token).create_branch(repo_id, branch=branch, exist_ok=True)
+
+
+def list_files(folder: str | Path, leave_out: Iterable[str] = ()) -> list[str]:
+    """Return the paths of the files in a folder that `upload` uploads, relative to it.
+
+    Args:
+        folder: Folder.
+        leave_out: Patterns of further files that stay on this computer.
+    """
+    paths = sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
+    ignored = [*DEFAULT_IGNORE_PATTERNS, *TEMPORARY_FILES, *leave_out]  # the first ones are those of the Hub's client
+    return list(filter_repo_objects(paths, ignore_patterns=ignored))
 
 
 def upload(
@@ -94,6 +135,13 @@ _OF_TRAINING = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "latest
 """Patterns of the files of a checkpoint that only continue its training."""
 
 
+def patterns_left_out(folder: str | Path, adapters: Iterable[str] = ()) -> list[str]:
+    """Return the patterns of files in the folder of a run that a push of its adapters leaves out. See `push_run`."""
+    uploaded = {*adapters, "runs"}  # the Hub shows the curves of TensorBoard in `runs`
+    others = [f"{path.name}/*" for path in Path(folder).iterdir() if path.is_dir() and path.name not in uploaded]
+    return ["_*", "samples_*", *_OF_TRAINING, *others]
+
+
 def push_run(
     folder: str | Path,
     repo_id: str,
@@ -118,14 +166,12 @@ def push_run(
         branch: Branch, which exists. Default: `main`.
         background: Whether to return before the upload has ended.
     """
-    uploaded = {*adapters, "runs"}  # the Hub shows the curves of TensorBoard in `runs`
-    others = [f"{path.name}/*" for path in Path(folder).iterdir() if path.is_dir() and path.name not in uploaded]
     return upload(
         folder,
         repo_id,
         message,
         token=token,
         branch=branch,
-        leave_out=["_*", "samples_*", *_OF_TRAINING, *others],
+        leave_out=patterns_left_out(folder, adapters),
         run_as_future=background,
     )

@@ -151,6 +151,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path, hub = unquote(urlsplit(self.path).path), self.server
+        if path == "/api/whoami-v2":
+            self.answer({"name": "me", "type": "user"}) if self.token else self.refuse(401, "Unauthorized")
+            return
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         facts = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+).*)?", path)
         if file is None and facts is None:  # data sets

@@ -326,6 +326,24 @@ def test_push_without_a_connection_says_so(saved, monkeypatch, is_offline):
     ) as e:
         push_merged_to_hub(saved / "merged", "me/x", token=TOKEN)
     assert "log" not in str(e.value).lower() and TOKEN not in str(e.value)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with user_error("there is a connection. No token was found either. Log in with `hf auth login` or set HF_TOKEN.$"):
+        push_merged_to_hub(saved / "merged", "me/x")
+
+
+@pytest.mark.parametrize(
+    ("token", "account"), [(None, "no token was found. Log in"), ("hf_x", "a token was found, but")]
+)
+def test_dry_push_needs_no_network(saved, monkeypatch, capsys, token, account):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    words = ["--hub_model_id", "me/calc", "--hub_private_repo", "true", "--hub_revision", "try-1", "--dry_run", "true"]
+    load_script("recipes/push.py").main([str(saved / "merged"), *words])
+    plan = capsys.readouterr().out
+    lines = ["repository  me/calc\n", "branch      try-1\n", "visibility  private, if", f"account     {account}"]
+    assert all(f"\n{line}" in plan for line in lines)
+    size = (saved / "merged/model.safetensors").stat().st_size
+    assert f"\n            model.safetensors  {size:,}\n" in plan
 
 
 def test_merge_never_replaces_base_or_adapter(base, trained):
@@ -536,6 +554,7 @@ def test_failed_push_of_a_trainer_says_how_to_name_the_repository(make_sft, tmp_
 
 def test_failed_push_before_a_training_says_that_nothing_was_trained(make_sft, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: TOKEN)
     folder = tmp_path / "mine"
     with user_error(
         "The push to me/try failed, because the Hub cannot be reached .* Nothing was trained. Start again when there is a "

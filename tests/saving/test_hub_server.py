@@ -168,7 +168,15 @@ def test_finished_run_is_pushed_later(hub, run, sft, tmp_path):
         "push run --hub_model_id me/later --hub_private_repo true",
         "push run/merged --hub_model_id me/whole",
     ):
+        plan = run("me", "-m", "loopdropout_trainer", *words.split(), "--dry_run", "true", cwd=tmp_path).stdout
+        assert words.split()[3] not in hub.repositories and re.search(r"\naccount +me\n", plan)
         done = run("me", "-m", "loopdropout_trainer", *words.split(), cwd=tmp_path)
+        sizes = {name: int(size.replace(",", "")) for name, size in re.findall(r"(\S+)  ([\d,]+)$", plan, re.M)}
+        pushed = {name: len(text) for name, text in hub.files(words.split()[3]).items() if name != ".gitattributes"}
+        own = {
+            name: size for name, size in pushed.items() if name != "README.md"
+        }  # the card names the repository since
+        assert sizes.keys() == pushed.keys() and own.items() <= sizes.items()
         assert re.search(f"Pushed to .*{words.split()[3]}", done.stdout), done.stderr[-5000:]
     files = hub.files("me/later")
     assert {"adapter_model.safetensors", "loop_dropout.json", "recipe.yaml", "results.jsonl"} <= {*files}
