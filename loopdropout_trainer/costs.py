@@ -157,7 +157,10 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
 
 
 def describe_hours(training: Training, operations: float) -> str:
-    """Return the range of the hours that one GPU takes for a number of operations, with the name of the card."""
+    """Return the range of the hours that one GPU takes for a number of operations, with the name of the card.
+
+    Less than three minutes are 0.1 hours.
+    """
     card, peak = _find_card(training.args)
     low = operations / (ASSUMED_SHARE * peak) / 3600
     high = operations / (MEASURED_SHARE * peak) / 3600

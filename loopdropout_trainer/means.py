@@ -14,6 +14,7 @@ from loopdropout_trainer.gates.rule import Draw, GateRule, is_packaged
 
 
 _NUM_EXAMPLES = 4096
+_FEWEST_STEPS = 4  # because the spread of the means over steps is measured, too
 _MOST_STEPS = 512
 _TOLERANCE = 0.02
 
@@ -24,7 +25,7 @@ def describe_mean(
     """Return a warning with the measured mean gates of a user's rule, or None if they are 1.
 
     The rules of this package are tested, and a rule with `has_unit_mean = False` has another mean on purpose. The measurement
-    draws from a copy of the rule, and leaves its state and torch's random state unchanged.
+    draws from a copy of the rule, and leaves its state and torch's random state on the CPU unchanged.
 
     Args:
         rule: Rule of the training.
@@ -52,7 +53,7 @@ def measure_mean(
 ) -> tuple[Tensor, int]:
     """Return the mean gates of each of many steps, [steps, K], and the number of examples in all of them."""
     rule = copy.deepcopy(rule)
-    num_steps = min(_MOST_STEPS, math.ceil(_NUM_EXAMPLES / batch_size))
+    num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, math.ceil(_NUM_EXAMPLES / batch_size)))
     means = []
     with torch.random.fork_rng(devices=[]):
         for step in range(num_steps):

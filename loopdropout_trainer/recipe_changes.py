@@ -21,7 +21,8 @@ LENGTH = {"max_steps", "num_train_epochs", "early_stopping_patience"}
 """Settings that may change when a run is resumed, usually to make it longer."""
 
 RESUMABLE = UNCOMPARED | MEASURED | LENGTH | names_of("monitoring")
-"""Settings that may change if a run is resumed. The weights after a step do not depend on them."""
+"""Settings that may change if a run is resumed. The weights after a step do not depend on them, except that the
+schedules of the learning rate and of gates read the length."""
 
 
 class Difference(NamedTuple):

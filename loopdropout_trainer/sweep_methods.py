@@ -33,7 +33,7 @@ class Recipes(NamedTuple):
     final: dict[str, Any]
 
 
-def name_methods(definitions: list[Any]) -> dict[str, Any]:
+def read_methods(definitions: list[Any]) -> dict[str, Any]:
     """Return the definition of each method by its name. Without a mapping, it is the rule or the name of the recipe.
 
     Args:
@@ -76,8 +76,7 @@ def _check_name(name: Any) -> None:
 def has_benchmarks(sweep: Any, methods: dict[str, Any]) -> bool:
     """Return whether the final runs of a method have a benchmark."""
     for definition in methods.values():
-        recipe, own = _read_method(sweep, definition)
-        if {**recipe, **sweep.measure, **own}.get("benchmarks"):
+        if _make_final_recipe(sweep, *_read_method(sweep, definition)).get("benchmarks"):
             return True
     return False
 
@@ -87,7 +86,7 @@ def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
 
     Args:
         sweep: `Sweep` of recipes/sweep.py, which knows by now if the held-out loss chooses.
-        definition: Definition of the method, from `name_methods`.
+        definition: Definition of the method, from `read_methods`.
 
     Raises:
         UserError: If there are no held-out examples to choose by, the rule does not exist, or a field is set by the sweep.
@@ -101,7 +100,7 @@ def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
         )
     if has_held_out and (sweep.script == "dpo" or sweep.select_on == "eval_loss"):
         recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
-    final = override({**recipe, **sweep.measure}, own)
+    final = _make_final_recipe(sweep, recipe, own)
     if has_held_out and _scores_loops(sweep) and final.get("single_loop_batches") is None:
         # The run that chose the learning rate has these losses. Without them, the other seeds would be missing in reports.
         final["single_loop_batches"] = LOSS_BATCHES
@@ -120,6 +119,11 @@ def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
         own = {"rule": definition}
     recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
     return {**override(recipe, sweep.settings), "evaluate_base": False}, own
+
+
+def _make_final_recipe(sweep: Any, recipe: dict, own: dict) -> dict:
+    """Return the recipe of a method's final runs, by its recipe and own settings from `_read_method`."""
+    return override({**recipe, **sweep.measure}, own)
 
 
 def _make_selecting_recipe(sweep: Any, recipe: dict, has_held_out: bool) -> dict:

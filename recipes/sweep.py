@@ -34,7 +34,7 @@ from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
-from loopdropout_trainer.sweep_methods import has_benchmarks, make_recipes, name_methods
+from loopdropout_trainer.sweep_methods import has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweep_plan import print_sweep_plan
 from loopdropout_trainer.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
 from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_progress, list_runs, update_summary
@@ -85,7 +85,7 @@ class Sweep:
     dry_run: bool = option(False, "Print the trainings, their folder and evaluation, and stop.")
 
     def __post_init__(self):
-        methods = name_methods(self.methods)
+        methods = read_methods(self.methods)
         for field, choices in (("rate_factors", methods), ("measure", MEASURED | {"benchmark_batch_size"})):
             for name in getattr(self, field):
                 if name not in choices:

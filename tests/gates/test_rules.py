@@ -358,6 +358,7 @@ def test_mean_gate_of_own_rule_is_measured(train, log, factor, has_unit_mean):
     loop_dropout(with_adapter(), rule=rule)
     assert ("must have the mean 1" in log.text) is is_wrong
     assert is_wrong is (describe_mean(rule, K, physical_layers(with_adapter())) is not None)
+    assert is_wrong is (describe_mean(rule, K, [0], batch_size=5000) is not None)  # one batch has enough examples
     torch.manual_seed(0)
     state = torch.get_rng_state()
     describe_mean(rule, K, [0])
