@@ -33,6 +33,10 @@ SHORT_TRAINING = "to measure it: `--max_steps 20 --output_dir outputs/try` write
 """Way to measure the time if it cannot be computed."""
 
 
+AS_IF_LONG = "as if each example had `max_length` tokens"
+"""Assumption of the upper bounds that are known before the data are loaded."""
+
+
 class Training(NamedTuple):
     """Everything that the cost of a training depends on.
 
@@ -61,9 +65,15 @@ class Training(NamedTuple):
         return self.args.bf16 and not self.recipe.get("use_cpu")
 
     @property
+    def num_passes(self) -> int:
+        """Number of forward and backward passes of a micro-batch, which the rule decides."""
+        return self.args.make_rule().draws_per_batch
+
+    @property
     def operations(self) -> float | None:
-        """Floating point operations of a token, or None if they are not known."""
-        return count_operations(self.config, self.model.num_loops, self.args.gradient_checkpointing)
+        """Floating point operations of a token in all passes, or None if they are not known."""
+        operations = count_operations(self.config, self.model.num_loops, self.args.gradient_checkpointing)
+        return None if operations is None else operations * self.num_passes
 
     @property
     def num_parameters(self) -> int | None:
@@ -121,7 +131,7 @@ def describe_costs(trainings: Sequence[tuple[Training, int]], whose: str = "") -
     tokens = ""
     if None not in bounds:
         total = sum(bound * number for bound, (_, number) in zip(bounds, trainings, strict=True))
-        tokens = f"at most {total:,}{whose}, as if each example had `max_length` tokens"
+        tokens = f"at most {total:,}{whose}, {AS_IF_LONG}"
     elif kinds[0].is_supervised:
         tokens = "known after the data are loaded"
     return {
@@ -147,13 +157,20 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
     else:
         total = sum(cost * bound * number for cost, bound, (_, number) in zip(costs, bounds, trainings, strict=True))
         amount = f"at most {describe_hours(kinds[0], total)}"
-    per_token = f"{min(costs) / 1e9:.3g}"
-    if per_token != f"{max(costs) / 1e9:.3g}":
-        per_token += f" to {max(costs) / 1e9:.3g}"
+    per_token = _name_range([f"{cost / 1e9:.3g}" for cost in sorted(costs)])
+    passes = _name_range([str(training.num_passes) for training in sorted(kinds, key=lambda kind: kind.num_passes)])
+    in_passes = "" if passes == "1" else f" in {passes} passes"
     return (
-        f"{amount}, without evaluations\ncomputed, not measured: {per_token} GFLOP for a token, at {ASSUMED_SHARE:.0%} "
-        f"(assumed) and {MEASURED_SHARE:.0%} (as in the paper's run) of the card's peak"
+        f"{amount}, without evaluations\ncomputed, not measured: {per_token} GFLOP for a token{in_passes}, at "
+        f"{ASSUMED_SHARE:.0%} (assumed) and {MEASURED_SHARE:.0%} (as in the paper's run) of the card's peak"
     )
+
+
+def _name_range(numbers: Sequence[str]) -> str:
+    """Return the first and the last of sorted numbers, or the only one."""
+    if numbers[0] == numbers[-1]:
+        return numbers[0]
+    return f"{numbers[0]} to {numbers[-1]}"
 
 
 def describe_hours(training: Training, operations: float) -> str:
@@ -203,7 +220,7 @@ def _describe_memory(trainings: Sequence[Training]) -> str:
     sizes = dict(max(estimates, key=lambda sizes: sizes["total"]))
     total = sizes.pop("total")
     parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
-    return f"about {total:.1f} GB on a GPU in bfloat16 ({parts})"
+    return f"at most about {total:.1f} GB on a GPU in bfloat16, {AS_IF_LONG}\n({parts})"
 
 
 def _estimate_memory(training: Training) -> dict[str, float]:

@@ -449,6 +449,23 @@ def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
     ]
 
 
+def test_plan_counts_the_passes_of_a_rule(capsys):
+    """LoRA Dropout takes four passes for a micro-batch, so as many hours, as the paper's 444.9 and 110.6 minutes."""
+    hours = {}
+    for methods in (["lora"], ["lora_dropout"], ["lora", "lora_dropout"]):
+        words = ["--recipe", "metamath_gsm.yaml", "--learning_rates", "1e-4", "--seeds", "101", "--methods", *methods]
+        sweep.main([*words, "--dry_run", "true"])
+        out = capsys.readouterr().out
+        hours[len(hours)] = float(re.search(r"at most ([\d.]+) to ([\d.]+) hours", out)[1])
+    assert hours[1] / hours[0] == pytest.approx(4, rel=0.03) and hours[2] / hours[0] == pytest.approx(5, rel=0.03)
+    assert "20.1 to 80.5 GFLOP for a token in 1 to 4 passes" in out
+    memory = re.search(r"memory +at most about ([\d.]+) GB on a GPU in bfloat16, as if each example had", out)[1]
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    assert f"it says at most {memory} GB" in page
+    for recipe, minutes in re.findall(r"\| `(metamath_gsm/\w+.yaml)` \| ([\d.]+) \|", page):
+        assert f"Costs: {float(minutes):.0f} minutes" in (ROOT / "recipes" / recipe).read_text(encoding="utf-8")
+
+
 def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     lab.set_world(fails=["lr_0.04"])
     lab.run()
