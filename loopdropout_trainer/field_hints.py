@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
-from loopdropout_trainer.errors import closest_match
+from loopdropout_trainer.errors import closest_match, short_repr
 
 
 USUAL_NAMES = {
@@ -135,8 +136,24 @@ FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
 
 
-def field_hint(name: str, fields: Collection[str]) -> str:
-    """Return the end of the message about an unknown field, which names the field that helps."""
+class InnerFields(NamedTuple):
+    """Fields that a mapping takes, which is a field of the script itself: their names, and the noun of the message."""
+
+    names: Collection[str]
+    noun: str
+
+
+def field_hint(
+    name: str, fields: Collection[str], value: Any = None, inner: Mapping[str, InnerFields] | None = None
+) -> str:
+    """Return the end of the message about an unknown field, which names the field that helps.
+
+    Args:
+        name: Unknown field.
+        fields: Fields of the script.
+        value: Value that the user has given, as words of a command line or as a recipe has it.
+        inner: Fields inside of a field of the script, by its name.
+    """
     if ITEM_FIELDS.get(name) in fields:
         return f" Set `{name.removesuffix('s')}` in each item of `{ITEM_FIELDS[name]}`."
     own_field, advice = {**OF_OTHER_SCRIPTS, **_COMPUTED}.get(name, (None, ""))
@@ -145,4 +162,16 @@ def field_hint(name: str, fields: Collection[str]) -> str:
     meant = FORMER_NAMES.get(name) or USUAL_NAMES.get(name)
     if meant in fields:
         return f" Did you mean {meant!r}?"
+    for field, inner_fields in (inner or {}).items():
+        own_name = next((own for own in (name, meant) if own in inner_fields.names), None)
+        if own_name is not None:
+            return f" Put fields of {inner_fields.noun} under `{field}`: {{{own_name}: {_name_value(value)}}}."
     return closest_match(name, fields)
+
+
+def _name_value(value: Any) -> str:
+    """Return a value as a recipe has it. A single word of a command line is no list."""
+    if isinstance(value, list):
+        words = ", ".join(item if isinstance(item, str) else short_repr(item) for item in value)
+        return words if len(value) == 1 else f"[{words}]"
+    return value if isinstance(value, str) else short_repr(value)

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from loopdropout_trainer.errors import UserError, hide_secrets
-from loopdropout_trainer.field_hints import field_hint
+from loopdropout_trainer.field_hints import InnerFields, field_hint
 from loopdropout_trainer.field_values import is_optional, items_of, option_value, read_value
 from loopdropout_trainer.files import check_links, recipe_hint, recipe_names, recipes_folder, write_file
 from loopdropout_trainer.help import print_help
@@ -173,7 +173,7 @@ def read_settings(
         if name in unread:
             raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
     given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
-    return _read_values(given, fields, hints)
+    return _read_values(given, fields, hints, getattr(dataclass_types[0], "inner_fields", None))
 
 
 def _find_fields(dataclass_types: Sequence[type]) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
@@ -188,16 +188,24 @@ def _find_fields(dataclass_types: Sequence[type]) -> tuple[dict[str, dataclasses
 
 
 def _read_values(
-    given: Mapping[str, Any], fields: Mapping[str, dataclasses.Field], hints: Mapping[str, Any]
+    given: Mapping[str, Any],
+    fields: Mapping[str, dataclasses.Field],
+    hints: Mapping[str, Any],
+    inner: Mapping[str, InnerFields] | None = None,
 ) -> dict[str, Any]:
     """Return given values as their fields take them. A field that takes no None has its default for one.
+
+    Args:
+        given: Values by name.
+        fields: Fields by name. hints: Types of the fields.
+        inner: Fields inside of a field, for the message about an unknown one.
 
     Raises:
         UserError: For an unknown field, a wrong value, or a missing value.
     """
-    for name in given:
+    for name, value in given.items():
         if name not in fields:
-            raise UserError(f"`{name}` is not a field of this script.{field_hint(name, fields)}")
+            raise UserError(f"`{name}` is not a field of this script.{field_hint(name, fields, value, inner)}")
     settings = {}
     for name, value in given.items():
         if value is not None or is_optional(hints[name]):

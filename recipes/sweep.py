@@ -27,18 +27,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loopdropout_trainer.arguments import option
+from loopdropout_trainer.arguments import ModelArguments, option
+from loopdropout_trainer.data import SFTDataArguments
 from loopdropout_trainer.errors import UserError, closest_match, count, run_script
+from loopdropout_trainer.field_hints import InnerFields
 from loopdropout_trainer.imported_code import find_other_code
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
-from loopdropout_trainer.sweep_methods import has_benchmarks, make_recipes, read_methods
+from loopdropout_trainer.runs import TRAINING_TYPES
+from loopdropout_trainer.sweep_methods import SET_BY_SWEEP, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweep_plan import print_sweep_plan
 from loopdropout_trainer.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
 from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_progress, list_runs, update_summary
 from loopdropout_trainer.workers import Workers
+
+
+_TRAINING_FIELDS = {
+    name for cls in (*TRAINING_TYPES, ModelArguments, SFTDataArguments) for name in cls.__dataclass_fields__
+} - SET_BY_SWEEP
 
 
 class Choice(NamedTuple):
@@ -56,6 +64,11 @@ class Sweep:
     Raises:
         UserError: if a method or a field does not exist.
     """
+
+    inner_fields = {
+        "measure": InnerFields(MEASURED | {"benchmark_batch_size"}, "the evaluation"),
+        "settings": InnerFields(_TRAINING_FIELDS, "trainings"),
+    }
 
     recipe: str = option("", "Recipe that all methods start from.")
     methods: list[Any] = option(
@@ -86,7 +99,7 @@ class Sweep:
 
     def __post_init__(self):
         methods = read_methods(self.methods)
-        for field, choices in (("rate_factors", methods), ("measure", MEASURED | {"benchmark_batch_size"})):
+        for field, choices in (("rate_factors", methods), ("measure", self.inner_fields["measure"].names)):
             for name in getattr(self, field):
                 if name not in choices:
                     hint = closest_match(name, choices) or f" It takes {', '.join(sorted(choices))}."

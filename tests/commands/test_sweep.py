@@ -445,7 +445,7 @@ def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
         lines in page and "at most 1,228,800,000 in all trainings" in lines and "35 to 148 hours of one H100" in lines
     )
     assert "not computed" not in lines and [line.split()[0] for line in lines.splitlines()] == [
-        *("tokens", "time", "computed,", "memory", "disk")
+        *("tokens", "time", "computed,", "memory", "(2.9", "disk")
     ]
 
 
@@ -746,6 +746,23 @@ ERRORS = [
         "`methods` must have different names, got 'lora' twice",
     ),
 ]
+
+
+@pytest.mark.parametrize(("field", "text"), [
+    ("max_steps: 20", "`max_steps` is not a field of this script. Put fields of trainings under `settings`: {max_steps: 20}."),
+    ("steps: 20", "`steps` is not a field of this script. Put fields of trainings under `settings`: {max_steps: 20}."),
+    ("benchmarks: [gsm8k, x]", "Put fields of the evaluation under `measure`: {benchmarks: [gsm8k, x]}."),
+    ("lora_r: 8", "Put fields of trainings under `settings`: {lora_r: 8}."),
+    ("learning_rate: 0.1", "Did you mean 'learning_rates'?"),  # the sweep sets it
+])  # fmt: skip
+def test_fields_of_trainings_are_put_under_settings(tmp_path, field, text):
+    path = tmp_path / "fields.yaml"
+    path.write_text(f"{field}\nlearning_rates: [0.1]\n")
+    with user_error(f"{re.escape(text)}$"):
+        parse((sweep.Sweep,), [str(path)])
+    name, _, value = field.partition(": ")
+    with user_error(f"{re.escape(text)}$"):
+        parse((sweep.Sweep,), ["--learning_rates", "0.1", f"--{name}", *value.strip("[]").split(", ")])
 
 
 @pytest.mark.parametrize(("fields", "message"), ERRORS, ids=lambda value: str(value)[:40])
