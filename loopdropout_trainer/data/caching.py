@@ -91,8 +91,8 @@ def digest_files(paths: Iterable[str | Path]) -> str:
 
 
 def package_code() -> str:
-    """Return a digest of the package's code that makes examples."""
-    return digest_files([*sorted((PACKAGE / "data").glob("*.py")), PACKAGE / "arithmetic.py"])
+    """Return a digest of the package's code that makes examples. `limits.py` renders conversations."""
+    return digest_files([*sorted((PACKAGE / "data").glob("*.py")), PACKAGE / "arithmetic.py", PACKAGE / "limits.py"])
 
 
 def code_of(function: Callable[..., Any]) -> str | None:

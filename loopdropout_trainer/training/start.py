@@ -80,7 +80,7 @@ def describe_training(settings: Mapping[str, Any]) -> str:
     facts = [f"{name} = {settings[name]}" for name in ("p", "rule_args") if settings.get(name) is not None]
     if settings.get("num_loops") is not None:
         facts.append(f"K = {settings['num_loops']}")
-    # An interrupted training has no number of steps unless it was saved.
+    # A training that an error ended before its first step or after its last one has no number of steps unless it was saved.
     facts.append("interrupted" if settings.get("step") is None else count(settings["step"], "step"))
     if settings.get("seed") is not None:
         facts.append(f"seed {settings['seed']}")

@@ -229,3 +229,15 @@ def test_preview_of_an_edited_preparation(place, arguments, capsys):
         arguments()
         main(command)
         assert f"0 + 1 ={text}⟦ 1<|endoftext|>⟧" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["data/tokenizing.py", "limits.py", "arithmetic.py"])
+def test_key_changes_with_the_code_of_the_package(tmp_path, monkeypatch, name):
+    """Of each file that makes an example, also of the one that renders conversations."""
+    package = tmp_path / "package"
+    shutil.copytree(caching.PACKAGE, package, ignore=shutil.ignore_patterns("tiny_ouro", "__pycache__"))
+    monkeypatch.setattr(caching, "PACKAGE", package)
+    before = caching.package_code()
+    with open(package / name, "a") as file:
+        file.write("# changed\n")
+    assert caching.package_code() != before
