@@ -24,7 +24,7 @@ from scipy import stats
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
 from helpers.results import expected_results
-from loopdropout_trainer import figure_files, figures, frames, printing, saved_tables, table_files, tables
+from loopdropout_trainer import figure_files, figures, frames, plots, printing, saved_tables, table_files, tables
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.figures import average_windows, points
 from loopdropout_trainer.final_results import final_results
@@ -44,6 +44,17 @@ FIGURES = sorted((ROOT / "recipes/tables").glob("figure_*.yaml"))
 TABLES = sorted(FILES.difference(FIGURES))
 SAVED = ("rule", "p", "lora_r", "num_loops", "learning_rate", "seed", "run_name", "max_length")
 LABELS = ["LoRA, p = 1", "LoRA, p = 2", "Loop Dropout", "Mine"]
+
+
+@pytest.fixture(autouse=True)
+def few_figure_files(monkeypatch):
+    """Figures are drawn, but not written as PNG, PDF and SVG, except where a test looks at these files."""
+    monkeypatch.setattr(plots, "save_figure", lambda plot, path: pyplot.close(plot.draw()))
+
+
+@pytest.fixture
+def write_figures(few_figure_files, monkeypatch):
+    monkeypatch.setattr(plots, "save_figure", save_figure)
 
 
 def write(folder, rows, recipe=None, **columns):
@@ -444,7 +455,7 @@ def quickstart(tmp_path):
     return tmp_path / "runs"
 
 
-def test_report_summarizes_runs(quickstart, tmp_path, capsys):
+def test_report_summarizes_runs(quickstart, tmp_path, capsys, write_figures):
     report.main([str(quickstart), "--output_dir", str(tmp_path / "report")])
     printed = capsys.readouterr().out
     table = pd.read_csv(tmp_path / "report/accuracy.csv")
@@ -1043,7 +1054,7 @@ def test_training_depth_is_wider_than_the_grid(quickstart):
 
 
 @pytest.mark.parametrize("num_steps", [4, 40])
-def test_report_draws_the_losses_of_trainings(tmp_path, capsys, num_steps):
+def test_report_draws_the_losses_of_trainings(tmp_path, capsys, num_steps, write_figures):
     """Mean and SD over seeds at each step, also of runs without a benchmark."""
     for method, shift in (("LoRA", 0.0), ("Loop Dropout", 0.5)):
         for seed in (1, 2):
