@@ -7,7 +7,6 @@ import pty
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -393,6 +392,16 @@ def test_vllm_command_serves_an_adapter_at_its_depth(adapter, installed_vllm, tm
     assert not {"--lora-modules", "--hf-overrides", "--dtype", "--generation-config", "--tokenizer"} & {*options}
 
 
+# `loopdropout` whose standard input is a terminal, and which finds packages in a folder.
+SERVE_AT_TERMINAL = """
+import os, runpy, sys
+terminal, folder, *sys.argv = sys.argv[1:]
+os.dup2(os.open(terminal, os.O_RDWR), 0)
+sys.path.insert(0, folder)
+runpy.run_module("loopdropout_trainer", run_name="__main__")
+"""
+
+
 def test_vllm_cannot_ask_at_a_terminal(adapter, tmp_path):
     server = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"  # in place of vLLM's
     server.parent.mkdir(parents=True)
@@ -402,10 +411,10 @@ def test_vllm_cannot_ask_at_a_terminal(adapter, tmp_path):
     path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
     controller, terminal = pty.openpty()
     os.write(controller, b"y\n\x04")
-    words = ["-m", "loopdropout_trainer", "serve", str(adapter[0]), "--port", "0", "--engine", "vllm"]
-    environment = {**ENVIRONMENT, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, *words], stdin=terminal, env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("VLLM False ''\n"), done.stderr
+    words = [os.ttyname(terminal), tmp_path, "loopdropout", "serve", adapter[0], "--port", 0, "--engine", "vllm"]
+    program = Program("-c", SERVE_AT_TERMINAL, *words, env={**ENVIRONMENT, "PYTHONPATH": path})
+    program.wait()
+    assert program.stdout.endswith("VLLM False ''\n"), program.stderr
 
 
 def parse_options(command):
