@@ -33,6 +33,9 @@ SHORT_TRAINING = "to measure it: `--max_steps 20 --output_dir outputs/try` write
 """Way to measure the time if it cannot be computed."""
 
 
+NOT_COMPUTED = "not computed"
+"""Begin of the line about the time if there are no hours."""
+
 AS_IF_LONG = "as if each example had `max_length` tokens"
 """Assumption of the upper bounds that are known before the data are loaded."""
 
@@ -146,12 +149,12 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
     """Return the computed hours of trainings on one GPU with the assumptions, or why there are none."""
     kinds = [training for training, _ in trainings]
     if not kinds[0].is_supervised:
-        return f"not computed for this kind of training\n{SHORT_TRAINING}"
+        return f"{NOT_COMPUTED} for this kind of training\n{SHORT_TRAINING}"
     if not all(training.may_use_gpu for training in kinds):
-        return f"not computed for a training on a CPU or without `bf16`\n{SHORT_TRAINING}"
+        return f"{NOT_COMPUTED} for a training on a CPU or without `bf16`\n{SHORT_TRAINING}"
     costs = [training.operations for training in kinds]
     if None in costs:
-        return f"not computed, because the sizes of the model are not known\n{SHORT_TRAINING}"
+        return f"{NOT_COMPUTED}, because the sizes of the model are not known\n{SHORT_TRAINING}"
     if None in bounds:
         amount = f"{describe_hours(kinds[0], max(costs) * 1e7)} for each 10 million tokens"
     else:

@@ -7,12 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
-from loopdropout_trainer.costs import Training, describe_costs
+from loopdropout_trainer.costs import NOT_COMPUTED, Training, describe_costs
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.plan import describe_length, describe_measurements, find_rank, read_config, titled
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.results import is_of_training, read_own_results
+from loopdropout_trainer.sweeps import read_summary
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+from loopdropout_trainer.workers import describe_left
 
 
 CONFIGS = {"sft": LoopDropoutConfig, "dpo": LoopDropoutDPOConfig, "grpo": LoopDropoutGRPOConfig}
@@ -30,16 +32,19 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
     num_ended, total = sweep.count()
+    measured, costs = _describe_rest(sweep), _describe_costs(sweep)
+    if measured and costs["time"].startswith(NOT_COMPUTED):
+        costs["time"] = ""
     done = ""
     if num_ended:
-        done = f"{num_ended} of {count(total, 'training')}{_describe_rest(sweep)}"
+        done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", measured]))
     plan = {
         "methods": ", ".join(sweep.recipes),
         "learning rates": rates,
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sweep, _describe_size),
-        **_describe_costs(sweep),
+        **costs,
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(sweep, _describe_evaluation),
         "done": done,
@@ -107,16 +112,27 @@ def _read_training(sweep: Any, method: str) -> Training:
 
 
 def _describe_rest(sweep: Any) -> str:
-    """Return the measured time of the trainings that have ended, and of the rest if it takes as long."""
+    """Return the measured time of the runs that have ended, and of the rest as the running sweep prints it."""
+    times = read_summary(sweep.output_dir).get("run_seconds", {})
+    own_times = [times[method] for method in sweep.recipes if method in times]
+    if own_times:
+        mean = sum(own_times) / len(own_times)
+        parts = [
+            f"measured: {_name_time(mean)} on average for a run with its start, training and evaluation",
+            describe_left(sweep, mean, sweep.workers),
+        ]
+        return ", so ".join(filter(None, parts))
+    # The runs of a scheduler, by `print_commands`.
     folders = {sweep.folder(run) for method in sweep.recipes for run in sweep.runs(method) if sweep.is_done(run)}
     rows = [row for folder in folders for row in read_own_results(folder)]
     seconds = [row["value"] for row in rows if is_of_training(row) and row["metric"] == "train_seconds"]
-    num_ended, total = sweep.count()
-    if not seconds or num_ended == total:
+    if not seconds:
         return ""
-    mean = sum(seconds) / len(seconds)
-    left = timedelta(seconds=round(mean * (total - num_ended)))
-    return f", measured: {timedelta(seconds=round(mean))} on average, so {left} for the others, one at a time"
+    return f"measured: {_name_time(sum(seconds) / len(seconds))} on average for a training without its start and evaluation"
+
+
+def _name_time(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _describe_choice(sweep: Any) -> str:

@@ -37,7 +37,7 @@ def print_summary(sweep: Any) -> None:
     num_ended, _ = sweep.count()
     if num_ended == 0:
         return
-    sweep.save_progress()
+    sweep.save_progress(None)
     results = load_results(sweep.output_dir)
     for folder in sweep.find_other_results():
         results = results[~results["folder"].map(lambda name, run=folder: Path(name).is_relative_to(run))]

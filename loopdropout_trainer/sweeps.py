@@ -17,8 +17,8 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 """File in the folder of a run with the recipe that the sweep gives to its training."""
 
 SUMMARY_FILE = "summary.json"
-"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings` and `finished` by method, and the table
-`accuracy`.
+"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished` and `run_seconds` by method,
+and the table `accuracy`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
@@ -167,3 +167,13 @@ def describe_progress(folder: str | Path) -> str:
         f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}. The same "
         "`loopdropout sweep` command continues it."
     )
+
+
+def describe_interruption(folder: str | Path) -> str:
+    """Return a sentence about a sweep that a signal has stopped: how far it is, or that all of its runs are finished."""
+    progress = describe_progress(folder)
+    if progress:
+        return progress
+    if not read_summary(folder).get("trainings"):  # it was stopped before its first line
+        return "interrupted."
+    return f"All runs of the sweep in {folder} are finished. Print the results with `loopdropout report {folder}`."

@@ -61,8 +61,8 @@ class Runs(Protocol):
         A training that is measured later has two runs, each of which is started and takes its time.
         """
 
-    def save_progress(self) -> None:
-        """Write how far the sweep is."""
+    def save_progress(self, run_seconds: float | None) -> None:
+        """Write how far the sweep is, and the mean seconds of a run, or None if no run has ended since its start."""
 
     def describe_score(self, run: Any) -> str:
         """Return the result of a run that is done, such as "accuracy 40.00% on development", or ""."""
@@ -148,7 +148,7 @@ class Workers:
         self.processes.remove(process)
         if self.runs.is_done(run) or self.stopped.is_set():
             self.last_message = None
-            self.runs.save_progress()
+            self.runs.save_progress(self.measure_run())
             print(self._describe_end(run, was_trained), flush=True)
         else:
             self._record_failure(run, status, path, log_start)
@@ -185,6 +185,16 @@ class Workers:
         print(f"{num_ended} of {total}: {self.failures[run]}", flush=True)
         self.last_message = None if was_stopped else message  # a signal says nothing about the other runs
 
+    def measure_run(self) -> float | None:
+        """Return the mean seconds of a run with its start, training and evaluation, or None if none has ended since the start.
+
+        Runs of other machines count as runs of this one, because they shorten the time that is left in the same way.
+        """
+        num_starts, _ = self.runs.count_starts()
+        if num_starts <= self.done_before:
+            return None
+        return (time.monotonic() - self.start) * self.number / (num_starts - self.done_before)
+
     def _describe_end(self, run: Any, was_trained: bool) -> str:
         """Return the line about a run that has ended: its number, its step, its score and the time that is left."""
         status = read_run(self.runs.folder(run)).get("status", "stopped")
@@ -196,12 +206,23 @@ class Workers:
             status = "has its score, but did not end as it should (see its log.txt)"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run)]
-        num_starts, all_starts = self.runs.count_starts()
-        if self.done_before < num_starts < all_starts:
-            seconds_per_start = (time.monotonic() - self.start) / (num_starts - self.done_before)
-            seconds = seconds_per_start * (all_starts - num_starts)
-            parts.append(f"about {timedelta(seconds=round(seconds))} left")
+        parts.append(describe_left(self.runs, self.measure_run(), self.number))
         return f"{num_done} of {total}: {run.name} {', '.join(filter(None, parts))}"
+
+
+def describe_left(runs: Runs, run_seconds: float | None, workers: int) -> str:
+    """Return the time that a sweep still takes, such as "about 0:42:10 left", or "" if it is not known or finished.
+
+    Args:
+        runs: Runs of the sweep.
+        run_seconds: Mean seconds of a run, from `Workers.measure_run`.
+        workers: Number of runs at a time.
+    """
+    num_starts, all_starts = runs.count_starts()
+    if run_seconds is None or num_starts == all_starts:
+        return ""
+    seconds = run_seconds * (all_starts - num_starts) / workers
+    return f"about {timedelta(seconds=round(seconds))} left"
 
 
 def read_message(log: Path, start: int = 0) -> str:

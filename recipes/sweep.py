@@ -40,7 +40,7 @@ from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.sweep_methods import SET_BY_SWEEP, has_benchmarks, make_recipes, read_methods
 from loopdropout_trainer.sweep_plan import print_sweep_plan
 from loopdropout_trainer.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
-from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_progress, list_runs, update_summary
+from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_interruption, list_runs, update_summary
 from loopdropout_trainer.workers import Workers
 
 
@@ -309,13 +309,16 @@ class Sweep:
         Raises:
             UserError: If two runs in a row fail with the same message.
         """
-        self.save_progress()
+        self.save_progress(None)
         if other_results := self.describe_other_results():
             print(f"The sweep trains the other runs. {other_results}", flush=True)
         self.pool.train_all()
 
-    def save_progress(self) -> None:
-        """Write the chosen learning rates, the number of trainings and if they are finished to the summary of reports."""
+    def save_progress(self, run_seconds: float | None) -> None:
+        """Write the chosen learning rates, the number of trainings and if they are finished to the summary of reports.
+
+        Also the mean seconds of a run, from `Workers.measure_run`, unless it is None.
+        """
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
         grid, task = dict.fromkeys(self.recipes, self.full_grid), dict.fromkeys(self.recipes, self.select_on)
         finished = {method: not self.pending_of(method) for method in self.recipes}
@@ -326,6 +329,7 @@ class Sweep:
             full_grid=grid,
             trainings=self.count_by_method(),
             finished=finished,
+            run_seconds={} if run_seconds is None else dict.fromkeys(self.recipes, run_seconds),
         )
 
     def check_failures(self) -> None:
@@ -407,7 +411,7 @@ def main(argv: list[str] | None = None) -> None:
             print_summary(sweep)
             sweep.check_failures()
         except KeyboardInterrupt as error:
-            error.args = (describe_progress(sweep.output_dir) or "interrupted.",)
+            error.args = (describe_interruption(sweep.output_dir),)
             raise
         finally:
             signal.signal(signal.SIGTERM, former)

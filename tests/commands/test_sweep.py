@@ -467,12 +467,24 @@ def test_plan_counts_the_passes_of_a_rule(capsys):
 
 
 def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
-    lab.set_world(fails=["lr_0.04"])
-    lab.run()
-    capsys.readouterr()
-    sweep.main([lab.file, "--dry_run", "true"])
-    text = "done            2 of 4 trainings, measured: 0:01:00 on average, so 0:02:00 for the others, one at a time\n"
-    assert text in capsys.readouterr().out
+    """As the running sweep does, by the time of whole runs. `train_seconds` is 60 s, and each run takes 100 s."""
+    made = lab.sweep()
+    run = made.pending()[0]
+    subprocess.run(made.command(run), check=True)
+    words = [lab.file, "--dry_run", "true", "--workers"]
+    sweep.main([*words, "1"])
+    text = "done            1 of 4 trainings, measured: 0:01:00 on average for a training without its start and evaluation\n"
+    out = capsys.readouterr().out
+    assert text in out and "not computed" not in out
+    made.pool.start = time.monotonic() - 100
+    line = made.pool._describe_end(run, False)
+    made.save_progress(made.pool.measure_run())
+    sweep.main([*words, "1"])
+    left = re.search(r"about 0:06:4\d left", line)[0]
+    text = "1 of 4 trainings, measured: 0:01:40 on average for a run with its start, training and evaluation, so "
+    assert f"{text}{left}" in capsys.readouterr().out
+    sweep.main([*words, "2"])
+    assert f"{text}about 0:03:2" in capsys.readouterr().out
 
 
 def test_plan_reads_values_as_a_training_does(lab, capsys):
@@ -746,6 +758,17 @@ ERRORS = [
         "`methods` must have different names, got 'lora' twice",
     ),
 ]
+
+
+def test_signal_after_the_last_run_says_that_all_are_finished(lab, monkeypatch):
+    """As while the sweep loads the results that it prints."""
+    lab.sweep()
+    monkeypatch.setattr(
+        "loopdropout_trainer.sweep_summary.load_results", lambda folder: signal.raise_signal(signal.SIGTERM)
+    )
+    text = f"All runs of the sweep in {lab.out} are finished. Print the results with `loopdropout report {lab.out}`."
+    with pytest.raises(KeyboardInterrupt, match=re.escape(text)):
+        sweep.main([lab.file, "--script", f"{lab.folder}/lab"])
 
 
 @pytest.mark.parametrize(("field", "text"), [
