@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.models.external import LoopDescription, check_loops, register_looped
     from loopdropout_trainer.saving.loading import load_adapter, load_model
     from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
+    from loopdropout_trainer.tokenizers import load_tokenizer
     from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
     from loopdropout_trainer.training.dpo import LoopDropoutDPOTrainer
     from loopdropout_trainer.training.grpo import LoopDropoutGRPOTrainer
@@ -45,6 +46,7 @@ _HOMES = {
     "default_peft_config": "lora",
     "load_adapter": "saving.loading",
     "load_model": "saving.loading",
+    "load_tokenizer": "tokenizers",
     "loop_dropout": "handle",
     "merge_and_save": "saving.merging",
     "push_merged_to_hub": "saving.merging",

@@ -136,6 +136,11 @@ FORMER_NAMES = {"depths": "eval_num_loops", "at_depths": "eval_num_loops"}
 """Present names of fields in recipes of finished runs."""
 
 
+def is_usual_name(name: str) -> bool:
+    """Return whether people type a name by habit instead of a field's."""
+    return name in USUAL_NAMES or name in _COMPUTED
+
+
 class InnerFields(NamedTuple):
     """Fields that a mapping takes, which is a field of the script itself: their names, and the noun of the message."""
 

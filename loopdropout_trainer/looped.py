@@ -198,7 +198,8 @@ def not_looped(model_class: type, model_type: str | None = None, name: str | Non
     check_supported(model_class.__name__, model_type)
     place = f" from {name}" if name else ""
     return NotLoopedError(
-        f"`model` must be a looped model, such as `model_type: ouro`, got a {model_class.__name__}{place}."
+        f"`model` must be a looped model, such as `model_type: ouro`, got a {model_class.__name__}{place}. The "
+        "supported looped models are in docs/models.md."
     )
 
 

@@ -1,11 +1,33 @@
-"""Old names, which work for one more release. This is the one place that warns about them."""
+"""Old names: only this module warns about the package's own, and hides the warnings about those that libraries use."""
 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+
+_OLD_CHECKPOINTING = re.compile(r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated")
+_HIDDEN = ("ignore", _OLD_CHECKPOINTING, FutureWarning, re.compile("transformers"), 0)
+"""Filter of warnings about names by which PEFT and TRL call transformers."""
+
+
+@contextmanager
+def hide_old_checkpointing() -> Iterator[None]:
+    """Hide the warnings about old names of gradient checkpointing, by which PEFT and TRL call transformers in this block.
+
+    `warnings.catch_warnings` would restore all filters in the end, also those that a callback or another thread has set
+    meanwhile. This adds and removes only its own filter.
+    """
+    warnings.filters.insert(0, _HIDDEN)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # somebody has replaced the list
+            warnings.filters.remove(_HIDDEN)
 
 
 def _warn(old: str, new: str, num_frames: int) -> None:

@@ -192,7 +192,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(
             "`chat_template` must be set, because the examples are conversations and the tokenizer has no chat template. Its "
             f"value is a Jinja file, or one of {_list_templates()}. In Python, pass "
-            '`processing_class=load_tokenizer(name, chat_template="ouro")` from `loopdropout_trainer.tokenizers`, or set '
+            '`processing_class=load_tokenizer(name, chat_template="ouro")` from `loopdropout_trainer`, or set '
             "`chat_template_path` in a `LoopDropoutConfig`."
         )
 
@@ -243,7 +243,7 @@ def warn_if_rebuilt(tokenizer: PreTrainedTokenizerBase) -> None:
         if tokens != expected:
             logger.warning_once(
                 f"{type(tokenizer).__name__} splits {text!r} into {short_repr(tokens)}, but {file} into "
-                f"{short_repr(expected)}. Load it with `loopdropout_trainer.tokenizers.load_tokenizer`."
+                f"{short_repr(expected)}. Load it with `loopdropout_trainer.load_tokenizer`."
             )
             return
 

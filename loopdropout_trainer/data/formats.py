@@ -75,6 +75,7 @@ def guess_columns(example: Mapping[str, Any], formats: Iterable[Sequence[str]]) 
             chats.append(name)
     if chats and ("messages",) in formats:
         return {"messages": chats[0]}
+    formats = [columns for columns in formats if columns != ("messages",)]  # a text is not a conversation
     for others in ([], texts):  # first by usual names only
         for columns in formats:
             if found := _find_names(columns, example, others):

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint
+from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint, is_usual_name
 from loopdropout_trainer.fields import check_fields, option
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
@@ -29,6 +29,12 @@ else:
     Probabilities = list[float] | None  # HfArgumentParser accepts one type, and `__post_init__` also accepts a number
 
 logger = logging.get_logger(__name__)
+
+_CHECKPOINTING = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Names of fields before transformers 5.24, and since then."""
 
 
 @dataclass
@@ -121,14 +127,21 @@ class GateConfig:
             self.resume_from_checkpoint = None
         self._save_at_evaluations()
         check_best_checkpoint(self)
-        # TRL's default has the old name of transformers, which warns about it as if the user had given it.
-        is_given = "gradient_checkpointing" in self.given_names
-        if not is_given and getattr(self, "activation_checkpointing", False) is None:
-            self.activation_checkpointing = self.gradient_checkpointing
+        # TRL's defaults and our documentation use the old names, which all releases of transformers know. Newer ones warn.
+        for old, new in _CHECKPOINTING.items():
+            if getattr(self, new, False) is None:
+                setattr(self, new, getattr(self, old))
         super().__post_init__()
         if self.process_index == 0:
             warn_of_unused_steps(self)
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field. A name that people mistake for a field's raises UserError later too, since it would have no effect."""
+        is_made = "_made" in vars(self)
+        if is_made and is_usual_name(name) and not hasattr(self, name):
+            raise UserError(f"`{name}` is not a field of {type(self).__name__}.{_hint(name, value, vars(self))}")
+        super().__setattr__(name, value)
 
     def _take_numbers(self) -> None:
         """Make Python's numbers and lists of those of numpy and torch, which JSON and YAML do not know."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from loopdropout_trainer.data.formats import (
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, set_chat_template, unknown_template
+from loopdropout_trainer.training.config import word_of
 
 
 _CONVERTERS = {"list": "from_list", "tuple": "from_list", "DataFrame": "from_pandas"}
@@ -78,8 +79,8 @@ def name_datasets(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"`eval_dataset[{name!r}]`", dataset
 
 
-def check_containers(arguments: Mapping[str, Any]) -> None:
-    """Raise UserError if examples are in a list or in a table of pandas, which `Dataset` converts."""
+def check_datasets(arguments: Mapping[str, Any]) -> None:
+    """Raise UserError if a dataset has no examples, or is a list or a table of pandas, which `Dataset` converts."""
     for title, dataset in name_datasets(arguments):
         kind = type(dataset).__name__
         if kind in _CONVERTERS:
@@ -87,6 +88,23 @@ def check_containers(arguments: Mapping[str, Any]) -> None:
                 f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind}. Convert it by "
                 f"`datasets.Dataset.{_CONVERTERS[kind]}`."
             )
+        if isinstance(dataset, Sized) and len(dataset) == 0:
+            raise UserError(f"{title} must have at least one example.")
+
+
+def check_given(args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError if there is no dataset to train on, or evaluations are asked for without a dataset for them."""
+    if arguments.get("train_dataset") is None:
+        raise UserError(
+            "`train_dataset` must be a `Dataset` or an `IterableDataset`, got None. Make one of rows by "
+            "`datasets.Dataset.from_list(rows)`, or load one by `datasets.load_dataset`."
+        )
+    strategy = word_of(args.eval_strategy)
+    if strategy != "no" and arguments.get("eval_dataset") is None:
+        raise UserError(
+            f"`eval_dataset` must be given if `eval_strategy` is {strategy}, got None. Hold out examples, as in "
+            "`train_dataset.train_test_split(test_size=100)`, or set `eval_strategy` to no."
+        )
 
 
 def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str]]) -> None:

@@ -31,7 +31,7 @@ from loopdropout_trainer.lora import (
 )
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
-from loopdropout_trainer.renames import renamed_attribute
+from loopdropout_trainer.renames import hide_old_checkpointing, renamed_attribute
 from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.facts import MODELS
 from loopdropout_trainer.saving.loading import load_skeleton
@@ -45,8 +45,9 @@ from loopdropout_trainer.training.distributed import check_devices, check_proces
 from loopdropout_trainer.training.examples import (
     check_assistant_loss,
     check_columns,
-    check_containers,
     check_conversations,
+    check_datasets,
+    check_given,
     check_rows,
     check_token_ids,
     choose_template,
@@ -78,7 +79,11 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         self.before_init(arguments)
         try:
-            with explain_imports(_name_of(arguments["model"])), hide_short_bars(num_rows=_count_examples(arguments)):
+            with (
+                explain_imports(_name_of(arguments["model"])),
+                hide_short_bars(num_rows=_count_examples(arguments)),
+                hide_old_checkpointing(),
+            ):
                 super(AdapterTrainingMixin, self).__init__(**arguments)
         except (TemplateError, UserError):  # mostly of a chat template
             if self.reads_columns(arguments):
@@ -160,12 +165,9 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
 
     def before_init(self, arguments: dict[str, Any]) -> None:
         """Complete the arguments of TRL's trainer, by default with the paper's adapter and the model's `tokenizer.json`."""
-        check_containers(arguments)
-        for title, dataset in name_datasets(arguments):
-            if isinstance(dataset, Sized) and len(dataset) == 0:
-                raise UserError(f"{title} must have at least one example.")
-        dataset = arguments.get("train_dataset")
         check_kinds(arguments)
+        check_datasets(arguments)
+        dataset = arguments["train_dataset"]
         if isinstance(arguments["model"], Path):
             arguments["model"] = str(arguments["model"])
         args = arguments["args"] = self.config_class.from_trl(arguments["args"], arguments["model"])
@@ -180,6 +182,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
                 if args.model_init_kwargs:
                     args.model_init_kwargs = loading_fields(model, args.model_init_kwargs)
                 skeleton = external_skeleton(model, revision)
+        check_given(args, arguments)
         set_seed(args.seed)  # the adapter is random, and TRL seeds it only since version 1.16
         self.set_rule(args)
         if self.rule.draws_per_batch > 1 and not self.runs_several_draws:
@@ -310,14 +313,16 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     ) -> dict[str, float]:
         """Evaluate with all gates at 1, as transformers' Trainer does."""
         self.restore_accelerator()
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with hide_old_checkpointing():
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predict with all gates at 1, as transformers' Trainer does."""
         self.restore_accelerator()
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        with hide_old_checkpointing():
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def saved_settings(self) -> dict[str, Any]:
         """Return the settings that are saved with an adapter which this trainer has trained."""

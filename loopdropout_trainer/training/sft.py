@@ -22,6 +22,7 @@ from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.means import describe_mean
+from loopdropout_trainer.renames import hide_old_checkpointing
 from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
@@ -200,6 +201,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         folder = self.args.output_dir
         try:
             with ExitStack() as stack:
+                stack.enter_context(hide_old_checkpointing())
                 stack.enter_context(explain_write_errors(folder))
                 if self.args.should_save:
                     stack.enter_context(lock_folder(folder))

@@ -47,11 +47,36 @@ def test_numbers_of_numpy_and_torch_become_pythons(config, make):
 
 
 def test_checkpointing_by_default_gives_no_warning(config):
-    """TRL's default has the old name of a field of transformers. A user who sets it is warned by transformers."""
+    """TRL's default and the documentation have the old names of two fields of transformers. Not all releases have the new."""
+    for given in ({}, {"gradient_checkpointing": True}, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            args = LoopDropoutConfig("out", bf16=False, **given)
+        assert args.gradient_checkpointing and getattr(args, "activation_checkpointing", True)
+        kwargs = given.get("gradient_checkpointing_kwargs")
+        assert args.gradient_checkpointing_kwargs == kwargs
+        assert getattr(args, "activation_checkpointing_kwargs", kwargs) == kwargs
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        args = LoopDropoutConfig("out", bf16=False)
-    assert args.gradient_checkpointing and getattr(args, "activation_checkpointing", True)
+        assert not getattr(config(gradient_checkpointing=False), "activation_checkpointing", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("q", 0.25, "`q` is not a field of LoopDropoutConfig. Set `p` = 1 - q"),
+        ("dropout", 0.25, "Did you mean 'p'"),
+        ("K", 2, r"Set `model_init_kwargs=\{'num_loops': 2\}`"),
+    ],
+)
+def test_wrong_field_that_is_set_later_raises(config, name, value, message):
+    """It would have no effect."""
+    args = config()
+    with user_error(message):
+        setattr(args, name, value)
+    args.p = 0.25
+    args.note = "an attribute of the user"
+    assert copy.deepcopy(args).p == 0.25
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_wrong_columns_are_one_sentence(make, cls, columns, renamed):
         make(cls, QUESTIONS)
 
 
+def test_column_of_texts_is_renamed_to_the_field(make):
+    rows = Dataset.from_list([{"text": "1 + 1 = 2"}] * 2)
+    with user_error(
+        r"must have .*; `body`, got the columns text. Rename columns by `rename_columns\(\{'text': 'body'\}\)`"
+    ):
+        make(SFT, rows, dataset_text_field="body")
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rows_are_named(make, tokenizer, monkeypatch, name):
     monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)

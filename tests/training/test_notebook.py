@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -237,7 +238,9 @@ def test_model_without_loops_is_named_with_its_class(config, dataset, tokenizer,
     folder = str(tmp_path / "llama")
     llama.save_pretrained(folder)
     for model, text in ((llama, "got a LlamaForCausalLM."), (folder, f"got a LlamaForCausalLM from {folder}.")):
-        with user_error(f"must be a looped model, .*{re.escape(text)}"):
+        with user_error(
+            f"must be a looped model, .*{re.escape(text)} The supported looped models are in docs/models.md"
+        ):
             LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
 
 
@@ -483,3 +486,52 @@ def test_last_trained_of_several_adapters_is_used(train, log):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert any(x.any() for name, x in want.items() if "lora_B" in name)
     assert "The adapter b is used." in log.text
+
+
+@pytest.mark.parametrize("trainer_class", [LoopDropoutSFTTrainer, LoopDropoutDPOTrainer, LoopDropoutGRPOTrainer])
+def test_missing_datasets_are_named(config, tokenizer, trainer_class):
+    args = config(trainer_class.config_class, **({"num_generations": 2} if "GRPO" in trainer_class.__name__ else {}))
+    given = {"model": tiny_ouro(), "args": args, "processing_class": tokenizer}
+    if "GRPO" in trainer_class.__name__:
+        given["reward_funcs"] = lambda completions, **columns: [0.0 for _ in completions]
+    with user_error("`train_dataset` must be a `Dataset` or an `IterableDataset`, got None. Make one of rows by"):
+        trainer_class(**given)
+    args.eval_strategy = "steps"
+    rows = Dataset.from_list([{"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3"}])
+    with user_error("`eval_dataset` must be given if `eval_strategy` is steps, got None. Hold out examples"):
+        trainer_class(**given, train_dataset=rows)
+
+
+class WarnOnce(TrainerCallback):
+    """A callback of a user with a warning of its own."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        warnings.warn("a rule of mine is old", FutureWarning, stacklevel=1)
+
+
+def test_libraries_give_each_other_no_warnings(config, dataset, tokenizer, saved):
+    """PEFT and TRL call transformers by old names, and a user can do nothing about it."""
+    pairs = Dataset.from_list([{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(8)])
+    rewarded = {"num_generations": 2, "max_completion_length": 4}
+    callbacks = [WarnOnce()]
+    data = {"processing_class": tokenizer, "callbacks": callbacks}
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        load_model(saved / "adapter")
+        sft = LoopDropoutSFTTrainer(tiny_ouro(), config(max_steps=1), train_dataset=dataset, **data)
+        sft.train()
+        sft.evaluate(dataset.select([0]))
+        args = config(LoopDropoutDPOConfig, max_steps=1)
+        LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, **data).train()
+        args = config(LoopDropoutGRPOConfig, max_steps=1, **rewarded)
+        prompts = pairs.select_columns("prompt")
+        reward = lambda completions, **columns: [float(len(text)) for text in completions]
+        LoopDropoutGRPOTrainer(tiny_ouro(), reward, args, train_dataset=prompts, **data).train()
+        texts = [str(warning.message) for warning in shown]
+        assert [text for text in texts if "gradient_checkpointing" in text] == []
+        assert texts.count("a rule of mine is old") == 3
+        model = tiny_ouro()
+        model.gradient_checkpointing_enable()
+        is_renamed = hasattr(model, "activation_checkpointing_enable")  # in newer releases of transformers
+        own = [warning for warning in shown if "`gradient_checkpointing_enable` is deprecated" in str(warning.message)]
+        assert len(own) == is_renamed
