@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
+from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.imported_code import describe_imports
@@ -101,6 +102,7 @@ class Job:
             raise UserError(f"`chat_template` must be set instead of `chat_template_path`, got {template!r}.")
         check_trackers(training.report_to)
         check_devices(training)
+        check_files(data.files)
         # Somebody may repeat the run from its `recipe.yaml`. Whether to resume is decided at each start: `false` from the
         # recipe would discard the checkpoints of an interrupted repetition.
         unsaved = ("hub_token", "resume_from_checkpoint")

@@ -157,9 +157,14 @@ def describe_settings(args: GateConfig, num_examples: int | None = None) -> str:
     """Return the length of a training on at most `num_examples`, its batch, learning rate and seed."""
     batch = f"{count(args.examples_per_step, 'example')} per step"
     parts = [describe_length(args, num_examples), batch, f"learning rate {args.learning_rate:g}", f"seed {args.seed}"]
-    if args.early_stopping_patience is not None:
-        parts.append(f"early stop after {count(args.early_stopping_patience, 'evaluation')} without a better one")
-    return ", ".join(parts)
+    return ", ".join([*parts, *describe_early_stop(args)])
+
+
+def describe_early_stop(args: GateConfig) -> list[str]:
+    """Return the part of a line about the early stop of a training, if it has one."""
+    if args.early_stopping_patience is None:
+        return []
+    return [f"early stop after {count(args.early_stopping_patience, 'evaluation')} without a better one"]
 
 
 def describe_length(args: GateConfig, num_examples: int | None = None) -> str:

@@ -9,7 +9,14 @@ from typing import Any
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.costs import NOT_COMPUTED, Training, describe_costs
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.plan import describe_length, describe_measurements, find_rank, read_config, titled
+from loopdropout_trainer.plan import (
+    describe_early_stop,
+    describe_length,
+    describe_measurements,
+    find_rank,
+    read_config,
+    titled,
+)
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.results import is_of_training, read_own_results
 from loopdropout_trainer.sweeps import read_summary
@@ -84,7 +91,9 @@ def _describe_size(sweep: Any, method: str) -> str:
     training = _read_training(sweep, method)
     length = describe_length(training.args, training.recipe.get("num_train_examples"))
     size = f"{length}, {count(training.args.examples_per_step, 'example')} per step"
-    return f"{size} and process" if sweep.launcher else size
+    if sweep.launcher:
+        size += " and process"
+    return ", ".join([size, *describe_early_stop(training.args)])
 
 
 def _describe_costs(sweep: Any) -> dict[str, str]:

@@ -18,6 +18,7 @@ from loopdropout_trainer.arguments import option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import check_link, is_checkpoint
 from loopdropout_trainer.recipe import name_words, parse
+from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.cards import read_card_fields
 from loopdropout_trainer.saving.loading import load
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
@@ -80,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         own_folder, output_dir = own_folder.parent, own_folder.with_name(f"{own_folder.name}-merged")
     if args.output_dir is None:
         check_link(output_dir, own_folder)  # a stranger's folder may have one
+    is_replaced = integrity.is_saved(output_dir)
     merged = merge_and_save(
         model,
         output_dir,
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         scale=args.scale,
         standalone=args.standalone,
     )
-    print(f"The merged model is in {merged}")
+    print(f"The merged model is in {merged}{', and replaces the one that was there' if is_replaced else ''}")
 
     # Push
     if args.hub_model_id:

@@ -102,6 +102,12 @@ class DataArguments:
             )
         return sources
 
+    @property
+    def files(self) -> list[str]:
+        """Files on this computer to train on and to hold out."""
+        of_sources = [file for source in read_sources(vars(self)) for file in source.files]
+        return [*of_sources, *(self.eval_files or ())]
+
     def of_source(self, source: DataSource) -> DataArguments:
         """Return the arguments by which the rows of a source become examples, with the names of its columns."""
         if source.column_mapping is None:

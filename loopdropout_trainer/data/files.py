@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.sources import DataSource, file_kind
-from loopdropout_trainer.errors import UserError, hint_at_login
+from loopdropout_trainer.errors import UserError, closest_match, hint_at_login
 from loopdropout_trainer.limits import check_nesting
 
 
@@ -45,9 +46,6 @@ def load_rows(source: DataSource) -> Dataset:
         reason = str(error.__cause__ or error)
         if not reason:
             empty = [file for file in source.files if Path(file).is_file() and not Path(file).stat().st_size]
-            missing = [file for file in source.files if not Path(file).exists()]
-            if missing and not empty:
-                raise UserError(f"The file {', '.join(missing)} does not exist.") from None
             raise UserError(f"{', '.join(empty) or source} is empty.") from None
         raise UserError(f"{source} cannot be loaded: {reason}{hint_at_login(error)}") from None
     if source.columns is None:
@@ -90,22 +88,29 @@ def read_files(files: str | Sequence[str], split: str = "train") -> Dataset:
 
     if isinstance(files, str):
         files = [files]
-    for file in files:
-        _check_file(file)
+    check_files(files)
     kind = file_kind(files[0]) or "json"
     builder = load_dataset_builder(kind, data_files=list(files))
     return _read_local(builder, kind, data_files=list(files), split=split)
 
 
-def _check_file(file: str) -> None:
-    """Raise UserError if a path is a folder, or something else than a file, which could be read without end."""
-    path = Path(file)
-    if path.is_dir():
-        raise UserError(
-            f"`train_files` and `eval_files` must be files, got the folder {file}. Set `dataset_name` instead."
-        )
-    if path.exists() and not path.is_file():
-        raise UserError(f"`train_files` and `eval_files` must be files, got {file}, which is a pipe or a device.")
+def check_files(files: Iterable[str]) -> None:
+    """Raise UserError if a file does not exist, or if it is a folder, a pipe or a device, which could be read without end.
+
+    Args:
+        files: Paths, patterns of paths, or addresses, which are not looked up.
+    """
+    for file in files:
+        path = Path(file)
+        if path.is_dir():
+            raise UserError(
+                f"`train_files` and `eval_files` must be files, got the folder {file}. Set `dataset_name` instead."
+            )
+        if path.exists() and not path.is_file():
+            raise UserError(f"`train_files` and `eval_files` must be files, got {file}, which is a pipe or a device.")
+        if "://" not in file and not path.exists() and not glob(file, recursive=True):
+            others = [other.name for other in path.parent.glob("*") if file_kind(other.name)]
+            raise UserError(f"The file {file} does not exist.{closest_match(path.name, others, cutoff=0.75)}")
 
 
 def _read_dataset(source: DataSource) -> Dataset:

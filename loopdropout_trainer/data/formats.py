@@ -144,12 +144,25 @@ def to_messages(value: Any) -> Any:
 
 
 def _to_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    message = dict(turn)
+    message = _write_number(turn)
     if turn.get("role") in _ROLES:
         message["role"] = _ROLES[turn["role"]]
-    if _is_number(turn.get("content")):
-        message["content"] = str(turn["content"])
     return message
+
+
+def write_numbers(value: Any) -> Any:
+    """Make texts of the numbers that are contents of turns, with the keys of TRL or ShareGPT. Return other values unchanged.
+
+    `datasets` reads a content such as "content": 7 of a file as a number, which chat templates need not be able to write.
+    """
+    if not isinstance(value, list):
+        return value
+    return [_write_number(turn) if isinstance(turn, dict) else turn for turn in value]
+
+
+def _write_number(turn: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: str(turn[key]) for key in ("content", "value") if _is_number(turn.get(key))}
+    return {**turn, **texts}
 
 
 def rename_keys(value: Any) -> Any:

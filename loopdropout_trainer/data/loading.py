@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -290,6 +290,7 @@ def _make_examples(
     is_mixture = len(args.datasets or ()) > 1
     template_fields = FIELD.findall(args.template) if args.prompt_template else []
     _check_columns(columns, args.formats, mapping, template_fields, rows, of_source, is_mixture)
+    _warn_about_images({*rows.column_names} - {*columns, *mapping.values()}, of_source)
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
@@ -312,6 +313,20 @@ def _make_examples(
         if not len(examples.rows):
             raise UserError(f"The data{of_source} must have examples that `preparation: {args.preparation}` keeps.")
     return examples.replace(_make_example, args=args, source=source, optional=optional)
+
+
+def _warn_about_images(unused: Collection[str], of_source: str) -> None:
+    """Log that a column of images is ignored, because the examples would often make no sense without it.
+
+    Args:
+        unused: Columns of the data that examples are not made of.
+        of_source: Name of the data in the message.
+    """
+    for name in ("image", "images"):
+        if name in unused and PartialState().is_main_process:
+            logger.warning(
+                f"The column `{name}` of the data{of_source} is ignored, because the models read text only."
+            )
 
 
 def _describe_missing_text(columns: Sequence[str]) -> str:

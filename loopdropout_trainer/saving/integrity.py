@@ -96,6 +96,11 @@ def record(folder: str | Path, patterns: Iterable[str] = ("**/*",)) -> None:
     write_file(folder / CHECKSUMS_FILE, json.dumps({"xxh3_128": digests}, indent=1) + "\n")
 
 
+def is_saved(folder: str | Path) -> bool:
+    """Return whether a folder holds files that this package has saved, or has begun to save."""
+    return Path(folder, CHECKSUMS_FILE).exists()
+
+
 def find_damage(folder: str | Path) -> str | None:
     """Return why the files in a folder must not be used, as the end of a sentence about it, such as "has a damaged x.pt".
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Json
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
@@ -21,6 +22,7 @@ from loopdropout_trainer.data.formats import (
     find_format,
     guess_columns,
     rename_keys,
+    write_numbers,
     wrong_columns,
 )
 from loopdropout_trainer.errors import UserError
@@ -135,17 +137,20 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
 def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], chat_template: Any) -> None:
     """Raise UserError for the first row that TRL cannot read, or whose turns have a role that is a mistake.
 
-    A stream can be endless, so each of its rows is checked when the training reads it.
+    A stream can be endless, so each of its rows is checked when the training reads it. Numbers as contents of turns become
+    texts, as in the examples of a recipe.
 
     Args:
-        arguments: Arguments of a trainer. Streams are replaced by streams that check their rows.
+        arguments: Arguments of a trainer. Streams are replaced by streams that check their rows, and datasets with numbers
+            as contents by ones with texts.
         formats: Columns of each format that the trainer reads.
         chat_template: Text of the chat template of the training.
     """
     for place, row in _iterate_rows(arguments, formats):
         _check_row(row, chat_template, place)
     train, *held_out = [
-        _check_stream(title, dataset, formats, chat_template) for title, dataset in name_datasets(arguments)
+        _check_stream(title, _write_contents(dataset, formats), formats, chat_template)
+        for title, dataset in name_datasets(arguments)
     ]
     arguments["train_dataset"] = train
     if isinstance(arguments.get("eval_dataset"), dict):
@@ -167,6 +172,27 @@ def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> None:
         raise error_in_row(place, error) from None
 
 
+def _write_contents(dataset: Any, formats: Collection[Sequence[str]]) -> Any:
+    """Return a dataset whose turns have texts instead of numbers, or the dataset itself if they have no numbers."""
+    columns = _find_columns(read_first(dataset), formats) if isinstance(dataset, Dataset) else ()
+    if not columns:
+        return dataset
+    if not re.search("int|float|Json", str([dataset.features[name] for name in columns])):  # types that hold numbers
+        return dataset
+    rows = dataset.select_columns(list(columns)).with_format(None)
+    if all(_write_row(row, columns) == row for row in rows):
+        return dataset
+    conversations = {
+        name: Json() for name in columns if isinstance(rows[0][name], list)
+    }  # which keep each value as it is
+    features = Features({**dataset.features, **conversations})
+    return dataset.map(_write_row, fn_kwargs={"columns": columns}, features=features)
+
+
+def _write_row(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    return {name: write_numbers(row[name]) for name in columns}
+
+
 def _check_stream(title: str, dataset: Any, formats: Collection[Sequence[str]], chat_template: Any) -> Any:
     """Return a stream that checks each row as it passes, or another dataset unchanged."""
     if not isinstance(dataset, IterableDataset):
@@ -177,7 +203,7 @@ def _check_stream(title: str, dataset: Any, formats: Collection[Sequence[str]], 
 
     def check(row: dict[str, Any], index: int) -> dict[str, Any]:
         _check_row({name: row[name] for name in columns}, chat_template, f"row {index + 1:,} of {title}")
-        return row
+        return {**row, **_write_row(row, columns)}
 
     return dataset.map(check, with_indices=True, features=dataset.features)
 

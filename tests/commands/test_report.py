@@ -1076,6 +1076,22 @@ def test_report_draws_the_losses_of_trainings(tmp_path, capsys, num_steps, write
     assert has_markers == (num_steps == 4) and [*curves["panel"].unique()] == ["training loss", "held-out loss"]
 
 
+def test_lines_of_a_loss_curve_have_readable_names(tmp_path, monkeypatch):
+    """The lines of docs/sft.md."""
+    write(tmp_path / "out", [{"task": "training", "metric": "eval_loss", "value": 1.0, "seed": 1}], method="LoRA")
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": 3.0}]
+    (tmp_path / "out/trainer_state.json").write_text(json.dumps({"log_history": history}))
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/sft.md").read_text(encoding="utf-8")
+    (block,) = (block for block in re.findall(r"(?ms)^```python\n(.*?)^```", page) if "loss.png" in block)
+    exec(block, {})
+    axes, legend = pyplot.gca(), pyplot.gca().get_legend()
+    names = [text.get_text() for text in legend.get_texts()]
+    last = {name: line.get_ydata()[-1] for name, line in zip(names, axes.get_lines(), strict=True)}
+    assert last == {"LoRA, held-out loss": 3.0, "LoRA, training loss": 1.0}
+    assert legend.get_title().get_text() == "" and (tmp_path / "loss.png").is_file()
+
+
 def test_training_losses_are_means_of_equal_numbers_of_steps(tmp_path):
     """The loss is logged every 10 steps, at evaluations every 4 steps, and at the end."""
     of_steps = pd.Series(np.random.default_rng(0).normal(size=22), range(1, 23))  # the loss of each step

@@ -694,6 +694,19 @@ def test_sft_reads_messages_next_to_preferences(tmp_path, capsys):
     assert "Hello" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("field", ["train_files", "eval_files"])
+def test_missing_file_is_named_before_the_plan(tmp_path, monkeypatch, capsys, field):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "here.jsonl", [{"prompt": "1", "completion": "2"}])
+    files = {"train_files": "here.jsonl", "eval_files": "*.jsonl", field: "there.jsonl"}
+    words = [f"--{name}={file}" for name, file in files.items()]
+    with user_error(r"^The file there.jsonl does not exist. Did you mean 'here.jsonl'\?$"):
+        SCRIPTS["sft"].main(
+            ["--model_name_or_path=tiny-ouro", "--output_dir=out", "--dry_run=true", "--bf16=false", *words]
+        )
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
 def test_mistake_is_explained_in_one_line(script, words, message, tmp_path, monkeypatch, capsys):
     recipe = "quickstart.yaml" if script == "sft" else f"{script}/arithmetic.yaml"

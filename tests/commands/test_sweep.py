@@ -435,6 +435,14 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
     )
 
 
+def test_plan_names_an_early_stop(lab, capsys):
+    """As the plan of a training does."""
+    lab.sweep(settings={"early_stopping_patience": 2, "eval_strategy": "steps", "load_best_model_at_end": True})
+    sweep.main([lab.file, "--dry_run", "true"])
+    line = "each training   1 step, 8 examples per step, early stop after 2 evaluations without a better one\n"
+    assert line in capsys.readouterr().out
+
+
 def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
     """Ouro-1.4B on Tulu 2: at most 6 x 100,000 examples of 2,048 tokens, by the sizes that the package knows."""
     sweep.main(["sweeps/tulu2.yaml", "--dry_run", "true"])

@@ -302,7 +302,7 @@ def test_unmergeable_adapters_raise(train, tmp_path, rule, message):
     assert "parameters of its own for each loop" in card and "merge_and_save" not in card
 
 
-def test_equal_learned_gates_are_merged(make_sft, tmp_path, base):
+def test_equal_learned_gates_are_merged(make_sft, tmp_path, base, capsys):
     """In Python and by the command, which read the same rule."""
     trainer = make_sft(load_model(base), rule="learned", p=None, max_steps=1)
     trainer.train()
@@ -311,7 +311,9 @@ def test_equal_learned_gates_are_merged(make_sft, tmp_path, base):
     trainer.save_model()
     merged = load(merge_and_save(trainer.model, tmp_path / "merged"))
     assert find_source(trainer.args.output_dir).is_mergeable
-    load_script("recipes/merge.py").main([trainer.args.output_dir, "--output_dir", str(tmp_path / "again")])
+    for end in ("", ", and replaces the one that was there"):
+        load_script("recipes/merge.py").main([trainer.args.output_dir, "--output_dir", str(tmp_path / "again")])
+        assert f"The merged model is in {tmp_path / 'again'}{end}\n" in capsys.readouterr().out
     again = load(tmp_path / "again")
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in merged.state_dict().items())
 

@@ -17,8 +17,10 @@ from loopdropout_trainer import (
     LoopDropoutSFTTrainer,
 )
 from loopdropout_trainer.data import DataArguments, load_datasets, read_files
+from loopdropout_trainer.data.formats import TEXTS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
+from loopdropout_trainer.training.examples import check_rows
 from loopdropout_trainer.training.setup import with_gates
 
 
@@ -138,6 +140,25 @@ def test_broken_rows_are_named(make, tokenizer, monkeypatch, name):
         make(SFT, rows)
     with user_error(f"^Row 2 of `eval_dataset`: {message}"):
         make(SFT, rows.select([0, 1, 2]), rows.select([2, 3]))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("number", [7, 7.5])
+@pytest.mark.parametrize("num_texts", [0, 2])
+def test_numbers_of_turns_become_texts(tmp_path, num_texts, number, is_stream):
+    """As in the examples of a recipe, whose template gets no numbers: in all rows of a file or in one."""
+    turns = [[{**QUESTION, "content": content}, {**ANSWER, "content": "7"}] for content in (number, "two", "two")]
+    rows = read_files(
+        write_lines(tmp_path / "a.jsonl", [{"messages": turns[0]}] + [{"messages": turns[1]}] * num_texts)
+    )
+    own = load_datasets(
+        DataArguments(train_files=[str(tmp_path / "a.jsonl")]), load_tokenizer("tiny-ouro", chat_template="tulu2")
+    )["train"]
+    arguments = {"train_dataset": rows.to_iterable_dataset() if is_stream else rows, "eval_dataset": rows}
+    check_rows(arguments, TEXTS, None)
+    for dataset in arguments.values():
+        assert [row["messages"] for row in dataset] == own["messages"]
+        assert next(iter(dataset))["messages"][0]["content"] == str(number)
 
 
 def test_parts_of_a_turn_need_a_template_that_reads_them(make, tokenizer, monkeypatch, tmp_path):
