@@ -156,7 +156,7 @@ WRONG = [
         "The data of b.jsonl must have `x`, got the columns prompt, completion",
     ),
     (["a.jsonl"], r"An item of `datasets` must be a mapping such as {path: a.jsonl}, got 'a.jsonl'"),
-    ([A, {"path": "none.jsonl"}], "none.jsonl cannot be loaded"),
+    ([A, {"path": "none.jsonl"}], "The file none.jsonl does not exist"),
     ([A, {**B, "columns": ["prompt", "x"]}], "`columns` of b.jsonl must be among prompt, completion, got x"),
     (
         [A, {"path": "other.jsonl"}],

@@ -43,7 +43,10 @@ MISTAKES = {
     "tokenizer": (lambda folder: load_tokenizer("Ouro-2.6B"), "Did you mean 'ByteDance/Ouro-2.6B'"),
     "template": (lambda folder: load_tokenizer("tiny-ouro", chat_template="tulu"), "Did you mean 'tulu2'"),
     "column": (own_task, "`land` is missing, and the columns are country, capital"),
-    "files": (lambda folder: own_benchmark("mine", str(folder / "no.jsonl"), **OWN), r"The file .*no.jsonl does not exist\.$"),
+    "files": (
+        lambda folder: own_benchmark("mine", str(folder / "no.jsonl"), **OWN),
+        r"The file .*no.jsonl does not exist\.$",
+    ),
     "merge a base model": (
         lambda folder: merge_and_save(tiny_ouro(), folder),
         r"`model` must be a PEFT model with an adapter, such as `trainer.model` .* got a OuroForCausalLM",
