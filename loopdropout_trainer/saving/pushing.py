@@ -134,12 +134,15 @@ def upload(
 _OF_TRAINING = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "latest", "zero_to_fp32.py")
 """Patterns of the files of a checkpoint that only continue its training."""
 
+_OF_SWEEP = ("*.lock", "log.txt")
+"""Patterns of the files that a sweep adds to the folder of a run. The log names folders of this computer."""
+
 
 def patterns_left_out(folder: str | Path, adapters: Iterable[str] = ()) -> list[str]:
     """Return the patterns of files in the folder of a run that a push of its adapters leaves out. See `push_run`."""
     uploaded = {*adapters, "runs"}  # the Hub shows the curves of TensorBoard in `runs`
     others = [f"{path.name}/*" for path in Path(folder).iterdir() if path.is_dir() and path.name not in uploaded]
-    return ["_*", "samples_*", *_OF_TRAINING, *others]
+    return ["_*", "samples_*", *_OF_TRAINING, *_OF_SWEEP, *others]
 
 
 def push_run(

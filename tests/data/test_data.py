@@ -462,7 +462,7 @@ WRONG = [
     ({"eval_files": ["a"], "num_eval_examples": 5}, "either `eval_files` or `num_eval_examples`"),
     ({"prompt_template": "alpacca"}, "`prompt_template` must be alpaca, question or a text with {column}"),
     ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
-    ({"train_files": ["none.jsonl"]}, "none.jsonl.* cannot be loaded"),
+    ({"train_files": ["none.jsonl"]}, "^The file none.jsonl does not exist"),
     ({"train_files": ["broken.jsonl"]}, "Line 1 of .*broken.jsonl is not JSON: Expecting value at column 7"),
     ({"train_files": ["broken.json"]}, "broken.json cannot be loaded: .*JSON"),
     ({"train_files": ["empty.jsonl"]}, "^empty.jsonl is empty.$"),

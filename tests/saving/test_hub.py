@@ -29,7 +29,7 @@ from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
-from loopdropout_trainer.saving.pushing import explain_push
+from loopdropout_trainer.saving.pushing import explain_push, list_files, patterns_left_out
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
