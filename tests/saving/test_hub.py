@@ -333,6 +333,20 @@ def test_push_without_a_connection_says_so(saved, monkeypatch, is_offline):
         push_merged_to_hub(saved / "merged", "me/x")
 
 
+def test_push_of_a_run_has_no_locks_and_logs_of_its_sweep(tmp_path):
+    for name in (
+        "adapter_model.safetensors",
+        "results.jsonl",
+        "sweep.lock",
+        "log.txt",
+        "optimizer.pt",
+        "other/a.json",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert list_files(tmp_path, patterns_left_out(tmp_path)) == ["adapter_model.safetensors", "results.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("token", "account"), [(None, "no token was found. Log in"), ("hf_x", "a token was found, but")]
 )
