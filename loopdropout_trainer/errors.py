@@ -217,6 +217,9 @@ def run_script(main: Callable[[], None]) -> None:
     """
     script = _command_name(Path(sys.argv[0]))
     protect_terminal()
+    is_in_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not is_in_terminal and "tqdm" not in sys.modules:  # which reads the variable when it is imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
     # Python finds the files next to a script first, and recipes/evaluate.py hides a library that tasks of lm-eval import.
     sys.path.sort(key=lambda folder: Path(folder, "evaluate.py").is_file())
     # Warnings about future releases of the libraries concern developers.

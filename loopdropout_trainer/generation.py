@@ -87,7 +87,8 @@ def generate_greedy(
     if supports_slots(looped):
         decode = _decode_in_slots
     description = progress if isinstance(progress, str) else None
-    bar = tqdm(total=len(prompts), desc=description, unit=" prompts", disable=not progress)
+    hidden = {} if progress else {"disable": True}  # without a value, tqdm reads TQDM_DISABLE
+    bar = tqdm(total=len(prompts), desc=description, unit=" prompts", **hidden)
     completions: dict[int, str] = {}
     was_training = model.training
     model.eval()

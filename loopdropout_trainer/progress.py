@@ -55,8 +55,11 @@ class JobProgressCallback(ProgressCallback):
         self.time_left = ""  # after the first step, such as "0:01:00 left"
         if self.trained_at is not None:
             self.evaluation_seconds = self.start - self.trained_at
+        # None hides the bar in a file, such as the log of a sweep's run. The lines of `on_log` stay.
         hidden = args.disable_tqdm or not state.is_world_process_zero
-        self.training_bar = tqdm(desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden)
+        self.training_bar = tqdm(
+            desc=self.title, total=state.max_steps, initial=state.global_step, disable=hidden or None
+        )
 
     def on_step_end(self, args, state, control, **kwargs):
         super().on_step_end(args, state, control, **kwargs)

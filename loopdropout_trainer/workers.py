@@ -137,7 +137,7 @@ class Workers:
                 self.runs.command(run),
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **gpu},
+                env={"TQDM_DISABLE": "1", **os.environ, **gpu},  # a bar would be one long line of the log
                 pass_fds=[lock],  # the training keeps the lock, even if the sweep is killed
                 start_new_session=True,
             )

@@ -2,15 +2,18 @@
 
 import json
 import logging
+import os
 import re
 import shutil
+import subprocess
 import sys
+import termios
 
 import pytest
 from rich.console import Console
 from tqdm import tqdm
 
-from helpers.files import load_script, write_lines
+from helpers.files import ROOT, load_script, write_lines
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.files import TINY_OURO_PATH
 from loopdropout_trainer.terminal import show_controls
@@ -70,6 +73,31 @@ def test_control_characters_are_shown(name, monkeypatch, capsys):
         assert text.startswith("\r" + SHOWN) and "\n\rinner" in text and "\x1b[A" in text
         text = re.sub(r"\r(?=a|inner| )|\r\Z|\x1b\[A", "", text)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800]", text)
+
+
+COMMAND = """
+import sys
+from loopdropout_trainer.errors import run_script
+
+def main():
+    from tqdm.auto import tqdm
+    list(tqdm(range(2), desc="Loading weights"))
+
+run_script(main)
+"""
+
+
+def test_bars_are_for_terminals_only():
+    """A log would have each of them as a long line."""
+    master, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))  # a bar without a width is empty
+    command, environment = [sys.executable, "-c", COMMAND], {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TQDM_DISABLE", None)
+    subprocess.run(command, env=environment, stderr=terminal, check=True)
+    os.close(terminal)
+    assert b"Loading weights: 100%" in os.read(master, 10_000)
+    os.close(master)
+    assert subprocess.run(command, env=environment, capture_output=True, check=True).stderr == b""
 
 
 def test_pieces_form_no_new_sequence():
