@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -11,7 +12,11 @@ import numpy as np
 import pandas as pd
 import plotnine as p9
 from matplotlib import pyplot, rc_context
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from plotnine.composition import Compose
+
+from loopdropout_trainer.printing import join_numbers
 
 
 COLORS = {
@@ -35,28 +40,107 @@ LINES = ("solid", "dashed", "dotted", "dashdot")
 """Lines of the settings of one method, which have one color."""
 MOST_TICKS = 12
 """Number of values up to which the horizontal axis of lines has a tick and a marker for each."""
+TITLE_SIZE, TEXT_SIZE, CAPTION_SIZE, LEGEND_SIZE = 12, 10, 9, 8
+"""Sizes of texts in points."""
+HEIGHT, USUAL_LINES, LINE_HEIGHT, PANEL_HEIGHT = 4.4, 4, 0.23, 2.4
+"""Height of a figure with up to four lines of legend and caption, height of each further line, and of a panel, in inches."""
+MARGINS, PANEL_MARGINS = 1.1, 0.72
+"""Room next to the texts of a figure and of a panel in inches, for the vertical axis or the keys of the legend."""
+
+
+def fit_text(text: str, size: float, width: float) -> str:
+    """Return a text in lines that are not wider than a width. A longer word is broken, as in a long name.
+
+    Args:
+        text: Text, whose lines stay apart.
+        size: Size of the font in points.
+        width: Width in inches.
+    """
+    font, lines = FontProperties(size=size), text.split("\n")
+    for most in range(len(text), 0, -1):
+        lines = [part for line in join_numbers(text).split("\n") for part in textwrap.wrap(line, most)]
+        widths = [text_to_path.get_text_width_height_descent(line, font, ismath=False)[0] for line in lines]
+        if max(widths, default=0) <= 72 * width:
+            break
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def choose_width(num_panels: int) -> float:
+    """Return the width of a figure in inches."""
+    return max(5.0, 3.4 * num_panels)
+
+
+def fit_title(title: str, num_panels: int) -> str:
+    """Return the title of a figure in lines that fit above its panels."""
+    return fit_text(title, TITLE_SIZE, choose_width(num_panels) - MARGINS)
+
+
+def fit_caption(caption: str, num_panels: int) -> str:
+    """Return a caption in lines that fit below the first panel. The legend is below another one."""
+    return fit_text(caption, CAPTION_SIZE, choose_width(num_panels) / num_panels - MARGINS)
+
+
+def fit_legend(labels: Sequence[str], num_panels: int) -> list[str]:
+    """Return the labels of a legend in lines that fit below one panel."""
+    return [fit_text(label, LEGEND_SIZE, choose_width(num_panels) / num_panels - MARGINS) for label in labels]
+
+
+def choose_height(num_panels: int, title: str | None, caption: str | None, labels: Sequence[str] = ()) -> float:
+    """Return the height of a figure in inches, which has room for all lines of its title, caption and legend."""
+    of_caption = fit_caption(caption, num_panels).count("\n") + 1 if caption else 0
+    of_legend = sum(label.count("\n") + 1 for label in fit_legend(labels, num_panels))
+    below = of_caption + of_legend if num_panels == 1 else max(of_caption, of_legend)
+    num_lines = below + fit_title(title or "", num_panels).count("\n")
+    return HEIGHT + LINE_HEIGHT * max(0, num_lines - USUAL_LINES)
 
 
 def decorate(
-    plot: p9.ggplot, title: str | None, x_label: str, y_label: str, num_panels: int = 1, panel: str | None = None
+    plot: p9.ggplot,
+    title: str | None,
+    x_label: str,
+    y_label: str,
+    num_panels: int = 1,
+    panel: str | None = None,
+    caption: str | None = None,
+    height: float | None = None,
 ) -> p9.ggplot:
-    """Add the titles of the figure and the panel, the axis labels and the theme that all figures share."""
+    """Add the texts around a figure, in lines that fit it, and the theme that all figures share.
+
+    Args:
+        plot: Figure, or the panel of a figure.
+        title: Title of the figure.
+        x_label: Label of the horizontal axis.
+        y_label: Label of the vertical axis.
+        num_panels: Number of panels next to each other.
+        panel: Title of the panel.
+        caption: Sentences below the figure.
+        height: Height of the figure in inches. Default: from `choose_height`.
+    """
+    width = choose_width(num_panels)
+    of_panel = width / num_panels - PANEL_MARGINS
     return (
         plot
-        + p9.labs(title=title, subtitle=panel, x=x_label, y=y_label)
-        + p9.theme_minimal(base_size=10)
+        + p9.labs(
+            title=title and fit_title(title, num_panels),
+            subtitle=panel and fit_text(panel, TEXT_SIZE, of_panel),
+            x=fit_text(x_label, TEXT_SIZE, of_panel),
+            y=fit_text(y_label, TEXT_SIZE, PANEL_HEIGHT),
+            caption=caption and fit_caption(caption, num_panels),
+        )
+        + p9.theme_minimal(base_size=TEXT_SIZE)
         + p9.theme(
-            figure_size=(max(5.0, 3.4 * num_panels), 4.4),
+            figure_size=(width, height or choose_height(num_panels, title, caption)),
             text=p9.element_text(color=GRAY),
             axis_text=p9.element_text(color=GRAY),
             strip_text=p9.element_text(color=GRAY),
-            plot_title=p9.element_text(size=12, ha="left"),
+            plot_title=p9.element_text(size=TITLE_SIZE, ha="left"),
             plot_background=p9.element_rect(fill="none", color="none"),  # the page's own, light or dark
             panel_grid_major=p9.element_line(color="#76839055"),
-            plot_caption=p9.element_text(size=9, ha="left"),
+            plot_caption=p9.element_text(size=CAPTION_SIZE, ha="left"),
             legend_position="bottom",
             legend_direction="vertical",
             legend_title=p9.element_blank(),
+            legend_text=p9.element_text(size=LEGEND_SIZE, ma="left"),
             legend_key_width=24,
             panel_grid_minor=p9.element_blank(),
             panel_spacing=0.03,
@@ -127,6 +211,8 @@ def line_plot(
         shapes.append(SHAPES[label] if label in SHAPES else next(others))
     lines = _choose_lines(labels)
     panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
+    legend = fit_legend(labels, len(panels))
+    height = choose_height(len(panels), title, caption, labels)
     plots = []
     for place, (axis, own) in enumerate(panels):
         ticks = sorted(own[x].unique())
@@ -135,16 +221,16 @@ def line_plot(
         begin = low if 0 < high / 2 < low < high else 0
         plot = (
             p9.ggplot(own, p9.aes(x, "mean", color="label", fill="label", shape="label"))
-            + p9.geom_ribbon(p9.aes(ymin="low", ymax="high"), alpha=0.2, color="none")
+            + p9.geom_ribbon(p9.aes(ymin="low", ymax="high"), alpha=0.2, color="none", show_legend=False)
             + p9.geom_line(size=1.1)
-            + p9.scale_color_manual(colors, limits=labels)
-            + p9.scale_fill_manual(colors, limits=labels)
-            + p9.scale_shape_manual(shapes, limits=labels)
+            + p9.scale_color_manual(colors, limits=labels, labels=legend)
+            + p9.scale_fill_manual(colors, limits=labels, labels=legend)
+            + p9.scale_shape_manual(shapes, limits=labels, labels=legend)
             + p9.expand_limits(y=[begin, high or 1])
         )
         if {*lines} != {"solid"}:
             plot += p9.aes(linetype="label")
-            plot += p9.scale_linetype_manual(lines, limits=labels)
+            plot += p9.scale_linetype_manual(lines, limits=labels, labels=legend)
         if has_few:
             plot += p9.geom_point(size=2)
             x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
@@ -157,9 +243,8 @@ def line_plot(
                 p9.aes(x, "mean", label="text"), texts, inherit_aes=False, color=GRAY, size=8, ha="left", nudge_x=0.1
             )
         y_label = axis["y_label"] + ("\n(axis does not begin at 0)" if begin else "")
-        plot = decorate(plot, None if place else title, axis["x_label"], y_label, len(panels), axis.name)
-        if place == 0:
-            plot += p9.labs(caption=caption)
+        texts = (None, None) if place else (title, caption)  # the first panel has the texts of the figure
+        plot = decorate(plot, texts[0], axis["x_label"], y_label, len(panels), axis.name, texts[1], height)
         if place != len(panels) // 2:  # one legend for all panels
             plot += p9.theme(legend_position="none")
         plots.append(plot)

@@ -62,10 +62,15 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
 
 
 def wrap_cell(text: str, width: int) -> str:
-    """Return a text in lines of at most `width` characters, or of a longer word or number, such as "+2.2 [-0.2, +4.5]"."""
-    whole = re.sub(r" (?=±|\[)|(?<=±) |(?<=\d,) (?=[-+]\d)", "\N{NO-BREAK SPACE}", text)
-    lines = textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False)
+    """Return a text in lines of at most `width` characters, or of a longer word, number or setting (`join_numbers`)."""
+    lines = textwrap.fill(join_numbers(text), width, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def join_numbers(text: str) -> str:
+    """Return a text with spaces that do not end a line in numbers and settings: "+2.2 [-0.2, +4.5]", "lr 0.001", "p = 0.5"."""
+    inner = r" (?=±|\[|=)|(?<=±) |(?<==) |(?<=\d,) (?=[-+]\d)|(?<=\blr) (?=\d)"
+    return re.sub(inner, "\N{NO-BREAK SPACE}", text)
 
 
 def print_by_method(title: str, rows: pd.DataFrame, columns: str | pd.Series, cell_format: str = "{:.1f}") -> None:

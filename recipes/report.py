@@ -222,7 +222,7 @@ def draw_figure(plot: Any, path: Path) -> None:
     caption = getattr(plot, "items", [plot])[0].labels.caption
     print(f"Wrote {path}.png, .pdf and .svg")
     if caption:
-        print(caption)
+        print(" ".join(caption.split()))  # in one line, not in those that fit the figure
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from loopdropout_trainer import figure_files, figures, frames, plots, printing, 
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.figures import average_windows, points
 from loopdropout_trainer.final_results import final_results
-from loopdropout_trainer.plots import GRAY, line_plot, save_figure, space_ticks
+from loopdropout_trainer.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import write_results
 from loopdropout_trainer.saved_tables import TableText
@@ -773,7 +773,7 @@ def test_problems_that_chose_a_rate_are_no_result(finished_sweep, capsys):
 
 def test_only_problems_that_chose_a_rate_are_drawn_as_such(finished_sweep):
     results = final_results(frames.load_results(finished_sweep))
-    caption = figures.overview_figure(results[results["task"] != "b"]).labels.caption
+    caption = " ".join(figures.overview_figure(results[results["task"] != "b"]).labels.caption.split())
     assert "not a test, because these problems chose the learning rates" in caption
 
 
@@ -858,7 +858,8 @@ def test_figures_say_what_their_bands_are(finished_sweep, capsys):
     text, folder = report_on(finished_sweep, capsys)
     sentence = "Bands: ± one standard deviation over 2 seeds."
     assert f"overview.png, .pdf and .svg {sentence}" in text
-    assert sentence in figures.overview_figure(final_results(frames.load_results(finished_sweep))).labels.caption
+    plot = figures.overview_figure(final_results(frames.load_results(finished_sweep)))
+    assert sentence in " ".join(getattr(plot, "items", [plot])[0].labels.caption.split())
     for seeds, said in (
         ([1, 1], "One seed, so there are no bands."),
         ([1, 3], "over up to 3 seeds. Points of one seed have none."),
@@ -1121,6 +1122,37 @@ def test_single_run_has_no_words_about_seeds_and_lora(tmp_path, capsys):
     write(tmp_path / "b", [{**row, "seed": seed} for seed in (1, 2)], {"rule": "lora"})
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     assert f"\n{tables.LOSS_TITLE}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_panels", [1, 2, 3])
+def test_texts_of_figures_fit_their_canvas(num_panels):
+    """Titles, captions and legends are wrapped to the width, which captions of several sentences and long names exceed."""
+    long = "a method with a long name, max_train_steps = 100000, split_seed = 1, in_a_word_that_is_wider_than_a_panel_of_it"
+    labels = ["LoRA, lr 0.001", *(f"{long} {number}" for number in range(6))]
+    panels = [f"problems of arithmetic_hard_and_long_test_{number}" for number in range(num_panels)]
+    lines = [[panel, label, x, 90.0 + x, 1, True] for panel in panels for label in labels for x in (1, 2)]
+    data = pd.DataFrame(lines, columns=["panel", "label", "x", "mean", "num_seeds", "chose"]).assign(sd=1.0)
+    axes = pd.DataFrame({"x_label": "a long label of a horizontal axis " * 3, "y_label": "accuracy in % " * 2}, panels)
+    seeds = data.assign(num_seeds=np.where(data["x"] == 1, 1, 3))
+    plot = line_plot(data, "x", axes, "A long title of a figure " * 9, caption=figures.describe_points(seeds))
+    figure = assert_readable(plot)
+    texts = [text.get_text() for text in figure.findobj(Text)]
+    for told in (figures.describe_points(seeds), *labels):
+        assert told.replace(" ", "").replace("\n", "") in [re.sub(r"\s", "", text) for text in texts]
+    (caption,) = (text for text in figure.findobj(Text) if text.get_text().startswith("Bands"))
+    legend = [text for text in figure.findobj(Text) if "max_train_steps" in text.get_text()]
+    assert not any(text.get_window_extent().overlaps(caption.get_window_extent()) for text in legend)
+    assert all("max_train_steps = 100000" in text.get_text() for text in legend)
+    heat = data.drop_duplicates(["panel", "x"]).assign(y=1)
+    assert_readable(heat_plot(pd.concat([heat, heat.assign(y=2)]), "x", "y", "A long title " * 9, "long " * 30, "y"))
+
+
+def test_legend_has_no_band():
+    """It would have one also for a method of a single seed, which has none."""
+    data = pd.DataFrame({"label": LABELS, "panel": "", "loop": 1, "mean": 1.0, "sd": 0.0})
+    plot = line_plot(data, "loop", pd.DataFrame({"x_label": "x", "y_label": "y"}, [""]), "")
+    (ribbon,) = (layer for layer in plot.layers if type(layer.geom).__name__ == "geom_ribbon")
+    assert ribbon.show_legend is False
 
 
 def test_tick_labels_have_room():
