@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.frames import average, labelled, tasks_of
+from loopdropout_trainer.frames import average, is_base_label, labelled, tasks_of
+from loopdropout_trainer.results import is_of_base
 from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.tables import split_reductions
 
@@ -44,14 +45,16 @@ def add_bands(data: pd.DataFrame) -> pd.DataFrame:
     return data.drop(columns=["least", "most"]).assign(low=low, high=high)
 
 
-def describe_points(data: pd.DataFrame) -> str:
+def describe_points(data: pd.DataFrame, numbers_of: str = "accuracies", chosen_by: str = "these problems") -> str:
     """Return the sentences below a figure: about its bands, the seeds that they are over, and problems that are not a test.
 
     Args:
         data: From `points`, or `loss_curves`. The base model has no seeds.
+        numbers_of: The numbers of the figure that may have chosen the learning rates.
+        chosen_by: The problems or numbers that chose them.
     """
-    is_trained = ~data["label"].astype(str).str.startswith("base model")
-    numbers = data.loc[is_trained | ~is_trained.any(), "num_seeds"]
+    is_trained = ~is_base_label(data["label"])
+    numbers = data.loc[is_trained | (not is_trained.any()), "num_seeds"]
     least, most = numbers.min(), numbers.max()
     if most == 1:
         caption = "One seed, so there are no bands."
@@ -60,7 +63,7 @@ def describe_points(data: pd.DataFrame) -> str:
     else:
         caption = f"Bands: ± one standard deviation over up to {most} seeds. Points of one seed have none."
     if "chose" in data and data["chose"].any():
-        caption += "\nThe accuracies are not a test, because these problems chose the learning rates."
+        caption += f"\nThe {numbers_of} are not a test, because {chosen_by} chose the learning rates."
     return caption
 
 
@@ -76,11 +79,11 @@ def overview_figure(results: pd.DataFrame) -> Any:
 
     task = tasks_of(results.query("metric == 'accuracy'"))[0]
     own = results.query("task == @task")
-    of_base = own["method"] == "base model"
+    of_base = is_of_base(own)
     by_number = own[of_base & (own["metric"] == "last_number")].assign(method="base model, last number")
     accuracy = own.query("metric == 'accuracy'")
     if len(by_number):
-        accuracy = pd.concat([accuracy.query("method != 'base model'"), by_number])
+        accuracy = pd.concat([accuracy[~is_of_base(accuracy)], by_number])
     groups = split_reductions(results)
     # A run can have those of its reference solutions and of held-out examples, or of different numbers of them.
     of_task = [rows for rows in groups.values() if task in {*rows["task"]}]
@@ -116,21 +119,23 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
         results: From `load_results`.
 
     Returns:
-        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `num_seeds`, `low` and `high` over seeds. It is empty
-        without histories.
+        A table with the columns `panel`, `label`, `step`, `mean`, `sd`, `num_seeds`, `chose`, `low` and `high` over seeds. It
+        is empty without histories.
     """
-    trained = labelled(results[(results["task"] == "training") & (results["method"] != "base model")])
+    trained = labelled(results[(results["task"] == "training") & ~is_of_base(results)])
     lines = []
+    chose = trained.groupby("run")["chose"].any()  # whether the held-out loss has chosen the learning rate
     for run, label in trained.drop_duplicates("run")[["run", "label"]].itertuples(index=False):
         history = read_history(run)
         for panel, name in LOSSES.items():
             values = pd.Series({log["step"]: log[name] for log in history if name in log}, dtype=float)
             if name == "loss":
                 values = average_windows(values)
-            lines += [[panel, label, step, value] for step, value in values.items()]
-    losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value"])
-    by_step = losses.groupby(["panel", "label", "step"], sort=False)["value"]
-    curves = by_step.agg(mean="mean", sd="std", num_seeds="count").reset_index()
+            lines += [[panel, label, step, value, chose[run]] for step, value in values.items()]
+    losses = pd.DataFrame(lines, columns=["panel", "label", "step", "value", "chose"])
+    by_step = losses.groupby(["panel", "label", "step"], sort=False)
+    curves = by_step["value"].agg(mean="mean", sd="std", num_seeds="count").assign(chose=by_step["chose"].any())
+    curves = curves.reset_index()
     curves = curves.sort_values(["panel", "step"], ascending=[False, True], kind="stable")
     return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))  # a loss is not negative
 
@@ -164,4 +169,4 @@ def loss_figure(curves: pd.DataFrame) -> Any:
     from loopdropout_trainer.plots import line_plot
 
     axes = pd.DataFrame({"x_label": "step", "y_label": "loss (nats per token)"}, [*LOSSES])
-    return line_plot(curves, "step", axes, "Losses", caption=describe_points(curves))
+    return line_plot(curves, "step", axes, "Losses", caption=describe_points(curves, "held-out losses", "they"))

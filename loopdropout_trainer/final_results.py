@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.results import DEVELOPMENT
+from loopdropout_trainer.results import DEVELOPMENT, is_of_base
 from loopdropout_trainer.sweeps import (
     describe_choices,
     describe_progress,
@@ -38,7 +38,7 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False) -> pd.D
     seems_rejected |= ~is_measured & _has_fewer_seeds(results)
     is_rejected = results["run"].map(_read_rejected(results))
     is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
-    is_final = ~is_rejected | (results["method"] == "base model")
+    is_final = ~is_rejected | is_of_base(results)
     if not with_checkpoints:
         is_final &= results["checkpoint"].isna()
     return results[is_final]
@@ -60,7 +60,7 @@ def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
 def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
     """Return sentences about the results that `final_results` leaves out, chosen learning rates and unfinished sweeps."""
     trained = results[results["sweep"].notna()]
-    kept = final[final["method"] != "base model"]  # `final` also keeps the base model's results of rejected runs
+    kept = final[~is_of_base(final)]  # `final` also keeps the base model's results of rejected runs
     left_out = {*trained["run"]} - {*kept["run"]}
     folders = sorted({folder_of_run(run) for run in trained["run"]} - {None})
     lines = []

@@ -47,7 +47,15 @@ from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.result_choice import split_choices, split_repeated, split_replaced
-from loopdropout_trainer.results import COLUMNS, DEVELOPMENT, RESULTS_FILE, is_of_base, read_recipe, read_results
+from loopdropout_trainer.results import (
+    BASE_MODEL,
+    COLUMNS,
+    DEVELOPMENT,
+    RESULTS_FILE,
+    is_of_base,
+    read_recipe,
+    read_results,
+)
 from loopdropout_trainer.sweeps import RUN_NAME, find_choosing_task, read_summaries
 
 
@@ -128,17 +136,19 @@ def _as_cell(value: Any) -> Any:
 
 
 def _find_choosing(results: pd.DataFrame) -> pd.Series:
-    """Return whether each result is an accuracy on the problems that chose the learning rates of a sweep.
+    """Return whether each result is an accuracy or a held-out loss that the learning rates of a sweep were chosen by.
 
-    The best of several candidates on these problems is partly chance, so their accuracies are not a test.
+    The best of several candidates on these problems is partly chance, so their numbers are not a test.
     """
     runs = results[["run", "variant"]].dropna().drop_duplicates("run")
     summaries = read_summaries(runs["run"])
-    tasks = {run: find_choosing_task(summaries[run], variant) for run, variant in runs.itertuples(index=False)}
-    is_of_base = results["method"] == "base model"
-    chose = results["task"].eq(results["run"].map(tasks)) & results["variant"].notna()
-    chose |= is_of_base & results["task"].isin([*filter(None, tasks.values())])
-    return chose & (results["metric"] == "accuracy")
+    choosing = {run: find_choosing_task(summaries[run], variant) for run, variant in runs.itertuples(index=False)}
+    is_held_out_loss = (results["metric"] == "eval_loss") & (results["task"] == "training")
+    names = (
+        results["task"].where(results["metric"] == "accuracy").mask(is_held_out_loss, "eval_loss")
+    )  # of `select_on`
+    chose = names.eq(results["run"].map(choosing)) & results["variant"].notna()
+    return chose | is_of_base(results) & names.isin([*filter(None, choosing.values())])
 
 
 def _set_recipe(row: dict[str, Any]) -> None:
@@ -200,13 +210,16 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
 
     Without `gates` and `loop` the gates are one. Without `num_loops` and `loop` the depth is the depth of the training.
     Without `checkpoint` the weights are the final ones. Without `task`, accuracies on problems that chose a learning rate are
-    left out.
+    left out. A `method` is named as in `has_method`.
     """
     is_wanted = np.full(len(results), True)
     for name, value in wanted.items():
         values = results[name] if name in results else pd.Series(np.nan, results.index)
         wanted_values = pd.Series(value)
         has_value = values.isin(wanted_values).to_numpy()
+        if name == "method":
+            for method in wanted_values:
+                has_value = has_value | has_method(results, method).to_numpy()  # `isin` returns a read-only array
         if wanted_values.isna().any():  # `isin` finds no missing integer
             has_value |= values.isna().to_numpy()
         is_wanted &= has_value
@@ -217,8 +230,22 @@ def select(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     if "checkpoint" not in wanted:
         is_wanted &= results["checkpoint"].isna().to_numpy()
     if "task" not in wanted:
-        is_wanted &= ~results["chose"].to_numpy()
+        is_wanted &= ~(results["chose"] & (results["metric"] == "accuracy")).to_numpy()
     return results[is_wanted]  # once, because a table of results has many columns
+
+
+def has_method(results: pd.DataFrame, name: str) -> pd.Series:
+    """Return whether each result is of a method, by the title of its rule, its name in a sweep, or the name of its rule.
+
+    Tables print the title, for example "Late half", or the name in the sweep. Recipes have the name of the rule, such as
+    `late_half`.
+    """
+    rules = results.reindex(columns=["recipe_rule"])["recipe_rule"]
+    is_of_method = results["method"] == name
+    for names in (results["variant"], rules):
+        if not is_of_method.any():
+            is_of_method = (names == name) & ~is_of_base(results)
+    return is_of_method
 
 
 def differing(results: pd.DataFrame) -> list[str]:
@@ -266,11 +293,19 @@ def describe_results(rows: pd.DataFrame, column: str) -> str:
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
     """Add `label` and `setting`: a name, and the settings, checkpoints or sweeps in which its results differ.
 
-    The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. The
-    name in `setting` is the method.
+    The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. It has
+    the learning rate as soon as that of one method has it. The name in `setting` is the method.
     """
     names = name_methods(results)
-    return results.assign(label=_with_settings(names, results), setting=_with_settings(results["method"], results))
+    label = _with_settings(names, results, ALIKE)
+    return results.assign(label=label, setting=_with_settings(results["method"], results))
+
+
+ALIKE = ("recipe_learning_rate",)
+"""Settings that all labels have if one label has them. In an unfinished sweep, a method may have one learning rate so far."""
+
+SHORT_NAMES = {"recipe_learning_rate": "lr "}
+"""Short names of settings in labels. The others are written as "p = 0.5"."""
 
 
 def name_methods(results: pd.DataFrame) -> pd.Series:
@@ -280,22 +315,37 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
     """
     variants, rules = results["variant"], results.reindex(columns=["recipe_rule"])["recipe_rule"]
     is_rule = variants.isin(RULES) | (variants == rules)
-    is_own = variants.notna() & ~is_rule & (results["method"] != "base model")
+    is_own = variants.notna() & ~is_rule & ~is_of_base(results)
     return variants.where(is_own, results["method"])
 
 
-def _with_settings(names: pd.Series, results: pd.DataFrame) -> pd.Series:
-    """Return the names of results, and the settings of their recipes or the sweeps in which the results of one name differ."""
-    texts = names.copy()
-    for _, rows in results.groupby(names):
-        fields = differing(rows.filter(regex="^(recipe_|sweep$)"))
+def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[str] = ()) -> pd.Series:
+    """Return the names of results, and the settings of their recipes or the sweeps in which the results of one name differ.
+
+    Args:
+        names: Name of each result.
+        results: Results.
+        alike: Settings that all names have if the results of one name differ in them.
+    """
+    fields_of = {}
+    for name, rows in results.groupby(names):
+        fields_of[name] = differing(rows.filter(regex="^(recipe_|sweep$)"))
         if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
-            fields.append("checkpoint")
-        for field in fields:
+            fields_of[name].append("checkpoint")
+    shared = {field for fields in fields_of.values() for field in fields if field in alike}
+    texts = names.copy()
+    for name, rows in results.groupby(names):
+        for field in sorted(shared.union(fields_of[name]), key=lambda field: (field == "checkpoint", field)):
             values = rows[field].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
-            settings = f", {field.removeprefix('recipe_')} = " + values
+            setting = SHORT_NAMES.get(field, f"{field.removeprefix('recipe_')} = ")
+            settings = f", {setting}" + values
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")
     return texts
+
+
+def is_base_label(labels: pd.Series | pd.Index) -> np.ndarray:
+    """Return whether each label is of the base model, perhaps with settings, such as "base model, split_seed = 0"."""
+    return np.array([label.split(", ")[0] == BASE_MODEL for label in labels.astype(str)], dtype=bool)
 
 
 def find_baseline(setting: str, settings: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from loopdropout_trainer.arguments import SFTArguments
-from loopdropout_trainer.results import write_results
+from loopdropout_trainer.results import BASE_MODEL, is_of_base, write_results
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.metadata import describe_system_turn
 from loopdropout_trainer.training.distributed import shards_weights
@@ -125,11 +125,11 @@ def _hint_at_system_turn(trainer: Trainer, tasks: list[Task | Group]) -> None:
 def record(trainer: Trainer, run: Run, rows: Iterable[dict], **facts: Any) -> None:
     """Write results of a trainer's model, with the columns that they share."""
     facts |= result_columns(trainer, run.title)
-    of_base = {"method": "base model", "seed": None, "step": None, "training": None}
+    of_base = {"method": BASE_MODEL, "seed": None, "step": None, "training": None}
     results = []
     for row in rows:
         result = {**facts, **row}
-        if row["gates"] == "none":
+        if is_of_base(row):
             result |= of_base
         results.append(result)
     if trainer.is_world_process_zero():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import textwrap
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from rich.table import Table
 from loopdropout_trainer.diagnostics import compare_answers
 from loopdropout_trainer.figures import overview_figure
 from loopdropout_trainer.frames import load_results
-from loopdropout_trainer.results import read_samples
+from loopdropout_trainer.results import BASE_MODEL, read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
 from loopdropout_trainer.tables import OWN_FAMILY, describe_examples
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> None:
-    """Print a table in 80 columns, also to a file or a pipe.
+    """Print a table in the columns of the terminal, from 80 to 120, and to a file or a pipe in 80.
 
     In a wider table, texts and heads are wrapped, but never a number with its SD or interval. If it still does not fit, it is
     printed in parts, one below the other.
@@ -36,17 +37,18 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
         table: Texts or numbers. The index names the lines, and each part repeats it.
         cell_format: Format of a text or number.
     """
+    width = min(max(shutil.get_terminal_size().columns, 80), 120)
     keys = [*range(table.index.nlevels)]
     texts = table.map(cell_format.format, na_action="ignore").fillna("").reset_index()
     texts = texts.T.reset_index().T.map(str)  # the heads are the first line
-    for limit in (80, 18, 12, 18):  # the last one is for a table in parts
+    for limit in (width, 18, 12, 18):  # the last one is for a table in parts
         cells = texts.map(wrap_cell, width=limit)
         widths = cells.map(lambda text: max(map(len, text.split("\n")))).max() + 2
-        if widths.sum() <= 82:
+        if widths.sum() <= width + 2:
             break
     parts = [keys]
     for place in cells.columns[len(keys) :]:
-        if len(parts[-1]) > len(keys) and widths[[*parts[-1], place]].sum() > 82:
+        if len(parts[-1]) > len(keys) and widths[[*parts[-1], place]].sum() > width + 2:
             parts.append(keys)
         parts[-1] = [*parts[-1], place]
     print(f"\n{title}")
@@ -58,7 +60,7 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
             grid.add_column(justify="left" if place in keys else "right", overflow="fold")
         for row in cells[part].itertuples(index=False):
             grid.add_row(*row)
-        Console(width=80, markup=False, highlight=False, emoji=False).print(grid)
+        Console(width=width, markup=False, highlight=False, emoji=False).print(grid)
 
 
 def wrap_cell(text: str, width: int) -> str:
@@ -109,7 +111,7 @@ def show_results(runs: Sequence[Run]) -> None:
     """
     folders = [run.args.output_dir for run in runs]
     rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder)["results"]])
-    rows = rows.sort_values("method", key=lambda method: method != "base model", kind="stable")
+    rows = rows.sort_values("method", key=lambda method: method != BASE_MODEL, kind="stable")
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
     print_by_method(f"Training at K = {depth}", training, "metric", "{:.5g}")

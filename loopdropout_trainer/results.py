@@ -37,6 +37,9 @@ RESULTS_FILE, RECIPE_FILE, RUN_FILE = "results.jsonl", "recipe.yaml", "run.json"
 DEVELOPMENT = "development"
 """Name of the task of held-out training examples."""
 
+BASE_MODEL = "base model"
+"""Method of the results of a base model."""
+
 EVALUATION_FOLDER = "evaluation"
 """Subfolder of a run for the results of `evaluate`."""
 
@@ -168,9 +171,15 @@ def _read_evaluated(run: str | Path) -> list[dict[str, Any]]:
     return [row for row in read_own_results(Path(run, EVALUATION_FOLDER)) if row.get("readout") is None]
 
 
-def is_of_base(row: Mapping[str, Any]) -> bool:
-    """Return whether a result is one of the base model."""
-    return row.get("method") == "base model"
+def is_of_base(row: Any) -> Any:
+    """Return whether a result, or each result of a data frame, is one of the base model.
+
+    The method decides. A result that has none yet is of a trained model, whose base model runs without any gate. The gates of
+    a merged model are "none", too, but its results have a method.
+    """
+    if row.get("method") is None:
+        return row.get("gates") == "none"
+    return row["method"] == BASE_MODEL
 
 
 def _run_of_checkpoint(folder: str | Path) -> Path | None:

@@ -43,10 +43,12 @@ class TableText(NamedTuple):
 
 def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str] = ()) -> None:
     """Print a table of a YAML file in its layout, and save it as Markdown and LaTeX, and its numbers line by line as CSV."""
-    sizes = [describe_sizes(table[["num_problems", "num_seeds"]])]
+    sizes = [*filter(None, [describe_sizes(table[["num_problems", "num_seeds"]])])]
     if table["chose"].any():
-        places = ", ".join(table.loc[table["chose"], "column"].unique())
-        sizes.append(f"The learning rates were chosen on the problems of: {places}. {CHOICE_NOTE}")
+        chosen = table[table["chose"]]
+        places = ", ".join(chosen["column"].unique())
+        note = CHOICE_NOTE.format("losses" if chosen["num_problems"].isna().all() else "accuracies")
+        sizes.append(f"The learning rates were chosen on the problems of: {places}. {note}")
     text = TableText(spec["title"], notes, " ".join(sizes), spec.get("label"))
     bold = lay_out(spec, table, bold_in_latex)
     if "paper" in table:

@@ -11,6 +11,7 @@ import pandas as pd
 from loopdropout_trainer.final_results import final_results
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.printing import print_table
+from loopdropout_trainer.results import is_of_base
 from loopdropout_trainer.sweeps import SweepRun, describe_choice, update_summary
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
@@ -42,7 +43,7 @@ def print_summary(sweep: Any) -> None:
     for folder in sweep.find_other_results():
         results = results[~results["folder"].map(lambda name, run=folder: Path(name).is_relative_to(run))]
     final = final_results(results)
-    trained = final[final["method"] != "base model"]
+    trained = final[~is_of_base(final)]
     numbers = accuracy_numbers(final)
     table = accuracy_table(numbers)
     if len(table):
@@ -50,7 +51,7 @@ def print_summary(sweep: Any) -> None:
     of_choice = choice_numbers(final)
     if len(of_choice):
         print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
-        print(CHOICE_NOTE)
+        print(CHOICE_NOTE.format("accuracies"))
     if sweep.loss_chooses_by_default or not (len(table) or len(of_choice)):
         print_lowest(loss_numbers(trained))
     if len(sweep.seeds) == 1 and len(sweep.recipes) > 1:
@@ -110,3 +111,5 @@ def print_lowest(losses: pd.DataFrame) -> None:
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""
         print(f"Lowest held-out loss: {means.index[0]} {means.iloc[0]:.4f} nats per token{higher}")
+    if losses["chose"].any():
+        print(CHOICE_NOTE.format("losses"))

@@ -13,7 +13,7 @@ import pandas as pd
 from loopdropout_trainer.diagnostics import TOO_FEW
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import recipe_names
-from loopdropout_trainer.frames import average, select
+from loopdropout_trainer.frames import average, has_method, select
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.recipe import load_recipe
 from loopdropout_trainer.tables import NUMBERS, OVER_PROBLEMS, compare, mean_numbers, mean_sd, paired_gains
@@ -27,7 +27,11 @@ def find(results: pd.DataFrame, wanted: dict) -> pd.DataFrame:
     """Return the selected results, by default accuracies. Raise `Missing` if a wanted seed, task or method has none."""
     rows = select(results, {"metric": "accuracy", **wanted})
     for name in ("seed", "task", "method"):
-        missing = {*pd.Series(wanted.get(name, []), dtype=object)} - {*rows[name]}
+        values = pd.Series(wanted.get(name, []), dtype=object)
+        if name == "method":
+            missing = [value for value in values if not has_method(rows, value).any()]
+        else:
+            missing = {*values} - {*rows[name]}
         if rows.empty or missing:
             raise Missing(f"no result with {describe_selection(wanted)}.{describe_methods(results, wanted)}")
     return rows
@@ -46,7 +50,7 @@ def describe_methods(results: pd.DataFrame, wanted: dict) -> str:
     """Return a sentence with the methods of the results, if a wanted method is not among them."""
     methods = [*results["method"].unique()]
     for method in pd.Series(wanted.get("method", [])):
-        if method not in methods:
+        if not has_method(results, method).any():
             sentence = f" The results have the methods {', '.join(methods)}"
             if method in RULES:
                 sentence += f", and {method} is the rule of the method {RULES[method].title}"
@@ -145,17 +149,18 @@ def subtract_from(results: pd.DataFrame, wanted: dict, minus: dict) -> dict[str,
 
 def has_both(results: pd.DataFrame, wanted: dict) -> bool:
     """Return whether there is a result with the method and the variant of a selection."""
-    method, variant = pd.Series(wanted["method"]), pd.Series(wanted["variant"])
-    return bool((results["method"].isin(method) & results["variant"].isin(variant)).any())
+    both = [has_method(results, method) for method in pd.Series(wanted["method"])]
+    is_of_method = pd.concat(both, axis=1).any(axis=1)
+    return bool((is_of_method & results["variant"].isin(pd.Series(wanted["variant"]))).any())
 
 
 def describe_problems(rows: pd.DataFrame) -> dict[str, Any]:
     """Return `num_problems`, the problems of accuracies on all tasks, and `chose`, whether they chose a learning rate.
 
-    Other metrics have neither.
+    Other metrics have no problems.
     """
     if {*rows["metric"]} != {"accuracy"}:
-        return {}
+        return {"chose": rows["chose"].any()}
     return {"num_problems": rows.groupby("task")["n"].first().sum(), "chose": rows["chose"].any()}
 
 

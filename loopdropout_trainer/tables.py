@@ -17,17 +17,17 @@ from loopdropout_trainer.diagnostics import (
     compare_answers,
     describe_gain,
 )
-from loopdropout_trainer.frames import average, find_baseline, labelled, select, tasks_of
-from loopdropout_trainer.results import DEVELOPMENT, read_samples
+from loopdropout_trainer.frames import average, find_baseline, is_base_label, labelled, select, tasks_of
+from loopdropout_trainer.results import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 
 
 REDUCTION_TITLE = "Loss reduction on {}, adapter in one loop only, in %, mean ± SD over seeds"
 LOSS_TITLE = "Held-out loss in nats per token, mean ± SD over seeds, and difference to LoRA"
 CHOICE_TITLE = "Accuracy on the problems that chose the learning rates, in %, mean ± SD over seeds"
 CHOICE_NOTE = (
-    "The best of several learning rates on these problems is partly chance, so these accuracies are not a test of the "
-    "methods."
+    "The best of several learning rates on these problems is partly chance, so these {} are not a test of the methods."
 )
+"""Sentence about accuracies or losses that chose the learning rates."""
 ACCURACY_TITLE = "Accuracy in %, mean ± SD over seeds, and difference to LoRA in points"
 OWN_FAMILY = "Each difference is a test of its own, without correction for their number."
 
@@ -202,15 +202,10 @@ def accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def choice_numbers(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the accuracies (%) on the problems that chose the learning rates of sweeps, as `accuracy_numbers` does.
-
-    There are no differences: they would look like tests, but the best of several candidates is partly chance.
-    """
-    own = results[results["chose"]]
+    """Return the accuracies (%) on the problems that chose the learning rates of sweeps, as `accuracy_numbers` does."""
+    own = results[results["chose"] & (results["metric"] == "accuracy")]
     everywhere = {name: own[name] for name in ("task", "num_loops", "checkpoint")}
-    numbers = _accuracy_numbers(select(own, everywhere))
-    numbers[[*Gain.__annotations__]] = math.nan
-    return numbers
+    return _accuracy_numbers(select(own, everywhere))
 
 
 def _accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
@@ -226,7 +221,11 @@ def _accuracy_numbers(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return `method` and the columns `NUMBERS` of each method, from results of `labelled` that measure the same."""
+    """Return `method` and the columns `NUMBERS` of each method, from results of `labelled` that measure the same.
+
+    Results that chose the learning rates have no differences: they would look like tests, but the best of several candidates
+    is partly chance.
+    """
     groups = [*results.groupby("label", sort=False)]
     by_setting: dict[str, pd.DataFrame] = {}
     for _, rows in groups:
@@ -235,7 +234,7 @@ def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
     for label, ours in groups:
         gain = None
         baseline = find_baseline(ours["setting"].iloc[0], by_setting)
-        if baseline is not None and ours["method"].iloc[0] not in ("LoRA", "base model"):
+        if baseline is not None and ours["method"].iloc[0] not in ("LoRA", BASE_MODEL) and not ours["chose"].any():
             gain = compare(ours, by_setting[baseline])
         line = {
             "method": label,
@@ -268,13 +267,17 @@ def cost_table(numbers: pd.DataFrame) -> pd.DataFrame:
 
 
 def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the held-out losses of trainings by method in the columns `NUMBERS`, and differences to LoRA, paired by seed."""
+    """Return the held-out losses of trainings by method in the columns `NUMBERS`, and differences to LoRA, paired by seed.
+
+    The column `chose` has whether they chose the learning rates, and then they have no differences.
+    """
     losses = labelled(results[(results["metric"] == "eval_loss") & (results["task"] == "training")])
     # The base model has one loss on the same examples, which batches of another size round in another way.
-    of_base = losses["method"] == "base model"
+    of_base = is_of_base(losses)
     losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
-    losses = losses.sort_values("method", key=lambda method: method != "base model", kind="stable")
-    return pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS]).set_index("method")
+    losses = losses.sort_values("method", key=lambda method: method != BASE_MODEL, kind="stable")
+    numbers = pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS]).set_index("method")
+    return numbers.assign(chose=losses.groupby("label")["chose"].any())
 
 
 def loss_table(numbers: pd.DataFrame) -> pd.DataFrame:
@@ -296,7 +299,7 @@ def describe_sizes(numbers: pd.DataFrame) -> str:
     """
     numbers = numbers.reset_index().dropna(subset=["num_problems"])
     if "method" in numbers:
-        is_trained = ~numbers["method"].str.startswith("base model")
+        is_trained = ~is_base_label(numbers["method"])
         numbers = numbers[is_trained | ~is_trained.any()]
     if numbers.empty:
         return ""
@@ -324,7 +327,7 @@ def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decim
     }
     if not any(math.isfinite(gain.difference) for gain in gains):
         texts = {title: texts[title]}
-    of_base = numbers.index.get_level_values("method").str.startswith("base model")
+    of_base = is_base_label(numbers.index.get_level_values("method"))
     if numbers.loc[~of_base, "num_seeds"].nunique() > 1:  # as after a failed run
         texts["seeds"] = numbers["num_seeds"].map("{:.0f}".format).where(~of_base, "")
     return pd.DataFrame(texts, numbers.index)

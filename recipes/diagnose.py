@@ -245,7 +245,7 @@ def find_missing(run: Path) -> str | None:
 
 def print_reductions(sweep: Path, folders: list[str]) -> None:
     """Print the loss reductions of a sweep in the folders of their results as mean ± SD over seeds."""
-    from loopdropout_trainer.final_results import final_results
+    from loopdropout_trainer.final_results import describe_left_out_runs, final_results
     from loopdropout_trainer.frames import load_results
     from loopdropout_trainer.printing import print_table
     from loopdropout_trainer.tables import (
@@ -256,10 +256,16 @@ def print_reductions(sweep: Path, folders: list[str]) -> None:
         split_reductions,
     )
 
-    groups = split_reductions(final_results(load_results(*folders)))
+    results = load_results(*folders)
+    final = final_results(results)
+    groups = split_reductions(final)
     for examples, rows in groups.items():
         numbers = reduction_numbers(rows)
         print_table(fit_title(REDUCTION_TITLE.format(examples), numbers), reduction_table(numbers))
+    for line in describe_left_out_runs(results, final):
+        print(line)
+    if not groups:
+        print("There is no table, because the sweep has not chosen the learning rate of any method yet.")
     print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
     print(f"\nNext:\n  loopdropout report {sweep}   # the same table as a file, next to losses and accuracies")
 

@@ -175,6 +175,8 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
         "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
         *explain_differences(numbers),
     ]
+    if numbers["chose"].any():
+        notes.append(CHOICE_NOTE.format("losses"))
     text = TableText(fit_title(LOSS_TITLE, numbers), notes)
     save_table(numbers, loss_table(numbers), text, output_dir / "held_out_loss")
     return True
@@ -195,7 +197,7 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
     if len(of_choice):
         text = TableText(
             fit_title(CHOICE_TITLE, of_choice),
-            [f"{CHOICE_NOTE} They are not in the other tables."],
+            [f"{CHOICE_NOTE.format('accuracies')} They are not in the other tables."],
             describe_sizes(of_choice),
         )
         save_table(of_choice, accuracy_table(of_choice), text, output_dir / "choice")

@@ -18,6 +18,7 @@ from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import kind_of
 from loopdropout_trainer.results import (
+    is_of_base,
     is_of_training,
     read_recipe,
     read_run_results,
@@ -100,8 +101,8 @@ def write_model_card(
         "Training data": data_description or ", ".join(map(str, map(_public, names))) or metadata.get("training_data"),
         "Training": f"stopped {metadata['stopped']}" if metadata.get("stopped") else None,
         "Kept weights": kept_checkpoint,
-        "Held-out loss (nats per token)": _held_out_loss(results, "unit") if scale == 1 else None,
-        "Held-out loss (nats per token), base model": _held_out_loss(results, "none"),
+        "Held-out loss (nats per token)": _held_out_loss(results, of_base=False) if scale == 1 else None,
+        "Held-out loss (nats per token), base model": _held_out_loss(results, of_base=True),
     }
     own_tags = ["looped-language-model", "lora", "loop-dropout"]
     further_tags = [tags] if isinstance(tags, str) else tags
@@ -193,13 +194,13 @@ def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     """Return (task, depth, score, n, score of the base model) for each task and depth evaluated at unit gates."""
     tasks = [row for row in results if row["metric"] == "accuracy"]
     key = lambda row: (row["task"], row["num_loops"])
-    base = {key(row): row["value"] for row in tasks if row["gates"] == "none" and "model" not in row}
+    base = {key(row): row["value"] for row in tasks if is_of_base(row)}
     return [(*key(row), row["value"], row["n"], base.get(key(row))) for row in tasks if row["gates"] == "unit"]
 
 
-def _held_out_loss(results: Iterable[Mapping[str, Any]], gates: str) -> str | None:
-    """Return the loss of the held-out examples at the end. `gates`: "unit", or "none" for the base model."""
-    losses = [row["value"] for row in results if row["metric"] == "eval_loss" and row["gates"] == gates]
+def _held_out_loss(results: Iterable[Mapping[str, Any]], of_base: bool) -> str | None:
+    """Return the loss of the held-out examples at the end, of the adapter or of the base model."""
+    losses = [row["value"] for row in results if row["metric"] == "eval_loss" and is_of_base(row) == of_base]
     return f"{losses[-1]:.4f}" if losses else None
 
 

@@ -460,7 +460,7 @@ def test_report_summarizes_runs(quickstart, tmp_path, capsys, write_figures):
     printed = capsys.readouterr().out
     table = pd.read_csv(tmp_path / "report/accuracy.csv")
     rows = table.groupby("method")["mean"].agg(list)
-    assert rows["LoRA, learning_rate = 0.001"] == [20, 40, 100] and rows["base model"] == [1]
+    assert rows["LoRA, lr 0.001"] == [20, 40, 100] and rows["base model"] == [1]
     assert table["difference"].isna().all()  # there are two of LoRA
     assert "interval" not in printed and "test of its own" not in printed
     costs = pd.read_csv(tmp_path / "report/costs.csv")
@@ -509,8 +509,8 @@ def test_report_shows_the_held_out_loss_of_the_base_model(tmp_path):
     table = tables.loss_numbers(frames.load_results(tmp_path))
     assert table["mean"].to_dict() == {
         "base model": 3.1,
-        "LoRA, learning_rate = 0.1": pytest.approx(2.1),
-        "LoRA, learning_rate = 0.2": pytest.approx(2.1),
+        "LoRA, lr 0.1": pytest.approx(2.1),
+        "LoRA, lr 0.2": pytest.approx(2.1),
     }
     write(tmp_path / "c", [{**base, "value": 4.0}], {"train_files": ["y.jsonl"]})
     table = tables.loss_numbers(frames.load_results(tmp_path))
@@ -911,15 +911,33 @@ def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
     assert {*data["label"]} == {"Loop Dropout"}  # one line over p
 
 
-def test_printed_table_has_80_columns(capsys):
+def test_printed_table_has_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
     heads = [f"adapter, K = {depth}" for depth in range(1, 10)]
-    table = pd.DataFrame([range(9)], ["arithmetic_easy_test, learning_rate = 0.001"], heads).rename_axis("task")
+    table = pd.DataFrame([range(9)], ["arithmetic_easy_test, lr 0.001, lora_dropout = 0.1"], heads).rename_axis("task")
     printing.print_table("Results", table, "{:.1f}")
     printing.print_table("Some", table[heads[:4]].astype(str))
     parts = capsys.readouterr().out.split("\n\n")
     assert [part.count(" K =") for part in parts] == [3, 3, 3, 4]
     assert all(len(line) <= 80 for part in parts for line in part.splitlines())
-    assert re.search("arithmetic_easy_test, +6.0 +7.0 +8.0 *\nlearning_rate = *\n0.001", parts[2])
+    assert re.search("arithmetic_easy_test, +6.0 +7.0 +8.0 *\nlr 0.001, *\nlora_dropout = 0.1", parts[2])
+
+
+def test_printed_table_of_two_rates_has_one_part(capsys, monkeypatch):
+    """A label takes one line and the last columns stay in the table, which is as wide as the terminal up to 120 columns."""
+    gain = "+13.2 [-9.5, +116.7], not significant"
+    table = pd.DataFrame(
+        {"accuracy": ["73.40 ± 11.20"], "minus LoRA": [gain], "p": ["0.090"], "seeds": ["2"]},
+        pd.MultiIndex.from_tuples(
+            [("arithmetic_easy_test", "4", "Loop Dropout, lr 0.001")], names=["task", "K", "method"]
+        ),
+    )
+    for columns, num_lines in ((80, 5), (110, 3), (300, 3)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        printing.print_table("Results", table)
+        lines = capsys.readouterr().out.strip().splitlines()
+        assert len(lines) <= num_lines and "seeds" in lines[1] and "lr 0.001" in "".join(lines)
+        assert all(len(line) <= min(columns, 120) for line in lines)
 
 
 def test_report_compares_methods_at_equal_settings(tmp_path):
@@ -929,7 +947,7 @@ def test_report_compares_methods_at_equal_settings(tmp_path):
             write(tmp_path / f"{method} {rate} {p}", rows, {"learning_rate": rate, "p": p}, method=method)
     table = accuracy_table(tmp_path).reset_index("method")
     assert {method: gain for method, gain in table[["method", "minus LoRA"]].to_numpy() if gain} == dict.fromkeys(
-        [f"Loop Dropout, learning_rate = {text}" for text in ("0.001", "0.001, p = 0.25", "0.002")],
+        [f"Loop Dropout, lr {text}" for text in ("0.001", "0.001, p = 0.25", "0.002")],
         "+10.0, the same for each seed",
     )
 
@@ -1000,8 +1018,8 @@ def test_overview_figure_has_three_panels(quickstart):
     plot = figures.overview_figure(results)
     assert_readable(plot)
     panels = [panel.data.set_index(["label", "loop"])["mean"] for panel in plot.items]
-    assert [len(panel["Loop Dropout"]) for panel in panels] == [3, 4, 4]
-    assert panels[2]["LoRA, learning_rate = 0.001", 1] == 5  # the training's own
+    assert [len(panel["Loop Dropout, lr 0.001"]) for panel in panels] == [3, 4, 4]
+    assert panels[2]["LoRA, lr 0.001", 1] == 5  # the training's own
     (base,) = [label for label, _ in panels[0].index if label.startswith("base model")]
     assert base.startswith("base model, last number") and panels[0][base, 4] == 73.2  # not 0 by its format
     is_line = [type(layer.geom).__name__ == "geom_vline" for layer in plot.items[0].layers]
@@ -1293,6 +1311,71 @@ def test_held_out_losses_of_a_sweep_are_compared_by_seed(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("Lowest held-out loss: LoRA 2.2000 nats per token (p_0.5: +0.2000)\n")
 
 
+@pytest.mark.parametrize(
+    "rates", [{"LoRA": (0.001, 0.002), "Late half": (0.001,)}, {"LoRA": (0.002,), "Late half": (0.001,)}]
+)
+def test_all_methods_have_a_rate_in_their_label_if_one_has(tmp_path, rates):
+    """In an unfinished sweep. Without two learning rates of one method, as after the choice, labels have none."""
+    for method, own in rates.items():
+        for rate in own:
+            rows = [{"value": 50.0}, {"task": "training", "metric": "eval_loss", "value": 1.0}]
+            write(tmp_path / f"{method} {rate}", rows, {"learning_rate": rate}, method=method)
+            history = [{"step": step, "loss": 1.0, "eval_loss": 1.0} for step in (1, 2)]
+            (tmp_path / f"{method} {rate}/trainer_state.json").write_text(json.dumps({"log_history": history}))
+    results = frames.load_results(tmp_path)
+    wanted = {"LoRA, lr 0.001", "LoRA, lr 0.002", "Late half, lr 0.001"}
+    if len(rates["LoRA"]) == 1:
+        wanted = {"LoRA", "Late half"}
+    assert {*tables.accuracy_numbers(results).reset_index()["method"]} == wanted
+    assert {*tables.loss_numbers(results).index} == {*figures.loss_curves(results)["label"]} == wanted
+    assert {*figures.overview_figure(results).data["label"]} == wanted
+
+
+@pytest.mark.parametrize("name", ["Late half", "late_half", "mine"])
+def test_own_table_finds_a_method_by_each_of_its_names(tmp_path, capsys, name):
+    """The title of its rule, the name of the rule, and its name in a sweep, also as the other side of a difference."""
+    for variant, method, rule in (("lora", "LoRA", "lora"), ("mine", "Late half", "late_half")):
+        for seed in (1, 2):
+            run_name = f"s/{variant}/lr_0.001/seed_{seed}"
+            row = {"value": 40.0 + len(rule) * seed, "seed": seed}
+            write(tmp_path / run_name, [row], {"run_name": run_name, "rule": rule}, method=method)
+    write(tmp_path, [{"method": "base model", "gates": "none", "value": 1.0}], {"rule": "late_half"})
+    columns = {
+        "all": {},
+        "minus": {"minus": {"method": "lora"}},
+        "back": {"method": "LoRA", "minus": {"method": name}},
+    }
+    text, _ = report_on(tmp_path / "s", capsys, rows=[[name]], columns=columns)
+    assert "53.50 ± 6.36 +7.50 [" in text and "-7.50 [" in text and "Missing" not in text
+    with user_error("The results have the methods"):
+        table_files.find(frames.load_results(tmp_path), {"method": "late_halves"})
+
+
+def test_held_out_losses_that_chose_the_rates_are_no_test(tmp_path, capsys):
+    """As accuracies on the problems that chose them: no differences, and a sentence in each table and figure."""
+    for rule, method in (("lora", "LoRA"), ("loop_dropout", "Loop Dropout")):
+        for seed in (1, 2):
+            run_name = f"mine/{rule}/lr_0.001/seed_{seed}"
+            row = {"metric": "eval_loss", "task": "training", "value": seed * len(rule) / 9, "seed": seed}
+            write(tmp_path / run_name, [row], {"run_name": run_name, "rule": rule}, method=method)
+            history = [{"step": step, "eval_loss": 1.0 * seed} for step in (1, 2)]
+            (tmp_path / run_name / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    choices = {method: {"rates": [0.001, 0.002], "best": 0.001} for method in ("lora", "loop_dropout")}
+    note = "partly chance, so these losses are not a test of the methods."
+    spec = {"filter": {"metric": "eval_loss"}}
+    text, folder = report_on(tmp_path / "mine", capsys)
+    assert note not in text and pd.read_csv(folder / "held_out_loss.csv")["p"].notna().any()
+    update_summary(tmp_path / "mine", choices=choices, select_on=dict.fromkeys(choices, "eval_loss"))
+    text, folder = report_on(tmp_path / "mine", capsys)
+    assert note in text and "minus LoRA" not in text and note in (folder / "held_out_loss.md").read_text()
+    assert "The held-out losses are not a test, because they chose the learning rates." in text
+    assert pd.read_csv(folder / "held_out_loss.csv")[["difference", "p"]].isna().all(axis=None)
+    text, _ = report_on(tmp_path / "mine", capsys, **spec)
+    assert note in text and "not a test" in text.split("gain")[1] and "[" not in text
+    print_lowest(tables.loss_numbers(frames.load_results(tmp_path)))
+    assert note in capsys.readouterr().out
+
+
 def test_tables_do_not_need_plotnine(quickstart, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotnine", None)
     monkeypatch.delitem(sys.modules, "loopdropout_trainer.plots", raising=False)
@@ -1331,8 +1414,8 @@ def test_trainings_in_python_are_reported(tmp_path, make_sft, capsys):
     report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
     assert "learning_rate" in capsys.readouterr().out
     text = " ".join((tmp_path / "report/held_out_loss.md").read_text().split())
-    assert re.search(r"Loop Dropout, learning_rate = 0.01, p = 0.5 \| \d+\.\d+ ± \d[.\d]* \| 2 \|", text), text
-    assert re.search(r"Loop Dropout, learning_rate = 0.0002, p = 0.25 \| \d+\.\d+ \| 1 \|", text), text
+    assert re.search(r"Loop Dropout, lr 0.01, p = 0.5 \| \d+\.\d+ ± \d[.\d]* \| 2 \|", text), text
+    assert re.search(r"Loop Dropout, lr 0.0002, p = 0.25 \| \d+\.\d+ \| 1 \|", text), text
     losses = load_state(tmp_path / "a").log_history
     assert any("loss" in log for log in losses) and any("eval_loss" in log for log in losses)
 

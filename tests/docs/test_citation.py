@@ -1,6 +1,9 @@
 """Test that README, documentation and package cite the paper in the same way."""
 
 import re
+import subprocess
+import sys
+from importlib.metadata import version
 
 import yaml
 
@@ -42,3 +45,23 @@ def test_bibtex_is_that_of_the_citation_file():
         "archivePrefix": "arXiv",
         "url": PAPER["url"],
     }
+
+
+def test_entry_of_the_package_is_that_of_the_citation_file():
+    package = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    text = (ROOT / "docs/citing.md").read_text(encoding="utf-8")
+    entry = re.search(r"```bibtex\n@software\{\w+,\n(.*?)\n\}\n```", text, re.DOTALL)[1]
+    assert dict(re.findall(r"^  (\w+) = \{+([^{}]*)\}+,?$", entry, re.MULTILINE)) == {
+        "title": package["title"],
+        "author": package["authors"][0]["name"],
+        "year": str(PAPER["year"]),
+        "version": package["version"],
+        "license": package["license"],
+        "note": "Commit COMMIT",
+        "url": "ADDRESS",
+    }
+    assert package["version"] == version("loopdropout-trainer")
+    printed = subprocess.run(
+        [sys.executable, "-m", "loopdropout_trainer.cli", "--version"], capture_output=True, text=True
+    )
+    assert ("commit" in printed.stdout) == (ROOT / ".git").exists(), printed

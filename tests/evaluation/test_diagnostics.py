@@ -24,6 +24,7 @@ from loopdropout_trainer.lora import add_gates
 from loopdropout_trainer.results import read_results, write_results
 from loopdropout_trainer.saving import loading
 from loopdropout_trainer.saving.loading import save_adapter_metadata
+from loopdropout_trainer.sweeps import update_summary
 from loopdropout_trainer.tables import split_reductions
 
 
@@ -294,6 +295,14 @@ def test_diagnose_measures_each_adapter_of_a_sweep(sweep, tmp_path, capsys):
     assert again[again.index("Loss reduction") :] == printed[printed.index("Loss reduction") :]
     script.main([*words, "--num_examples", "2"])
     assert "measured before" not in capsys.readouterr().out
+
+
+def test_diagnose_of_a_sweep_without_a_choice_says_so(sweep, capsys):
+    update_summary(sweep, choices={name: {"best": None, "remark": "Wait."} for name in ("lora", "loop_dropout")})
+    load_script("recipes/diagnose.py").main([str(sweep), "--diagnostics", "single_loop", "--num_examples", "2"])
+    printed = capsys.readouterr().out
+    assert f"Left out: 2 runs of lora in {sweep}, because no learning rate is chosen. Wait." in printed
+    assert "There is no table, because the sweep has not chosen the learning rate of any method yet." in printed
 
 
 def test_diagnose_loads_the_base_model_of_a_sweep_once(sweep, monkeypatch):
