@@ -123,6 +123,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+    # A recipe without `num_loops` trains at the model's own depth, which can be equal to the one that another recipe names.
+    is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
+    results["recipe_num_loops"] = results["trained_loops"].where(is_trained)
     results["chose"] = _find_choosing(results)
     results.attrs["left_out"] = describe_left_out({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
     return results
@@ -304,7 +307,7 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
 ALIKE = ("recipe_learning_rate",)
 """Settings that all labels have if one label has them. In an unfinished sweep, a method may have one learning rate so far."""
 
-SHORT_NAMES = {"recipe_learning_rate": "lr "}
+SHORT_NAMES = {"recipe_learning_rate": "lr ", "recipe_num_loops": "K = "}
 """Short names of settings in labels. The others are written as "p = 0.5"."""
 
 
@@ -336,11 +339,18 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
     texts = names.copy()
     for name, rows in results.groupby(names):
         for field in sorted(shared.union(fields_of[name]), key=lambda field: (field == "checkpoint", field)):
-            values = rows[field].map(str).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)  # a list of one value
+            values = (
+                rows[field].map(_setting_text).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)
+            )  # a list of one value
             setting = SHORT_NAMES.get(field, f"{field.removeprefix('recipe_')} = ")
             settings = f", {setting}" + values
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")
     return texts
+
+
+def _setting_text(value: Any) -> str:
+    """Return a setting as a text. A whole number may be a float, because other results have none."""
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def is_base_label(labels: pd.Series | pd.Index) -> np.ndarray:

@@ -16,7 +16,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from plotnine.composition import Compose
 
-from loopdropout_trainer.printing import join_numbers
+from loopdropout_trainer.terminal import join_numbers
 
 
 COLORS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.results import BASE_MODEL, read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
 from loopdropout_trainer.tables import OWN_FAMILY, describe_examples
+from loopdropout_trainer.terminal import join_numbers
 
 
 if TYPE_CHECKING:
@@ -67,12 +67,6 @@ def wrap_cell(text: str, width: int) -> str:
     """Return a text in lines of at most `width` characters, or of a longer word, number or setting (`join_numbers`)."""
     lines = textwrap.fill(join_numbers(text), width, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\N{NO-BREAK SPACE}", " ")
-
-
-def join_numbers(text: str) -> str:
-    """Return a text with spaces that do not end a line in numbers and settings: "+2.2 [-0.2, +4.5]", "lr 0.001", "p = 0.5"."""
-    inner = r" (?=±|\[|=)|(?<=±) |(?<==) |(?<=\d,) (?=[-+]\d)|(?<=\blr) (?=\d)"
-    return re.sub(inner, "\N{NO-BREAK SPACE}", text)
 
 
 def print_by_method(title: str, rows: pd.DataFrame, columns: str | pd.Series, cell_format: str = "{:.1f}") -> None:

@@ -274,6 +274,8 @@ def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
     losses = labelled(results[(results["metric"] == "eval_loss") & (results["task"] == "training")])
     # The base model has one loss on the same examples, which batches of another size round in another way.
     of_base = is_of_base(losses)
+    if losses.loc[of_base, "num_loops"].nunique() > 1:  # of trainings at several depths
+        losses.loc[of_base, "label"] += losses.loc[of_base, "num_loops"].map(", K = {:g}".format)
     losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
     losses = losses.sort_values("method", key=lambda method: method != BASE_MODEL, kind="stable")
     numbers = pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS]).set_index("method")

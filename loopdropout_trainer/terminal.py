@@ -81,3 +81,9 @@ def protect_terminal() -> None:
 def raw_terminal() -> TextIO:
     """Return the standard output for a program that moves the cursor itself. Apply `show_controls` to texts that it shows."""
     return getattr(sys.stdout, "terminal", sys.stdout)
+
+
+def join_numbers(text: str) -> str:
+    """Return a text with spaces that do not end a line in numbers and settings: "+2.2 [-0.2, +4.5]", "lr 0.001", "p = 0.5"."""
+    inner = r" (?=±|\[|=)|(?<=±) |(?<==) |(?<=\d,) (?=[-+]\d)|(?<=\blr) (?=\d)"
+    return re.sub(inner, "\N{NO-BREAK SPACE}", text)

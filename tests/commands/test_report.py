@@ -932,7 +932,7 @@ def test_printed_table_of_two_rates_has_one_part(capsys, monkeypatch):
             [("arithmetic_easy_test", "4", "Loop Dropout, lr 0.001")], names=["task", "K", "method"]
         ),
     )
-    for columns, num_lines in ((80, 5), (110, 3), (300, 3)):
+    for columns, num_lines in ((100, 4), (120, 3), (300, 3)):
         monkeypatch.setenv("COLUMNS", str(columns))
         printing.print_table("Results", table)
         lines = capsys.readouterr().out.strip().splitlines()
@@ -1349,6 +1349,28 @@ def test_own_table_finds_a_method_by_each_of_its_names(tmp_path, capsys, name):
     assert "53.50 ± 6.36 +7.50 [" in text and "-7.50 [" in text and "Missing" not in text
     with user_error("The results have the methods"):
         table_files.find(frames.load_results(tmp_path), {"method": "late_halves"})
+
+
+def test_trainings_of_several_depths_have_their_own_lines(tmp_path, capsys):
+    """Also the loss of the base model, and trainings at the model's own depth, which their recipes may not name."""
+    for name, depth, seed in (("a", None, 1), ("b", 4, 2), ("c", 2, 1)):
+        rows = [
+            {"metric": metric, "task": "training", "value": float(depth or 4)}
+            for metric in ("eval_loss", "train_seconds")
+        ]
+        base = {"method": "base model", "gates": "none", "seed": None, "step": None, "value": 9.0 - (depth or 4)}
+        recipe = {"rule": "lora"} if depth is None else {"rule": "lora", "num_loops": depth}
+        write(tmp_path / name, [*rows, {**rows[0], **base}], recipe, seed=seed, num_loops=depth or 4)
+    text, folder = report_on(tmp_path, capsys)
+    losses = pd.read_csv(folder / "held_out_loss.csv").set_index("method")
+    assert losses["mean"].to_dict() == {
+        "LoRA, K = 4": 4,
+        "LoRA, K = 2": 2,
+        "base model, K = 4": 5,
+        "base model, K = 2": 7,
+    }
+    assert losses.loc["LoRA, K = 4", "num_seeds"] == 2
+    assert {*pd.read_csv(folder / "costs.csv")["method"]} == {"LoRA, K = 2", "LoRA, K = 4"}
 
 
 def test_held_out_losses_that_chose_the_rates_are_no_test(tmp_path, capsys):
