@@ -124,8 +124,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
     # A recipe without `num_loops` trains at the model's own depth, which can be equal to the one that another recipe names.
-    is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
-    results["recipe_num_loops"] = results["trained_loops"].where(is_trained)
+    if depths.nunique() > 1:
+        is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
+        results["recipe_num_loops"] = results["trained_loops"].where(is_trained)
     results["chose"] = _find_choosing(results)
     results.attrs["left_out"] = describe_left_out({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
     return results
