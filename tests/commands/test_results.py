@@ -1,5 +1,6 @@
 """Results of a run, compared by their recipes, and the curves that experiment trackers show of them."""
 
+import pandas as pd
 import pytest
 
 from helpers.errors import user_error
@@ -9,7 +10,7 @@ from loopdropout_trainer import results
 from loopdropout_trainer.comparing import compare_runs
 from loopdropout_trainer.progress import finish_run
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
-from loopdropout_trainer.results import is_finished, read_results, read_run, write_results, write_run
+from loopdropout_trainer.results import is_finished, is_of_base, read_results, read_run, write_results, write_run
 
 
 ROW = {
@@ -219,3 +220,14 @@ def test_runs_are_compared_on_one_task_and_depth(tmp_path):
         compare_runs(ours, tmp_path / "empty", "quiz")
     with user_error("The folder nowhere does not exist"):
         compare_runs("nowhere", other, "quiz")
+
+
+def test_base_model_is_found_in_results_and_data_frames():
+    """By its method. The gates of a merged model are "none", too, and a result of a training has no method yet."""
+    rows = [
+        {"method": "base model", "gates": "none"},
+        {"method": "mine", "gates": "none"},
+        {"method": "LoRA", "gates": "unit"},
+    ]
+    assert [is_of_base(row) for row in rows] == [*is_of_base(pd.DataFrame(rows))] == [True, False, False]
+    assert is_of_base({"gates": "none"}) and not is_of_base({"gates": "unit"})
