@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import dataclasses
+import runpy
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -28,6 +29,9 @@ from loopdropout_trainer.read_yaml import read_yaml_file
 
 IMPORTED: list[str] = []
 """Absolute paths of the files of `--import`."""
+
+TRAININGS = ("sft", "dpo", "grpo")
+"""Commands that train."""
 
 MOST_EXTENDED = 20
 """Largest number of recipes that a recipe builds on."""
@@ -205,7 +209,8 @@ def _read_values(
     """
     for name, value in given.items():
         if name not in fields:
-            raise UserError(f"`{name}` is not a field of this script.{field_hint(name, fields, value, inner)}")
+            hint = _name_commands(name, fields) or field_hint(name, fields, value, inner)
+            raise UserError(f"`{name}` is not a field of this script.{hint}")
     settings = {}
     for name, value in given.items():
         if value is not None or is_optional(hints[name]):
@@ -214,6 +219,18 @@ def _read_values(
         if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"`{name}` must be set.")
     return settings
+
+
+def _name_commands(name: str, fields: Collection[str]) -> str:
+    """Return a sentence with the other commands of trainings that have a field, or "" if the script is no training."""
+    if "learning_rate" not in fields:
+        return ""
+    commands = []
+    for command in TRAININGS:
+        types = runpy.run_path(str(recipes_folder() / f"{command}.py"))["ARGUMENTS"]
+        if name in _find_fields(types)[0]:
+            commands.append(f"`loopdropout {command}`")
+    return f" It is a field of {' and '.join(commands)}." if commands else ""
 
 
 def parse(

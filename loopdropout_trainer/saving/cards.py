@@ -88,6 +88,7 @@ def write_model_card(
         "Base model": public_base_name(model),
         "Commit of the base model": getattr(looped, "base_revision", None),
         "License of the base model": license_fields.get("license"),
+        "Training objective": metadata.get("objective"),
         "Training rule": getattr(RULES.get(rule), "title", rule),
         "Drop probability p": metadata.get("p"),
         "Trained from the adapter": _public(metadata.get("initial_adapter")),
@@ -105,6 +106,8 @@ def write_model_card(
         "Held-out loss (nats per token), base model": _held_out_loss(results, of_base=True),
     }
     own_tags = ["looped-language-model", "lora", "loop-dropout"]
+    if metadata.get("objective") is not None:
+        own_tags.append(metadata["objective"].lower())  # as in TRL's cards
     further_tags = [tags] if isinstance(tags, str) else tags
     card = ModelCard.from_template(
         ModelCardData(

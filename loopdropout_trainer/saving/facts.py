@@ -224,6 +224,7 @@ class Source:
             facts["runs"] = f"{len(list_runs(self.folder))}. {describe_progress(self.folder)}".rstrip()
         if self.kind not in WITHOUT_MODEL:  # of an unfinished run only the recipe is known
             facts |= {
+                "objective": self.metadata.get("objective"),
                 "rule": self.rule,
                 "method": self._method_text(),
                 "depth": self._depth_text(),

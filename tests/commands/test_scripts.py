@@ -661,7 +661,12 @@ MISTAKES = [
     ("sft", "--optim adam", "`optim` must be one of adamw_torch, "),
     ("sft", "--depths 2", "`depths` is not a field of this script. Did you mean 'eval_num_loops'?"),
     ("sft", "--eval_num_loops 0 4", "`eval_num_loops` must be at least 1 and at most 1,024, got 0."),
-    ("dpo", "--preview 0", "`preview` is not a field of this script."),
+    ("dpo", "--preview 0", "`preview` is not a field of this script. It is a field of `loopdropout sft`."),
+    (
+        "sft",
+        "--beta 0.1",
+        "`beta` is not a field of this script. It is a field of `loopdropout dpo` and `loopdropout grpo`.",
+    ),
     ("dpo", "--preparation arithmetic", "The examples must have the columns `chosen` and `rejected`."),
     ("grpo", "--rewards gsm8k", "`rewards` must be one of gsm8k_strict, "),
 ]

@@ -1,6 +1,7 @@
 """`LoopDropoutDPOTrainer` against DPO computed from the model: pairs share gates, and the reference keeps unit gates."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helpers.trainers import Recording, assert_same_weights, logged
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, default_peft_config, use_gates
 from loopdropout_trainer.gates import Draw, LoopDropout, make_rule
 from loopdropout_trainer.lora import add_gates
+from loopdropout_trainer.saving.source import find_source
 
 
 BETA = 0.1
@@ -143,3 +145,13 @@ def test_reference_does_not_change_between_trainings(make):
     with user_error("the adapter 'ref' was removed"):
         later.train()
     first.train()
+
+
+def test_card_and_show_name_the_objective(make):
+    trainer = make()
+    trainer.train()
+    trainer.save_model()
+    folder = Path(trainer.args.output_dir)
+    card = (folder / "README.md").read_text()
+    assert "| Training objective | DPO |" in card and "- dpo\n" in card
+    assert find_source(folder).lines()["objective"] == "DPO"
