@@ -155,6 +155,17 @@ def test_last_gates_print_the_loops_of_each_example(train):
     )
 
 
+def test_sampled_gates_are_not_set_on_the_model(make_sft):
+    trainer = make_sft(max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    sampled = trainer.sample_gates(batch)
+    assert not trainer.gate_state.batch.is_set
+    trainer.draw_gates(batch)
+    assert torch.equal(trainer.gate_state.batch.gates, sampled.gates)
+    for text in (Path("docs/sft.md").read_text(), type(trainer).draw_gates.__doc__):
+        assert "sample_gates" in text and "For inference" in text and "use_gates" in text
+
+
 def test_gates_of_a_compiled_model_name_the_model(train):
     compiled = torch.compile(train(max_steps=1).model, backend="eager")
     for use in (lambda: use_gates(compiled, [1, 0, 0, 0]).__enter__(), lambda: loop_dropout(compiled)):
