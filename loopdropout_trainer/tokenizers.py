@@ -153,16 +153,21 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> 
     path = CHAT_TEMPLATES.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         raise unknown_template("chat_template", name_or_path, "a Jinja file")
-    tokens = CHAT_TOKENS.get(name_or_path, {})
-    missing = {*tokens.values()}.difference(tokenizer.get_vocab())
+    missing = _missing_tokens(tokenizer, name_or_path)
     if missing:
         raise UserError(
             f"`chat_template` must be one whose tokens the tokenizer {tokenizer.name_or_path} has, got {name_or_path!r}, "
-            f"which needs {', '.join(sorted(missing))}. The chat template tulu2 needs no tokens of its own."
+            f"which needs {', '.join(missing)}. The chat template tulu2 needs no tokens of its own."
         )
     tokenizer.chat_template = read_text(path)
-    for name, token in tokens.items():
+    for name, token in CHAT_TOKENS.get(name_or_path, {}).items():
         setattr(tokenizer, name, token)
+
+
+def _missing_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
+    """Return the special tokens of a chat template that a tokenizer lacks."""
+    tokens = CHAT_TOKENS.get(template, {})
+    return sorted({*tokens.values()}.difference(tokenizer.get_vocab()))
 
 
 def unknown_template(field: str, name: str, others: str) -> UserError:
@@ -178,10 +183,10 @@ def unknown_template(field: str, name: str, others: str) -> UserError:
     return UserError(f"`{field}` must be {_list_templates()} or {others}, got {name!r}.{hint}")
 
 
-def _list_templates() -> str:
-    """Return the names of the package's chat templates, with the names by which people know them elsewhere."""
+def _list_templates(templates: Iterable[str] = CHAT_TEMPLATES) -> str:
+    """Return the names of chat templates of the package, with the names by which people know them elsewhere."""
     titles = []
-    for name in CHAT_TEMPLATES:
+    for name in templates:
         titles.append(f"{name} ({OTHER_NAMES[name]})" if name in OTHER_NAMES else name)
     return ", ".join(titles)
 
@@ -189,11 +194,14 @@ def _list_templates() -> str:
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError unless a tokenizer has a chat template, which conversations need."""
     if tokenizer.chat_template is None:
+        fitting = [name for name in CHAT_TEMPLATES if not _missing_tokens(tokenizer, name)]
+        # A template with tokens of its own is the one of the tokenizer's model.
+        suggested = next((name for name in CHAT_TOKENS if name in fitting), fitting[0])
         raise UserError(
             "`chat_template` must be set, because the examples are conversations and the tokenizer has no chat template. Its "
-            f"value is a Jinja file, or one of {_list_templates()}. In Python, pass "
-            '`processing_class=load_tokenizer(name, chat_template="ouro")` from `loopdropout_trainer`, or set '
-            "`chat_template_path` in a `LoopDropoutConfig`."
+            f"value is a Jinja file, or one of the templates whose tokens the tokenizer has: {_list_templates(fitting)}. In "
+            f'Python, pass `processing_class=load_tokenizer(name, chat_template="{suggested}")` from `loopdropout_trainer`, '
+            "or set `chat_template_path` in a `LoopDropoutConfig`."
         )
 
 

@@ -189,6 +189,19 @@ def test_template_brings_its_special_tokens(chat_tokenizer, tmp_path):
     assert loaded.apply_chat_template([USER], tokenize=False) == " 1+1? <unk>"
 
 
+def test_missing_template_names_those_that_fit(chat_tokenizer):
+    chat_tokenizer.chat_template = None
+    with user_error(
+        r'has: .*ouro \(ChatML\), .*tulu2. In Python, pass .*load_tokenizer\(name, chat_template="ouro"\)'
+    ):
+        tokenizers.check_chat_template(chat_tokenizer)
+    plain = load_tokenizer("tiny-ouro")
+    with user_error(r'has: tulu2. In Python, pass .*load_tokenizer\(name, chat_template="tulu2"\)'):
+        tokenizers.check_chat_template(plain)
+    set_chat_template(plain, "tulu2")
+    tokenizers.check_chat_template(plain)
+
+
 def test_tokenizer_without_configuration_has_special_tokens(tmp_path):
     byte_tokenizer(["<|bos|>", "<|eos|>", "<|pad|>"]).backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)

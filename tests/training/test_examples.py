@@ -31,7 +31,8 @@ PROMPTS = Dataset.from_list([{"prompt": TURNS[:1]}] * 4)
 PAIRS = Dataset.from_list([{"chosen": TURNS, "rejected": TURNS}] * 4)
 
 SET_TEMPLATE = (
-    r'`chat_template` must be set, .* or one of .*ouro .*`processing_class=load_tokenizer\(name, chat_template="ouro"'
+    r"`chat_template` must be set, .* or one of the templates whose tokens the tokenizer has: tulu2. In Python, "
+    r'.*`processing_class=load_tokenizer\(name, chat_template="tulu2"'
 )
 
 
