@@ -19,6 +19,7 @@ from wrapt import register_post_import_hook
 
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names below
+    from loopdropout_trainer.gates.rule import GateRule, register_rule
     from loopdropout_trainer.handle import loop_dropout
     from loopdropout_trainer.looped import use_depth
     from loopdropout_trainer.lora import default_peft_config, use_gates
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names below
     from loopdropout_trainer.training.sft import GateSamplingMixin, LoopDropoutSFTTrainer
 
 _HOMES = {
+    "GateRule": "gates.rule",
     "GateSamplingMixin": "training.sft",
     "LoRADropoutSFTTrainer": "training.multipass",
     "LoopDescription": "models.external",
@@ -51,6 +53,7 @@ _HOMES = {
     "merge_and_save": "saving.merging",
     "push_merged_to_hub": "saving.merging",
     "register_looped": "models.external",
+    "register_rule": "gates.rule",
     "use_depth": "looped",
     "use_gates": "lora",
 }

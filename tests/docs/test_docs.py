@@ -199,8 +199,11 @@ def test_search_splits_words_at_parentheses():
 
 
 def test_reference_has_every_public_name_and_field():
-    names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/reference.md").read_text()
+    names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", page, re.MULTILINE)
     assert {*loopdropout_trainer.__all__} <= {*names}
+    rows = re.findall(r"^\| \[(?:training|gates and depth|models)\].*\|$", page, re.MULTILINE)
+    assert len(rows) == 3 and {*re.findall(r"`(\w+)`", "".join(rows))} <= {*loopdropout_trainer.__all__}
     for config in (GateConfig, LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig):
         fields = {field.name for field in dataclasses.fields(config)}
         documented = re.findall(r"^    +(\w+) \(`.*\*optional\*.*\):$", config.__doc__, re.MULTILINE)
