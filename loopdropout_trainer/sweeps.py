@@ -17,8 +17,8 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 """File in the folder of a run with the recipe that the sweep gives to its training."""
 
 SUMMARY_FILE = "summary.json"
-"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished` and `run_seconds` by method,
-and the table `accuracy`.
+"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed` and
+`run_seconds` by method, and the table `accuracy`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
@@ -163,8 +163,10 @@ def describe_progress(folder: str | Path) -> str:
     num_ended = sum(ended for ended, _ in trainings.values())
     total = sum(number for _, number in trainings.values())
     missing = ", but measurements are missing" if num_ended == total else ""
+    failed = [run for runs in summary.get("failed", {}).values() for run in runs]  # since the last start of the sweep
+    failures = f" (failed: {', '.join(failed)})" if failed else ""
     return (
-        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}. The same "
+        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{failures}. The same "
         "`loopdropout sweep` command continues it."
     )
 

@@ -174,6 +174,7 @@ class Workers:
         else:
             cause = f"ended with exit code {status}: {message}"
         self.failures[run] = f"{run.name} {cause} (log: {log})"
+        self.runs.save_progress(self.measure_run())
         # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
         if message == self.last_message:

@@ -315,13 +315,17 @@ class Sweep:
         self.pool.train_all()
 
     def save_progress(self, run_seconds: float | None) -> None:
-        """Write the chosen learning rates, the number of trainings and if they are finished to the summary of reports.
+        """Write the chosen learning rates, the number of trainings, and which finished or failed, to the summary of reports.
 
         Also the mean seconds of a run, from `Workers.measure_run`, unless it is None.
         """
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
         grid, task = dict.fromkeys(self.recipes, self.full_grid), dict.fromkeys(self.recipes, self.select_on)
         finished = {method: not self.pending_of(method) for method in self.recipes}
+        failed: dict[str, list[str]] = {method: [] for method in self.recipes}
+        for run in [*self.pool.failures]:  # a copy, because other workers can add a failure
+            if not self.is_done(run):  # another machine may have trained it since
+                failed[run.method].append(run.name)
         update_summary(
             self.output_dir,
             choices=choices,
@@ -329,6 +333,7 @@ class Sweep:
             full_grid=grid,
             trainings=self.count_by_method(),
             finished=finished,
+            failed=failed,
             run_seconds={} if run_seconds is None else dict.fromkeys(self.recipes, run_seconds),
         )
 

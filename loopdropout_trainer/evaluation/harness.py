@@ -63,7 +63,7 @@ def evaluate_tasks(
 
     Returns:
         Results without the columns `method`, `seed` and `step`. The metrics of each task are `accuracy` in percent, further
-        metrics of the task, `missing` (percentage of answers that cannot be read) and `accuracy_by_<column>`. The column
+        metrics of the task, `missing` (percentage of answers not in the task's format) and `accuracy_by_<column>`. The column
         `samples` names the file of the samples in `output_dir`.
 
     Raises:

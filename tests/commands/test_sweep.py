@@ -200,6 +200,22 @@ def test_unfinished_sweep_says_how_far_it_is_in_its_summary(lab):
     assert (summary["full_grid"], summary["trainings"]) == ({"lora": True}, {"lora": [4, 6]}) and grid.pool.failures
 
 
+def test_unfinished_sweep_names_the_runs_that_failed(lab):
+    """Also if the failures stop it. A later start forgets those that it trains."""
+    lab.set_world(fails=["seed_101"])
+    with user_error("two runs in a row failed"):
+        lab.run()
+    names = "lora/lr_0.01/seed_101, lora/lr_0.02/seed_101"
+    text = f"is not finished: 0 of 4 trainings have ended (failed: {names}). The same"
+    assert text in describe_progress(lab.out)
+    lab.set_world(fails=["lr_0.02/seed_101"])
+    lab.run()
+    assert "2 of 4 trainings have ended (failed: lora/lr_0.02/seed_101). The same" in describe_progress(lab.out)
+    lab.set_world()
+    lab.run()
+    assert describe_progress(lab.out) == ""
+
+
 def test_sweep_itself_says_if_it_is_finished(lab, capsys):
     """Also if no learning rate can be chosen, and not yet if a training has ended whose measurement has failed."""
     lab.set_world(diverging=[0.01, 0.02, 0.04])
@@ -223,7 +239,7 @@ def test_sweep_itself_says_if_it_is_finished(lab, capsys):
         write_results(path, [row])
     made.train_all()
     assert made.count() == (4, 4) and read_summary(other)["finished"] == {"lora": False}
-    text = "is not finished: 4 of 4 trainings have ended, but measurements are missing. The same"
+    text = "4 of 4 trainings have ended, but measurements are missing (failed: lora/lr_0.02/seed_101). The same"
     assert text in describe_progress(other)
     lab.set_world()
     lab.run(output_dir=other)
