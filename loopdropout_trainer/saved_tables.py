@@ -13,7 +13,7 @@ import pandas as pd
 
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.table_files import lay_out
-from loopdropout_trainer.tables import CHOICE_NOTE, OWN_FAMILY, describe_sizes
+from loopdropout_trainer.tables import CHOICE_NOTE, OWN_FAMILY, describe_means, describe_sizes, explain_differences
 
 
 class TableText(NamedTuple):
@@ -21,35 +21,35 @@ class TableText(NamedTuple):
 
     Attributes:
         title: Text above the table.
-        notes: Sentences below the table.
-        sizes: Sentences from `describe_sizes`, which come first below the table and end the caption in LaTeX.
+        about: Sentences about the numbers, which come first below the table and are in the caption in LaTeX.
+        notes: Further sentences below the table.
         label: Label for `\\ref` in LaTeX. Default: `tab:` and the name of the file.
     """
 
     title: str
+    about: Sequence[str] = ()
     notes: Sequence[str] = ()
-    sizes: str = ""
     label: str | None = None
 
     @property
     def caption(self) -> str:
-        return f"{self.title}. {self.sizes}" if self.sizes else self.title
+        return " ".join([f"{self.title}.", *self.about]) if self.about else self.title
 
     @property
     def lines(self) -> list[str]:
         """All sentences below the table."""
-        return [*filter(None, [self.sizes]), *self.notes]
+        return [*self.about, *self.notes]
 
 
 def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str] = ()) -> None:
     """Print a table of a YAML file in its layout, and save it as Markdown and LaTeX, and its numbers line by line as CSV."""
-    sizes = [*filter(None, [describe_sizes(table[["num_problems", "num_seeds"]])])]
+    about = [*describe_sizes(table[["num_problems", "num_seeds"]]), *describe_means(table)]
     if table["chose"].any():
         chosen = table[table["chose"]]
         places = ", ".join(chosen["column"].unique())
         note = CHOICE_NOTE.format("losses" if chosen["num_problems"].isna().all() else "accuracies")
-        sizes.append(f"The learning rates were chosen on the problems of: {places}. {note}")
-    text = TableText(spec["title"], notes, " ".join(sizes), spec.get("label"))
+        about.append(f"The learning rates were chosen on the problems of: {places}. {note}")
+    text = TableText(spec["title"], [*about, *explain_differences(table)], notes, spec.get("label"))
     bold = lay_out(spec, table, bold_in_latex)
     if "paper" in table:
         bold.columns = pd.MultiIndex.from_tuples([name.rsplit(", ", 1) for name in bold], names=[None, "numbers"])
@@ -58,7 +58,7 @@ def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str
     print_text(lay_out(spec, table, str), text)
     save_markdown(lay_out(spec, table, bold_in_markdown), text, path)
     save_latex(bold, text, path)
-    table.to_csv(path.with_suffix(".csv"), index=False)
+    save_csv(table, path, index=False)
 
 
 def save_table(numbers: pd.DataFrame, table: pd.DataFrame, text: TableText, path: Path) -> None:
@@ -73,7 +73,16 @@ def save_table(numbers: pd.DataFrame, table: pd.DataFrame, text: TableText, path
     print_text(table, text)
     save_markdown(table, text, path)
     save_latex(table, text, path)
-    numbers.to_csv(path.with_suffix(".csv"))
+    save_csv(numbers, path)
+
+
+def save_csv(numbers: pd.DataFrame, path: Path, index: bool = True) -> None:
+    """Save the numbers of a table as CSV, as the last of its files, and print their names. `path` has no ending.
+
+    A column of counts with a missing value has floats, which become whole numbers again.
+    """
+    counts = numbers.columns.intersection(["num_problems", "num_seeds"])
+    numbers.astype(dict.fromkeys(counts, "Int64")).to_csv(path.with_suffix(".csv"), index=index)
     print(f"Wrote {path}.md, .tex and .csv")
 
 
@@ -132,7 +141,7 @@ def save_latex(table: pd.DataFrame, text: TableText, path: Path) -> None:
     cells = table.astype(str)
     if cells.map(lambda text: "not significant" in text).any(axis=None):
         num_intervals = cells.map(lambda text: "[" in text).sum().sum()
-        family = f" {OWN_FAMILY}" if num_intervals > 1 else ""
+        family = f" {OWN_FAMILY}" if num_intervals > 1 and OWN_FAMILY not in caption else ""
         caption += f" (n.s.: not significant.{family})"
     texts = table.reset_index(col_level=-1).astype(str).map(latex_cell)
     texts = texts.rename(columns=partial(latex_cell, width=18))

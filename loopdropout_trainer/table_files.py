@@ -10,13 +10,13 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.diagnostics import TOO_FEW
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.frames import average, has_method, select
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.recipe import load_recipe
-from loopdropout_trainer.tables import NUMBERS, OVER_PROBLEMS, compare, mean_numbers, mean_sd, paired_gains
+from loopdropout_trainer.results import is_of_base
+from loopdropout_trainer.tables import NUMBERS, compare, mean_numbers, mean_sd, paired_gains
 
 
 class Missing(UserError):
@@ -119,14 +119,15 @@ def fill_cell(
         numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
         if show == "seeds":
             return " / ".join(f"{value:+.{decimals}f}" for value in gains), numbers
-        is_over_problems = gain.test in (TOO_FEW, OVER_PROBLEMS)
-        return gain.text(1 if is_over_problems else decimals), numbers
+        return gain.text(decimals), numbers
     if of:
         costs = find(results, {"task": "training", "metric": of})
         rows = costs[costs["run"].isin(rows["run"])]
     by_task = [average(own) for _, own in rows.groupby("task")]
     values = pd.concat(by_task, axis=1).dropna().mean(axis=1) * scale  # by seed
     numbers = {**mean_numbers(values), **describe_problems(rows)}
+    if is_of_base(rows).all():
+        numbers["num_seeds"] = None
     if show == "mean":
         return mean_sd(values, decimals), numbers
     if show == "seeds":
@@ -273,7 +274,8 @@ def compared_lines(spec: dict) -> list[list[int]]:
 def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) -> pd.DataFrame:
     """Return a table with the rows and columns of its file. The paper's number and ours are in neighboring columns, if any.
 
-    The best accuracy among methods at equal settings is marked, if all of them are known and are a test.
+    The best accuracy among methods at equal settings is marked, if all of them are known and are a test, and they are not all
+    equal. Ours also need the same number of seeds: a failed run could make a method the best one. The base model has no seeds.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
@@ -283,10 +285,13 @@ def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) ->
     sources = [name for name in ("paper", "here") if name in table]
     has_paper, texts = "paper" in sources, table[sources].copy()
     for lines in compared_lines(spec):
-        is_test = not table.loc[lines, "chose"].any()
+        if table.loc[lines, "chose"].any():
+            continue
         for source in sources:
+            if source == "here" and table.loc[lines, "num_seeds"].nunique() > 1:
+                continue
             means = table.loc[lines, source].str.extract(r"^([-+]?[\d.]+)")[0].astype(float)
-            if len(means) > 1 and means.notna().all() and is_test:
+            if means.nunique() > 1 and means.notna().all():
                 best = means.index[means == means.max()]
                 texts.loc[best, source] = texts.loc[best, source].map(mark_best)
     rows = []

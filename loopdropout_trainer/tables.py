@@ -255,15 +255,30 @@ COSTS = {
 
 
 def cost_numbers(costs: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean costs of a training by method, from the results with the metrics `COSTS`."""
-    means = labelled(costs).pivot_table("value", "label", "metric").rename_axis("method")
-    return means[[name for name in COSTS if name in {*costs["metric"]}]]
+    """Return the mean costs of a training and `num_seeds` by method, from the results with the metrics `COSTS`."""
+    rows = labelled(costs)
+    means = rows.pivot_table("value", "label", "metric", sort=False).rename_axis("method")
+    means = means[[name for name in COSTS if name in {*costs["metric"]}]]
+    return means.assign(num_seeds=rows.groupby("label")["seed"].nunique())
+
+
+def cost_title(numbers: pd.DataFrame) -> str:
+    """Return the title of the table of `cost_numbers`, with the numbers of seeds if there are several."""
+    means = f", mean over {name_seeds(numbers['num_seeds'])} seeds" if numbers["num_seeds"].max() > 1 else ""
+    return f"Costs of the training{means}"
 
 
 def cost_table(numbers: pd.DataFrame) -> pd.DataFrame:
     """Return the numbers of `cost_numbers` as texts."""
-    texts = numbers.round(2).map("{:.12g}".format, na_action="ignore")
+    texts = numbers.drop(columns="num_seeds").apply(_format_costs)
     return texts.fillna("–").rename(columns=COSTS)
+
+
+def _format_costs(costs: pd.Series) -> pd.Series:
+    """Return the costs of a column with two decimals, or without any if all of them are whole numbers."""
+    rounded = costs.round(2)
+    decimals = 0 if (rounded.dropna() % 1 == 0).all() else 2
+    return rounded.map(f"{{:.{decimals}f}}".format, na_action="ignore")
 
 
 def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
@@ -292,8 +307,19 @@ def accuracy_table(numbers: pd.DataFrame) -> pd.DataFrame:
     return _format_numbers(numbers, "accuracy", decimals=2, gain_decimals=1)
 
 
-def describe_sizes(numbers: pd.DataFrame) -> str:
-    """Return the sentences about the problems of each task, if they are known, and the seeds of each accuracy, or "".
+def name_seeds(numbers: pd.Series) -> str:
+    """Return different numbers of seeds in ascending order, such as "2 or 3"; missing ones do not count."""
+    return " or ".join(f"{number:.0f}" for number in sorted({*numbers.dropna()}))
+
+
+def describe_means(table: pd.DataFrame) -> list[str]:
+    """Return the sentence about the numbers with ± in the texts `here` of a table of a YAML file, if there are any."""
+    seeds = name_seeds(table.loc[table["here"].str.contains("±"), "num_seeds"])
+    return [f"A number with ± is mean ± SD over {seeds} seeds."] if seeds else []
+
+
+def describe_sizes(numbers: pd.DataFrame) -> list[str]:
+    """Return one line about the problems of each task, if they are known, and the seeds of each accuracy.
 
     Args:
         numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones. The base model, which has no
@@ -304,18 +330,18 @@ def describe_sizes(numbers: pd.DataFrame) -> str:
         is_trained = ~is_base_label(numbers["method"])
         numbers = numbers[is_trained | ~is_trained.any()]
     if numbers.empty:
-        return ""
+        return []
     if "task" not in numbers:
         numbers["task"] = ""
     sizes = []
     for task, own in numbers.groupby("task", sort=False, observed=True):
         problems = " or ".join(f"{n:,.0f}" for n in sorted({*own["num_problems"]}))
         sizes.append(f"{task} {problems}".strip())
-    seeds = sorted({*numbers["num_seeds"].dropna()})
+    seeds = name_seeds(numbers["num_seeds"])
     text = f"Problems: {', '.join(sizes)}."
     if seeds:
-        text += f" Seeds: {' or '.join(f'{number:.0f}' for number in seeds)}."
-    return text
+        text += f" Seeds: {seeds}."
+    return [text]
 
 
 def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:

@@ -45,6 +45,7 @@ from loopdropout_trainer.tables import (
     choice_numbers,
     cost_numbers,
     cost_table,
+    cost_title,
     describe_sizes,
     explain_differences,
     fit_title,
@@ -119,9 +120,7 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
             draw_figure(build_figure(spec, results), path)
             return
         table, missing = build_table(spec, results)
-        notes = explain_differences(table)
-        if missing:
-            notes += [*missing, *spec.get("made_by", [])]
+        notes = [*missing, *spec.get("made_by", [])] if missing else []
         save_layout(spec, table, path, notes)
     except Missing as reason:
         print(f"Missing: {spec['title']}: {reason}", *spec.get("made_by", []), sep="\n")
@@ -149,7 +148,7 @@ def report_costs(results: pd.DataFrame, output_dir: Path) -> bool:
     if costs.empty:
         return False
     numbers = cost_numbers(costs)
-    text = TableText("Costs of the training", describe_early_stops(costs["folder"].unique()))
+    text = TableText(cost_title(numbers), notes=describe_early_stops(costs["folder"].unique()))
     save_table(numbers, cost_table(numbers), text, output_dir / "costs")
     return True
 
@@ -171,13 +170,13 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
     numbers = loss_numbers(results)
     if numbers.empty:
         return False
-    notes = [
+    about = [
         "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
         *explain_differences(numbers),
     ]
     if numbers["chose"].any():
-        notes.append(CHOICE_NOTE.format("losses"))
-    text = TableText(fit_title(LOSS_TITLE, numbers), notes)
+        about.append(CHOICE_NOTE.format("losses"))
+    text = TableText(fit_title(LOSS_TITLE, numbers), about)
     save_table(numbers, loss_table(numbers), text, output_dir / "held_out_loss")
     return True
 
@@ -191,14 +190,14 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
         return False
     numbers = accuracy_numbers(results)
     if len(numbers):
-        text = TableText(fit_title(ACCURACY_TITLE, numbers), explain_differences(numbers), describe_sizes(numbers))
+        about = [*describe_sizes(numbers), *explain_differences(numbers)]
+        text = TableText(fit_title(ACCURACY_TITLE, numbers), about)
         save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
     of_choice = choice_numbers(results)
     if len(of_choice):
         text = TableText(
             fit_title(CHOICE_TITLE, of_choice),
-            [f"{CHOICE_NOTE.format('accuracies')} They are not in the other tables."],
-            describe_sizes(of_choice),
+            [*describe_sizes(of_choice), f"{CHOICE_NOTE.format('accuracies')} They are not in the other tables."],
         )
         save_table(of_choice, accuracy_table(of_choice), text, output_dir / "choice")
     draw_figure(overview_figure(results), output_dir / "overview")

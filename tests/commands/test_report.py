@@ -199,7 +199,7 @@ def test_best_accuracy_among_methods_is_bold():
     lines = [
         {"Method": row[0], "LR": str(row[1]), "column": column} for row in spec["rows"] for column in spec["columns"]
     ]
-    table = pd.DataFrame(lines).assign(here=numbers, paper=numbers, chose=False)
+    table = pd.DataFrame(lines).assign(here=numbers, paper=numbers, chose=False, num_seeds=3)
     shown = table_files.lay_out(spec, table, saved_tables.bold_in_markdown)
     assert [*shown.columns] == ["A & B, paper", "A & B, here", "Minutes, paper", "Minutes, here"]
     assert shown["A & B, here"].tolist() == [
@@ -208,6 +208,11 @@ def test_best_accuracy_among_methods_is_bold():
         "90.1 ± 0.1",
     ]  # the last one has another LR
     assert shown["Minutes, here"].tolist() == ["110.6", "112.8", "100.0"]
+    table.loc[2, "num_seeds"] = 1  # as after a failed run
+    shown = table_files.lay_out(spec, table, saved_tables.bold_in_markdown)
+    assert shown["A & B, here"].iloc[1] == "86.5 ± 0.4" and shown["A & B, paper"].iloc[1] == "**86.5 ± 0.4**"
+    tied = table.assign(here="86.5 ± 0.4", num_seeds=3)
+    assert "**" not in "".join(table_files.lay_out(spec, tied, saved_tables.bold_in_markdown)["A & B, here"])
     table.loc[0, "here"] = "–"  # then the best one is not known
     shown = table_files.lay_out(spec, table, saved_tables.bold_in_latex)
     assert shown["A & B, here"].tolist() == ["–", "86.5 ± 0.4", "90.1 ± 0.1"]
@@ -531,6 +536,31 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
     assert tuple(numbers[["difference", "low", "high", "p", "test"]]) == (*found[:4], "McNemar over problems")
 
 
+def test_differences_of_a_column_have_the_same_decimals(tmp_path):
+    """Those of a single seed, over problems, have as many as those over seeds."""
+    for method, correct in (("LoRA", [0, 0, 1, 1]), ("Loop Dropout", [1, 1, 1, 0])):
+        rows = [{"task": "a", "seed": seed, "value": 25.0 * sum(correct) + seed} for seed in (1, 2)]
+        write(tmp_path / method, [*rows, {"value": 25.0 * sum(correct), "samples": "s.jsonl"}], method=method)
+        write_lines(tmp_path / method / "s.jsonl", [{"correct": value} for value in correct * 3])
+    for task, begin in (("a", "+25.00, the same"), ("b", "+25.00 [")):
+        assert cell(tmp_path, task=task, method="Loop Dropout", minus={"method": "LoRA"}).startswith(begin)
+
+
+def test_columns_of_costs_have_equal_digits_and_their_seeds(tmp_path, capsys):
+    for method, seconds in (("LoRA", [5006.03]), ("Loop Dropout", [5623.8, 5624.0])):
+        costs = [("train_seconds", second) for second in seconds] + [("trainable_parameters", 39424)] * len(seconds)
+        for seed in range(len(seconds)):
+            rows = [
+                {"task": "training", "metric": metric, "value": value} for metric, value in costs[seed :: len(seconds)]
+            ]
+            write(tmp_path / method / str(seed), rows, method=method, seed=seed)
+    report.main([str(tmp_path), "--output_dir", str(tmp_path / "report")])
+    assert "Costs of the training, mean over 1 or 2 seeds" in capsys.readouterr().out
+    latex = (tmp_path / "report/costs.tex").read_text()
+    assert r"\caption{Costs of the training, mean over 1 or 2 seeds}" in latex
+    assert "39424 & 5006.03" in latex and "39424 & 5623.90" in latex
+
+
 def test_report_of_few_problems_has_no_interval(tmp_path):
     for method, correct in (("LoRA", 0), ("Loop Dropout", 1)):
         write(tmp_path / method, [{"value": 100.0 * correct, "samples": "s.jsonl"}], method=method)
@@ -567,13 +597,20 @@ def test_saved_tables_have_numbers(tmp_path, capsys):
     assert mine.loc[("LoRA", "trainable_parameters of it"), ["mean", "sd"]].tolist() == [52, 1]
     assert mine.loc[("LoRA", "Gain"), "here"] == "–" and pd.isna(mine.loc[("LoRA", "Gain"), "difference"])
     assert mine["num_problems"].value_counts().to_dict() == {20: 3}  # the missing number has none
+    for name in ("accuracy", "mine"):
+        counts = pd.read_csv(tmp_path / f"{name}.csv", dtype=str)[["num_problems", "num_seeds"]]
+        assert counts.apply(lambda own: own.dropna().str.fullmatch(r"\d+").all()).all()
     latex = (tmp_path / "mine.tex").read_text()
+    tested = "The 95\\% intervals and tests are over seeds (t test)."
+    assert "A number with $\\pm$ is mean $\\pm$ SD over 3 seeds." in latex
+    assert tested in latex and tested in (tmp_path / "accuracy.tex").read_text()
     assert (
         "Mine. Problems: 20. Seeds: 3." in latex
         and "\nProblems: 20. Seeds: 3.\n" in (tmp_path / "mine.md").read_text()
     )
     assert r"\label{tab:mine}" in latex and r"trainable\_parameters \\ of it" in latex
-    assert "Missing" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Missing" not in printed and f"Wrote {tmp_path / 'mine'}.md, .tex and .csv" in printed
 
 
 @pytest.mark.parametrize("minus", [{"method": "LoRA"}, {"variant": "lora"}, {"method": "LoRA", "variant": "lora"}])
