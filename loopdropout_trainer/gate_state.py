@@ -260,8 +260,23 @@ class GateState:
         """Return to unit gates, which is ordinary LoRA."""
         self.set(UNIT_GATES)
 
-    def begin_pass(self) -> None:
-        """Note that a pass begins, and raise UserError for one that runs again and may belong to other gates (`Reruns`)."""
+    def begin_pass(self, training: bool) -> None:
+        """Note that a pass begins.
+
+        Args:
+            training: Whether the model is in training mode.
+
+        Raises:
+            UserError: For a pass that runs again and may belong to other gates (`Reruns`), and for inference under the gates
+                that a trainer has drawn, outside of `train()`.
+        """
+        is_drawn = self.batch.gates is not None and self.batch.rule is not None
+        if is_drawn and not self.must_draw and not training and not torch.is_grad_enabled():
+            raise UserError(
+                "`draw_gates` has set gates for training, under which inference would run. Return to unit gates by "
+                "`trainer.gate_state.reset()`, and run inference under chosen gates inside `use_gates`. `sample_gates` draws "
+                "gates without setting them."
+            )
         self.reruns.begin_pass(has_gates=self.batch.gates is not None)
 
     def set_loop(self, loop: RunningLoop) -> None:

@@ -90,11 +90,11 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.gate_state.ignores_padding = False
 
     def draw_gates(self, inputs: dict[str, Any]) -> None:
-        """Draw the gates of a micro-batch and set them. They stay until its backward pass is done.
+        """Draw the gates of a micro-batch and set them. In `train()`, they stay until its backward pass is done.
 
-        `compute_loss` calls it. Call it yourself in a `compute_loss` that does not call `super().compute_loss`. Every forward
-        pass up to the backward pass runs under these gates, also one without gradients. To look at gates, use `sample_gates`,
-        which does not set them. For inference under chosen gates, use `use_gates`.
+        `compute_loss` calls it. Call it yourself in a `compute_loss` that does not call `super().compute_loss`. To look at
+        gates, use `sample_gates`, which does not set them. For inference under chosen gates, use `use_gates`. Outside of
+        `train()`, the gates stay until `trainer.gate_state.reset()`, and inference under them raises an error.
 
         Args:
             inputs: Inputs of the model. `example_ids` is removed from them, which the model does not take.

@@ -162,6 +162,18 @@ def test_sampled_gates_are_not_set_on_the_model(make_sft):
     assert not trainer.gate_state.batch.is_set
     trainer.draw_gates(batch)
     assert torch.equal(trainer.gate_state.batch.gates, sampled.gates)
+    model, inputs = trainer.model, {"input_ids": batch["input_ids"]}
+    with torch.no_grad():
+        model.train()(**inputs)
+        for rows in (inputs["input_ids"], inputs["input_ids"][:1]):
+            with user_error(
+                "`draw_gates` has set gates .* by `trainer.gate_state.reset\\(\\)`, .* inside `use_gates`"
+            ):
+                model.eval()(input_ids=rows)
+        with use_gates(model, [1, 0, 0, 0]):
+            model(**inputs)
+        trainer.gate_state.reset()
+        model(**inputs)
     for text in (Path("docs/sft.md").read_text(), type(trainer).draw_gates.__doc__):
         assert "sample_gates" in text and "For inference" in text and "use_gates" in text
 
