@@ -103,6 +103,8 @@ def overview_figure(results: pd.DataFrame) -> Any:
     rows = pd.concat([own.assign(panel=panel) for panel, own in panels.items()]).dropna(subset="loop")
     by = ["panel", "label", "loop"]
     data = points(labelled(rows), by)
+    data["panel"] = pd.Categorical(data["panel"], [panel for panel in panels if panel in {*data["panel"]}])
+    data = data.sort_values("panel", kind="stable")
     axes = pd.DataFrame(labels, [*panels])
     figure = line_plot(data, "loop", axes, f"Results on {task}", caption=describe_points(data))
     if has_one_depth and hasattr(figure, "items"):  # a figure of several panels
@@ -136,7 +138,8 @@ def loss_curves(results: pd.DataFrame) -> pd.DataFrame:
     by_step = losses.groupby(["panel", "label", "step"], sort=False)
     curves = by_step["value"].agg(mean="mean", sd="std", num_seeds="count").assign(chose=by_step["chose"].any())
     curves = curves.reset_index()
-    curves = curves.sort_values(["panel", "step"], ascending=[False, True], kind="stable")
+    curves["label"] = pd.Categorical(curves["label"], trained["label"].unique())
+    curves = curves.sort_values(["panel", "label", "step"], ascending=[False, True, True], kind="stable")
     return add_bands(curves.fillna({"sd": 0.0}).assign(least=0.0, most=math.inf))  # a loss is not negative
 
 

@@ -34,7 +34,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from loopdropout_trainer.results import (
     read_recipe,
     read_results,
 )
-from loopdropout_trainer.sweeps import RUN_NAME, find_choosing_task, read_summaries
+from loopdropout_trainer.sweeps import RUN_NAME, find_choosing_task, methods_of, read_summaries
 
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
@@ -298,11 +299,35 @@ def labelled(results: pd.DataFrame) -> pd.DataFrame:
     """Add `label` and `setting`: a name, and the settings, checkpoints or sweeps in which its results differ.
 
     The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. It has
-    the learning rate as soon as that of one method has it. The name in `setting` is the method.
+    the learning rate as soon as that of one method has it. The name in `setting` is the method. The results are in the order
+    of `order_labels`, which all tables and legends have.
     """
-    names = name_methods(results)
-    label = _with_settings(names, results, ALIKE)
-    return results.assign(label=label, setting=_with_settings(results["method"], results))
+    label = _with_settings(name_methods(results), results, ALIKE)
+    named = results.assign(label=label, setting=_with_settings(results["method"], results))
+    return named.sort_values("label", key=lambda labels: labels.map(order_labels(named)), kind="stable")
+
+
+def order_labels(results: pd.DataFrame) -> dict[str, int]:
+    """Return the place of each label: the base model, LoRA, the methods of a sweep in the order of its recipe, then others.
+
+    Those at the same place are ordered by their names and the numbers in them.
+
+    Args:
+        results: Results with the column `label`.
+    """
+    summaries = read_summaries(results["run"].dropna().unique())
+    keys = {}
+    for row in results.drop_duplicates("label").to_dict("records"):
+        methods = methods_of(summaries.get(row["run"], {}))
+        place = methods.index(row["variant"]) if row["variant"] in methods else len(methods)
+        numbers = [float(number) for number in re.findall(NUMBER, row["label"])]
+        name = row["label"].split(", ")[0]
+        is_trained = not is_base_label([row["label"]]).any()
+        keys[row["label"]] = (is_trained, row["method"] != "LoRA", place, name, numbers, row["label"])
+    return {label: place for place, label in enumerate(sorted(keys, key=keys.get))}
+
+
+NUMBER = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 
 
 ALIKE = ("recipe_learning_rate",)
@@ -354,9 +379,9 @@ def _setting_text(value: Any) -> str:
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def is_base_label(labels: pd.Series | pd.Index) -> np.ndarray:
+def is_base_label(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
     """Return whether each label is of the base model, perhaps with settings, such as "base model, split_seed = 0"."""
-    return np.array([label.split(", ")[0] == BASE_MODEL for label in labels.astype(str)], dtype=bool)
+    return np.array([label.split(", ")[0] == BASE_MODEL for label in map(str, labels)], dtype=bool)
 
 
 def find_baseline(setting: str, settings: Iterable[str]) -> str | None:

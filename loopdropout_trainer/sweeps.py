@@ -84,6 +84,11 @@ def read_summaries(runs: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
     return summaries
 
 
+def methods_of(summary: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the methods of a summary in the order of the sweep's recipe."""
+    return [*dict.fromkeys([*summary.get("full_grid", {}), *summary.get("choices", {})])]
+
+
 def update_summary(folder: str | Path, **facts: Any) -> None:
     """Write a sweep's summary. The facts of the methods of other sweeps in the folder stay.
 

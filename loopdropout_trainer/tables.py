@@ -292,7 +292,6 @@ def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
     if losses.loc[of_base, "num_loops"].nunique() > 1:  # of trainings at several depths
         losses.loc[of_base, "label"] += losses.loc[of_base, "num_loops"].map(", K = {:g}".format)
     losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
-    losses = losses.sort_values("method", key=lambda method: method != BASE_MODEL, kind="stable")
     numbers = pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS]).set_index("method")
     return numbers.assign(chose=losses.groupby("label")["chose"].any())
 

@@ -561,6 +561,32 @@ def test_columns_of_costs_have_equal_digits_and_their_seeds(tmp_path, capsys):
     assert "39424 & 5006.03" in latex and "39424 & 5623.90" in latex
 
 
+@pytest.mark.parametrize("has_summary", [True, False])
+def test_tables_and_legends_have_one_order_of_methods(tmp_path, has_summary):
+    """It is the order of the sweep's recipe after the base model and LoRA, or by name without a sweep."""
+    titles = {"rslora": "rsLoRA", "loop_dropout": "Loop Dropout", "lora": "LoRA", "coto": "CoTo"}
+    for rule, title in titles.items():
+        run_name = f"mine/{rule}/lr_0.1/seed_1"
+        rows = [{"metric": "accuracy", "value": 50.0}, {"task": "training", "metric": "eval_loss", "value": 2.0}]
+        rows += [{"task": "training", "metric": "train_seconds", "value": 9.0}]
+        rows += [{"metric": "loss_reduction", "gates": f"loop {loop}", "loop": loop, "value": 5.0} for loop in (1, 2)]
+        base = {**rows[1], "method": "base model", "gates": "none", "seed": None}
+        write(tmp_path / run_name, [*rows, base], {"run_name": run_name, "rule": rule}, method=title)
+    if has_summary:
+        update_summary(tmp_path / "mine", full_grid=dict.fromkeys(titles, True))
+    others = ["rsLoRA", "Loop Dropout", "CoTo"] if has_summary else ["CoTo", "Loop Dropout", "rsLoRA"]
+    results = frames.load_results(tmp_path)
+    accuracy, reductions = tables.accuracy_numbers(results), results[results["metric"] == "loss_reduction"]
+    found = [
+        [*tables.cost_numbers(results[results["metric"] == "train_seconds"]).index],
+        [*accuracy.index.get_level_values("method")],
+        [*tables.reduction_numbers(reductions).index.get_level_values("method").unique()],
+        [*figures.overview_figure(results).items[0].data["label"].unique()],
+    ]
+    assert found == [["LoRA", *others]] * len(found)
+    assert [*tables.loss_numbers(results).index] == ["base model", "LoRA", *others]
+
+
 def test_report_of_few_problems_has_no_interval(tmp_path):
     for method, correct in (("LoRA", 0), ("Loop Dropout", 1)):
         write(tmp_path / method, [{"value": 100.0 * correct, "samples": "s.jsonl"}], method=method)
