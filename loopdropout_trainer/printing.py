@@ -86,15 +86,21 @@ def print_loss_reductions(results: pd.DataFrame) -> None:
         print_by_method(title, own, "gates")
 
 
-def print_losses(results: pd.DataFrame) -> None:
-    """Print the losses at each depth, and the losses of the readout of each loop, in nats per token."""
+def print_losses(results: pd.DataFrame, over_seeds: bool = False) -> None:
+    """Print the losses at each depth, and the losses of the readout of each loop, in nats per token.
+
+    Args:
+        results: Results. Those of one `method` are averaged.
+        over_seeds: Whether the titles say that the numbers are means over seeds.
+    """
+    unit = "in nats per token, mean over seeds" if over_seeds else "in nats per token"
     depths = results.query("metric == 'depth_loss'").sort_values("num_loops", kind="stable")
     for task, own in depths.groupby("task", sort=False):
-        title = f"Loss on {describe_examples(task, own)} with K loops, in nats per token"
+        title = f"Loss on {describe_examples(task, own)} with K loops, {unit}"
         print_by_method(title, own, "K=" + own["num_loops"].astype(str), "{:.4f}")
     readouts = results.query("metric == 'readout_loss'")
     for task, own in readouts.groupby("task", sort=False):
-        title = f"Loss on {describe_examples(task, own)}, read out after each loop, in nats per token"
+        title = f"Loss on {describe_examples(task, own)}, read out after each loop, {unit}"
         print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}")
 
 

@@ -13,8 +13,8 @@ folder of a training. A table of each diagnostic is printed, and for LoRA a
 sentence on its loss reductions with the adapter in one loop only.
 
 The folder of a sweep stands for all of its trained adapters. The results of each
-one are added to its own run, with the data of its own recipe, and the loss
-reductions are printed as mean and SD over seeds. The same command continues.
+one are added to its own run, with the data of its own recipe, and the tables
+have means over seeds. The same command continues.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from loopdropout_trainer.diagnostics import (
     reference_examples,
     single_loop,
 )
-from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.evaluation import load_benchmarks
 from loopdropout_trainer.files import read_json_object, write_file
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
@@ -191,12 +191,14 @@ def find_sweep(argv: list[str]) -> Path | None:
 
 
 def diagnose_sweep(sweep: Path, options: list[str]) -> None:
-    """Measure each trained adapter of a sweep, write its results into the folder of its run, and print the loss reductions.
+    """Measure each trained adapter of a sweep, write its results into the folder of its run, and print tables over seeds.
 
     Args:
         sweep: Folder of the sweep.
         options: Command line without the folder.
     """
+    from loopdropout_trainer.sweep_losses import find_own_reductions, print_means
+
     check_sweep_options(options)
     reasons = {run: find_missing(run) for run in list_runs(sweep)}  # why a run is skipped, or None
     # All of them first, so that a wrong option is found before the first measurement.
@@ -204,7 +206,13 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
     if not diagnoses:
         raise UserError(f"The sweep in {sweep} has no trained adapter yet.")
     is_main_process = PartialState().is_main_process
-    loader = next(iter(diagnoses.values())).make_loader()  # all runs share it, and the base model that it keeps
+    first = next(iter(diagnoses.values()))
+    if is_main_process and "single_loop" in first.args.diagnostics:
+        own = find_own_reductions(sweep, first.args.task)
+        if own:
+            trainings = count(len(own), "training")
+            print(f"{trainings} measured rho_t already, and `loopdropout report {sweep}` prints it.")
+    loader = first.make_loader()  # all runs share it, and the base model that it keeps
     described: set[str] = set()
     for number, run in enumerate(reasons, start=1):
         reason = reasons[run]
@@ -218,7 +226,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         if reason is None:
             diagnoses[run].run(loader, described)
     if is_main_process:
-        print_reductions(sweep, [diagnosis.args.output_dir for diagnosis in diagnoses.values()])
+        print_means(sweep, first.args.task, [diagnosis.args.output_dir for diagnosis in diagnoses.values()])
 
 
 def check_sweep_options(options: list[str]) -> None:
@@ -241,33 +249,6 @@ def find_missing(run: Path) -> str | None:
     if source.is_adapter:
         return None
     return f"it has no adapter, and its training has the status {status!r}"
-
-
-def print_reductions(sweep: Path, folders: list[str]) -> None:
-    """Print the loss reductions of a sweep in the folders of their results as mean ± SD over seeds."""
-    from loopdropout_trainer.final_results import describe_left_out_runs, final_results
-    from loopdropout_trainer.frames import load_results
-    from loopdropout_trainer.printing import print_table
-    from loopdropout_trainer.tables import (
-        REDUCTION_TITLE,
-        fit_title,
-        reduction_numbers,
-        reduction_table,
-        split_reductions,
-    )
-
-    results = load_results(*folders)
-    final = final_results(results)
-    groups = split_reductions(final)
-    for examples, rows in groups.items():
-        numbers = reduction_numbers(rows)
-        print_table(fit_title(REDUCTION_TITLE.format(examples), numbers), reduction_table(numbers))
-    for line in describe_left_out_runs(results, final):
-        print(line)
-    if not groups:
-        print("There is no table, because the sweep has not chosen the learning rate of any method yet.")
-    print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
-    print(f"\nNext:\n  loopdropout report {sweep}   # the same table as a file, next to losses and accuracies")
 
 
 def measure(

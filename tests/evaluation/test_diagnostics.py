@@ -297,6 +297,53 @@ def test_diagnose_measures_each_adapter_of_a_sweep(sweep, tmp_path, capsys):
     assert "measured before" not in capsys.readouterr().out
 
 
+def test_diagnose_of_a_sweep_names_the_report_only_for_its_numbers(sweep, tmp_path, capsys):
+    """A report leaves them out if the trainings have measured the same, which `diagnose` says before it measures."""
+    words = [str(sweep), "--diagnostics", "single_loop", "--num_examples", "2"]
+    script, report = load_script("recipes/diagnose.py"), load_script("recipes/report.py")
+    script.main(words)
+    printed = capsys.readouterr().out
+    assert f"\nNext:\n  loopdropout report {sweep}   # the loss reductions" in printed and "already" not in printed
+    own = {"metric": "loss_reduction", "task": "development", "unit": "%", "num_loops": 4, "n": 9, "step": 3}
+    for name, method in (("lora", "LoRA"), ("loop_dropout", "Loop Dropout")):
+        for seed in (1, 2):
+            run = sweep / name / f"lr_0.001/seed_{seed}"
+            facts = {"method": method, "seed": seed, "training": f"{name}{seed}"}
+            places = [{"gates": f"loop {loop}", "loop": loop, "value": 12.5} for loop in range(1, 5)]
+            write_results(run, [{**own, **facts, **place} for place in [*places, {"gates": "unit", "value": 12.5}]])
+            with (run / "recipe.yaml").open("a") as file:
+                file.write("single_loop_batches: 1\n")
+    script.main([*words, "--max_length", "900"])
+    printed = capsys.readouterr().out
+    before = f"4 trainings measured rho_t already, and `loopdropout report {sweep}` prints it.\n"
+    assert printed.startswith(before) and "Next:" not in printed
+    assert f"`loopdropout report {sweep}` shows the loss reductions that the trainings themselves measured" in printed
+    report.main([str(sweep), "--output_dir", str(tmp_path / "report")])
+    assert "12.5 ± 0.0" in (tmp_path / "report/loss_reduction.md").read_text()
+    capsys.readouterr()
+    script.main([*words[:2], "readouts"])
+    assert "already" not in capsys.readouterr().out
+
+
+def test_diagnose_of_a_sweep_prints_mean_losses(sweep, capsys):
+    """By depth and by readout, as for single adapters, with a line for each method and the base model."""
+    options = ["--diagnostics", "readouts", "depth_matrix", "--num_examples", "2", "--eval_num_loops", "2", "4"]
+    load_script("recipes/diagnose.py").main([str(sweep), *options])
+    printed = capsys.readouterr().out
+    for title, metric, place in (("with K loops", "depth_loss", "num_loops"), ("read out", "readout_loss", "loop")):
+        start = rf"Loss on held-out examples \([\d,]+ tokens\),? {title}.*, in nats per token, mean over seeds\n.+\n"
+        lines = re.search(start + r"((?:.+\n){3})", printed)[1].splitlines()
+        means = {re.split(r" {2,}", line.strip())[0]: re.split(r" {2,}", line.strip())[1:] for line in lines}
+        assert {*means} == {"base model", "LoRA", "Loop Dropout"}
+        for name, method in (("lora", "LoRA"), ("loop_dropout", "Loop Dropout")):
+            rows = [row for seed in (1, 2) for row in read_results(sweep / name / f"lr_0.001/seed_{seed}/diagnostics")]
+            own = [row for row in rows if (row["metric"], row["method"]) == (metric, method)]
+            places = sorted({row[place] for row in own})
+            expected = [np.mean([row["value"] for row in own if row[place] == at]) for at in places]
+            assert means[method] == [f"{value:.4f}" for value in expected]
+    assert "There is no table" not in printed and "Next:" not in printed
+
+
 def test_diagnose_of_a_sweep_without_a_choice_says_so(sweep, capsys):
     update_summary(sweep, choices={name: {"best": None, "remark": "Wait."} for name in ("lora", "loop_dropout")})
     load_script("recipes/diagnose.py").main([str(sweep), "--diagnostics", "single_loop", "--num_examples", "2"])

@@ -1,0 +1,64 @@
+"""The losses of a sweep: those by `diagnose` as means over seeds, and those that the trainings measured themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loopdropout_trainer.final_results import describe_left_out_runs, final_results
+from loopdropout_trainer.frames import labelled, load_results
+from loopdropout_trainer.printing import print_losses, print_table
+from loopdropout_trainer.results import DIAGNOSTICS_FOLDER, is_of_base, read_results
+from loopdropout_trainer.tables import (
+    REDUCTION_TITLE,
+    fit_title,
+    reduction_numbers,
+    reduction_table,
+    split_reductions,
+)
+
+
+def find_own_reductions(sweep: Path, task: str) -> set[str]:
+    """Return the runs whose trainings measured loss reductions on a task, which a report of the sweep shows.
+
+    It leaves out those that `diagnose` has measured for the same runs.
+    """
+    if not read_results(sweep):  # `load_results` raises an error
+        return set()
+    shown = final_results(load_results(sweep)).reindex(columns=["metric", "task", "adapter", "run"])
+    is_own = shown["adapter"].isna()  # `diagnose` names the adapter that it has measured
+    return {*shown[is_own].query("metric == 'loss_reduction' and task == @task")["run"]}
+
+
+def print_means(sweep: Path, task: str, folders: list[str]) -> None:
+    """Print the losses and the loss reductions of a sweep as means over seeds, and the command for afterwards.
+
+    Args:
+        sweep: Folder of the sweep.
+        task: Task that was measured.
+        folders: Folders of the results.
+    """
+    results = load_results(*folders)
+    final = final_results(results)
+    has_method = not is_of_base(final).all()  # with a chosen learning rate
+    if has_method:
+        named = labelled(final)
+        print_losses(named.assign(method=named["label"]), over_seeds=final["seed"].nunique() > 1)
+    groups = split_reductions(final)
+    for examples, rows in groups.items():
+        numbers = reduction_numbers(rows)
+        print_table(fit_title(REDUCTION_TITLE.format(examples), numbers), reduction_table(numbers))
+    for line in describe_left_out_runs(results, final):
+        print(line)
+    if not has_method:
+        print("There is no table, because the sweep has not chosen the learning rate of any method yet.")
+    print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
+    if not groups:
+        return
+    if find_own_reductions(sweep, task):
+        print(
+            f"`loopdropout report {sweep}` shows the loss reductions that the trainings themselves measured instead."
+        )
+    else:
+        print(
+            f"\nNext:\n  loopdropout report {sweep}   # the loss reductions as a file, next to losses and accuracies"
+        )
