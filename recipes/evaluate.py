@@ -39,7 +39,12 @@ from loopdropout_trainer.arguments import (
 from loopdropout_trainer.data import DataArguments
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, evaluate_tasks, load_benchmarks
-from loopdropout_trainer.evaluation.plan import Setting, list_settings, print_evaluation_plan
+from loopdropout_trainer.evaluation.plan import (
+    Setting,
+    list_settings,
+    print_evaluation_plan,
+    print_plan_without_models,
+)
 from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings, without_option
@@ -121,8 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available())
 
     # Models and tasks
-    with state.main_process_first():
-        sources = find_sources(args, model_args)
+    sources = find_sources_or_plan(args, model_args, state)
     check_runs(args, sources.values(), model_args.num_loops)
     check_conversations(args, sources.values(), model_args.chat_template)
     settings |= describe_base(sources, settings)
@@ -209,6 +213,33 @@ def plan_settings(args: EvaluationArguments, sources: dict[str, Source], num_loo
         columns, depths = result_columns(name, args.adapters[name], source), find_depths(args, source, num_loops)
         settings += list_settings(name, columns, depths, own_gates(args, source), source.is_adapter)
     return settings
+
+
+def find_sources_or_plan(
+    args: EvaluationArguments, model_args: SourceArguments, state: PartialState
+) -> dict[str, Source]:
+    """Return the source of each model. A dry run without one of them prints the rest of the plan before the error."""
+    try:
+        with state.main_process_first():
+            return find_sources(args, model_args)
+    except UserError:
+        if args.dry_run and state.is_main_process:
+            plan_without_models(args, model_args.num_loops)
+        raise
+
+
+def plan_without_models(args: EvaluationArguments, num_loops: int | None) -> None:
+    """Print the part of the plan that needs no model. A task whose data cannot be loaded, either, has the reason."""
+    tasks: dict[str, Task | Group | str] = {}
+    for name in args.benchmarks:
+        try:
+            loaded = load_benchmarks([name], args.own_benchmarks, args.benchmark_revisions, args.benchmark_limit)
+        except UserError as error:
+            tasks[name] = str(error)
+        else:
+            (tasks[name],) = loaded
+    depths = args.eval_num_loops or [num_loops]
+    print_plan_without_models([*args.adapters], depths, args.gates or (), tasks, args.benchmark_limit, args.output_dir)
 
 
 def find_depths(args: EvaluationArguments, source: Source, num_loops: int | None) -> list[int | None]:

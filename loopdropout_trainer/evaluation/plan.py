@@ -57,9 +57,9 @@ def print_evaluation_plan(
     lines = {}
     for name in dict.fromkeys(setting.name for setting in settings):
         own = [setting for setting in settings if setting.name == name]
-        depths = dict.fromkeys(str(setting.num_loops or "its own depth") for setting in own)
         gates = dict.fromkeys(setting.gates for setting in own)
-        lines[name] = f"{name}, K = {', '.join(depths)}, gates: {', '.join(gates)}"
+        depths = _describe_depths([setting.num_loops for setting in own])
+        lines[name] = f"{name}, {depths}, gates: {', '.join(gates)}"
     total = len(settings) * sum(numbers.values())
     rows = read_own_results(folder)
     num_done = sum(_is_done(setting, task, number, rows) for setting in settings for task, number in numbers.items())
@@ -71,9 +71,52 @@ def print_evaluation_plan(
         "done": [f"{num_done:,} of {count(len(settings) * len(numbers), 'result')} with as many problems"],
         "answers": [_describe_answers(folder)],
     }
+    _print_plan(plan)
+    print(f"\nNext:\n  {command}")
+
+
+def print_plan_without_models(
+    models: Sequence[str],
+    depths: Sequence[int | None],
+    gates: Sequence[str],
+    tasks: Mapping[str, Task | Group | str],
+    limit: int | None,
+    folder: str,
+) -> None:
+    """Print the part of the plan that is known if a model cannot be loaded.
+
+    Args:
+        models: Names of the models in the table.
+        depths: Recurrence depths, or None for the depth that only the model itself says.
+        gates: Gates that were asked for.
+        tasks: Task by its name, or the reason why its problems cannot be loaded.
+        limit: Number of problems of each task.
+        folder: Folder of the results.
+    """
+    texts, numbers = [], []
+    for name, task in tasks.items():
+        if isinstance(task, str):
+            texts.append(f"{name}: {task}")
+        else:
+            numbers.append(_count_problems(task, limit))
+            texts.append(f"{name}, {count(numbers[-1], 'problem')}")
+    suffix = f", gates of adapters: {', '.join(gates)}" if gates else ""
+    plan = {"models": [f"{name}, {_describe_depths(depths)}{suffix}" for name in models], "tasks": texts}
+    if len(numbers) == len(tasks) and not gates:  # gates such as `single_loop` multiply the settings of adapters only
+        total = len(models) * len(depths) * sum(numbers)
+        plan["in all"] = [f"{count(total, 'problem')}, at all depths"]
+    _print_plan({**plan, "folder": [folder], "answers": [_describe_answers(folder)]})
+
+
+def _describe_depths(depths: Sequence[int | None]) -> str:
+    texts = dict.fromkeys(str(depth or "its own depth") for depth in depths)
+    return f"K = {', '.join(texts)}"
+
+
+def _print_plan(plan: Mapping[str, Sequence[str]]) -> None:
+    """Print the lines of a plan below each other, the title only before the first one."""
     for title, texts in plan.items():
         print(f"{title:<12}" + f"\n{' ' * 12}".join(texts))
-    print(f"\nNext:\n  {command}")
 
 
 def _name(task: Task | Group) -> str:

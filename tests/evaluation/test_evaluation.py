@@ -383,6 +383,26 @@ def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
     assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
 
 
+def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, capsys):
+    """The depths, the problems and the kept answers. A task whose data cannot be loaded has the reason."""
+    fields = {"benchmark_limit": 2, "model_name_or_path": "nobody/no-model", "dry_run": "true"}
+    command = words(saved, tmp_path / "out", "--adapter", "none", "--eval_num_loops", 2, 4, **fields)
+    with user_error("The model nobody/no-model cannot be loaded"):
+        SCRIPT.main(command)
+    out = capsys.readouterr().out
+    assert (
+        "models      base, K = 2, 4\ntasks       own_gsm8k, 2 problems\n            arithmetic_test, 2 problems\n"
+        in out
+    )
+    assert "in all      8 problems, at all depths\n" in out and "answers     none are kept in the folder\n" in out
+    assert f"folder      {tmp_path / 'out'}\n" in out and not (tmp_path / "out").exists()
+    place = command.index("arithmetic_test")
+    with user_error("The model nobody/no-model cannot be loaded"):
+        SCRIPT.main([*command[:place], "metamath_math500", *command[place + 1 :]])
+    out = capsys.readouterr().out
+    assert "metamath_math500: The task `metamath_math500` cannot be loaded: " in out and "in all" not in out
+
+
 def test_dry_run_plans_the_depth_that_is_measured(saved, tmp_path, capsys):
     """`num_loops` without `eval_num_loops`, also for gates that depend on the depth."""
     command = words(saved, tmp_path, "--adapter", "none", f"own={saved / 'adapter'}", gates="single_loop", num_loops=2)
