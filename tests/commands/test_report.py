@@ -587,6 +587,16 @@ def test_tables_and_legends_have_one_order_of_methods(tmp_path, has_summary):
     assert [*tables.loss_numbers(results).index] == ["base model", "LoRA", *others]
 
 
+def test_base_model_of_an_own_table_has_no_seeds(tmp_path, capsys):
+    """So a method with several seeds can be the best one."""
+    rows = [{"seed": seed, "value": 60.0 + seed} for seed in (1, 2)]
+    base = {"method": "base model", "gates": "none", "seed": None, "step": None, "value": 10.0}
+    write(tmp_path / "runs", [*rows, base])
+    text, folder = report_on(tmp_path / "runs", capsys, rows=[["base model"], ["LoRA"]], columns={"all": {}})
+    assert "Seeds: 2. A number with ± is mean ± SD over 2 seeds." in text
+    assert "**61.50 ± 0.71**" in (folder / "own.md").read_text()
+
+
 def test_report_of_few_problems_has_no_interval(tmp_path):
     for method, correct in (("LoRA", 0), ("Loop Dropout", 1)):
         write(tmp_path / method, [{"value": 100.0 * correct, "samples": "s.jsonl"}], method=method)
