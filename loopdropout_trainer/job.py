@@ -344,19 +344,20 @@ class Job:
         from loopdropout_trainer.progress import finish_run
         from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
         from loopdropout_trainer.saving.merging import merge_and_save
-        from loopdropout_trainer.saving.pushing import explain_push, push_run
+        from loopdropout_trainer.saving.pushing import explain_push, name_on_card, push_run
 
-        folder, hub_model_id = Path(trainer.args.output_dir), trainer.args.hub_model_id
+        folder = Path(trainer.args.output_dir)
         if not trainer.is_world_process_zero():
             return
         card = read_card_fields(folder)
-        write_model_card(folder, trainer.model, repo_id=hub_model_id, revision=trainer.args.hub_revision, **card)
+        write_model_card(folder, trainer.model, **card)
         if run.script_args.merge:
-            merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card, hub_model_id)
+            merge_and_save(trainer.model, folder / "merged", trainer.processing_class, card)
         finish_run(trainer, card["results"])
         if trainer.args.push_to_hub:  # the training has pushed the adapter without its measurements
             name, args = trainer.hub_model_id, trainer.args
-            with explain_push(name, f"The adapter is saved in {folder}.", args.hub_token):
+            explained = explain_push(name, f"The adapter is saved in {folder}.", args.hub_token)
+            with explained, name_on_card(folder, name, args.hub_revision):
                 commit = push_run(
                     folder, name, trainer.model.peft_config, token=args.hub_token, branch=args.hub_revision
                 )

@@ -87,7 +87,6 @@ def main(argv: list[str] | None = None) -> None:
         output_dir,
         tokenizer,
         read_card_fields(source.results_folder, source.columns),
-        args.hub_model_id,
         scale=args.scale,
         standalone=args.standalone,
     )

@@ -228,11 +228,20 @@ def name_repository(folder: str | Path, repo_id: str, revision: str | None = Non
     return repo_id in named
 
 
+_COMMANDS = re.compile(r"(?ms)^```(?:python|bash)\n.*?^```$")
+"""Blocks of a card with commands. Its recipe is in another block, which may name a repository before any push."""
+
+
+def _is_in_commands(repo_id: str, text: str) -> bool:
+    return any(repo_id in block for block in _COMMANDS.findall(text))
+
+
 def _name_repository(text: str, repo_id: str, revision: str | None, keeps_title: bool = False) -> str:
     """Return the text of a card with a repository in its commands, if it has commands, and by default in its title."""
     name = lambda block: _name_in_commands(block[0], repo_id, revision)
-    named = re.sub(r"(?ms)^```(?:python|bash)\n.*?^```$", name, text)
-    if repo_id in named and repo_id not in text and not keeps_title:
+    named = _COMMANDS.sub(name, text)
+    is_new = _is_in_commands(repo_id, named) and not _is_in_commands(repo_id, text)
+    if is_new and not keeps_title:
         named = re.sub(r"(?m)^# .*$", f"# {repo_id}", named, count=1)
     return named
 

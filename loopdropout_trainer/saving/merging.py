@@ -32,7 +32,6 @@ from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.authors_format import write_authors_format
 from loopdropout_trainer.saving.cards import (
     base_name,
-    name_repository,
     public_base_name,
     read_card_of,
     without_folders,
@@ -45,6 +44,7 @@ from loopdropout_trainer.saving.pushing import (
     create_branch,
     explain_push,
     list_files,
+    name_on_card,
     patterns_left_out,
     push_run,
     upload,
@@ -297,9 +297,8 @@ def push_merged_to_hub(
     folder = Path(folder)
     if holds_adapter(folder) or not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
-    if not name_repository(folder, repo_id, revision):
-        logger.warning(f"The model card does not name {repo_id}. Pass `repo_id` to `merge_and_save`.")
-    with _repository(repo_id, f"The merged model is saved in {folder}.", token, private, revision) as repo_id:
+    repository = _repository(repo_id, f"The merged model is saved in {folder}.", token, private, revision)
+    with repository as repo_id, name_on_card(folder, repo_id, revision):
         commit = upload(folder, repo_id, "Upload merged model", token=token, branch=revision)
     return str(commit.repo_url)
 
@@ -333,9 +332,8 @@ def push_adapter(source: Source, repo_id: str, *, private: bool | None = None, r
         UserError: If the push fails.
     """
     folder, adapters = _locate_adapters(source)
-    if not name_repository(folder, repo_id, revision):
-        logger.warning(f"The model card does not name {repo_id}, because it was written for another repository.")
-    with _repository(repo_id, f"The adapter is saved in {folder}.", None, private, revision) as repo_id:
+    repository = _repository(repo_id, f"The adapter is saved in {folder}.", None, private, revision)
+    with repository as repo_id, name_on_card(folder, repo_id, revision):
         commit = push_run(folder, repo_id, adapters, branch=revision)
     return str(commit.repo_url)
 

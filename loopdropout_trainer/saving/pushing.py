@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from loopdropout_trainer.files import TEMPORARY_FILES
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+
+logger = logging.getLogger(__name__)
 
 
 def find_repository(args: TrainingArguments) -> str:
@@ -56,6 +60,37 @@ def explain_push(
             f"The push to {repo_id} failed{cause} ({type(error).__name__}: {reason}). {saved} {fix}{otherwise}."
             f"{missing}"
         ) from None
+
+
+@contextmanager
+def name_on_card(folder: str | Path, repo_id: str, revision: str | None = None) -> Iterator[None]:
+    """Name a repository on the card of a folder for a push inside of the block, and restore the card if the push fails.
+
+    The arguments are those of `name_repository`.
+    """
+    from loopdropout_trainer.saving.cards import name_repository
+
+    with keep_card(folder):
+        if not name_repository(folder, repo_id, revision):
+            logger.warning(f"The model card does not name {repo_id}, because it was written for another repository.")
+        yield
+
+
+@contextmanager
+def keep_card(folder: str | Path) -> Iterator[None]:
+    """Restore the card of a folder if the block raises an exception or is interrupted."""
+    from loopdropout_trainer.saving.cards import CARD_FILE
+
+    card = Path(folder, CARD_FILE)
+    before = card.read_bytes() if card.is_file() else None
+    try:
+        yield
+    except BaseException:  # also for Ctrl-C
+        if before is None:
+            card.unlink(missing_ok=True)
+        else:
+            card.write_bytes(before)
+        raise
 
 
 LOG_IN = "Log in with `hf auth login` or set HF_TOKEN"

@@ -21,6 +21,7 @@ from helpers.processes import ENVIRONMENT, python
 from helpers.tiny import TINY, tiny_hrm, tiny_ouro, with_adapter
 from helpers.tokenizer import byte_tokenizer
 from loopdropout_trainer import LoopDropoutSFTTrainer, default_peft_config, load_adapter, load_model, use_gates
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.models import OuroForCausalLM
 from loopdropout_trainer.plan import describe_push
@@ -614,3 +615,42 @@ def test_merged_model_has_the_tokenizer_of_its_adapter(train, tokenizer, tmp_pat
     assert "has no tokenizer, which `loopdropout chat` and servers need. Give it" in log.text
     with user_error(r"without must have a tokenizer, .* by `merge_and_save\(model, folder, tokenizer\)`"):
         load_tokenizer(folder)
+
+
+@pytest.fixture(params=[KeyboardInterrupt, OSError])
+def broken_uploads(request, monkeypatch):
+    """Cards that were about to be uploaded when the upload failed."""
+    cards = []
+
+    def upload_folder(self, *, folder_path, **options):
+        cards.append(card_of(folder_path))
+        raise request.param("no space is left")
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return cards
+
+
+TO_ME = ["--hub_model_id", "me/x"]
+
+
+def assert_only_upload_names_repository(cards, *folders):
+    (uploaded,) = cards
+    assert "\n# me/x\n" in uploaded and "loopdropout chat me/x\n" in uploaded
+    for folder in folders:
+        card = card_of(folder)
+        assert "# me/x\n" not in card and "loopdropout chat .\n" in card
+
+
+def test_failed_push_leaves_the_card(trained, broken_uploads):
+    before = card_of(trained)
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        load_script("recipes/push.py").main([str(trained), *TO_ME])
+    assert_only_upload_names_repository(broken_uploads, trained)
+    assert card_of(trained) == before
+
+
+def test_failed_push_of_a_merged_model_leaves_its_card(trained, broken_uploads):
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        load_script("recipes/merge.py").main([str(trained), *TO_ME])
+    assert_only_upload_names_repository(broken_uploads, trained, trained / "merged")
