@@ -153,10 +153,20 @@ def count_on_modules(model: ModelArguments, adapter: AdapterArguments) -> int:
     return adapted.get_nb_trainable_parameters()[0]
 
 
+def describe_step(args: GateConfig) -> str:
+    """Return the number of rows of an optimizer step, which are examples, or those that examples are packed into."""
+    row = "packed row" if getattr(args, "packing", False) else "example"
+    return f"{count(args.examples_per_step, row)} per step"
+
+
 def describe_settings(args: GateConfig, num_examples: int | None = None) -> str:
     """Return the length of a training on at most `num_examples`, its batch, learning rate and seed."""
-    batch = f"{count(args.examples_per_step, 'example')} per step"
-    parts = [describe_length(args, num_examples), batch, f"learning rate {args.learning_rate:g}", f"seed {args.seed}"]
+    parts = [
+        describe_length(args, num_examples),
+        describe_step(args),
+        f"learning rate {args.learning_rate:g}",
+        f"seed {args.seed}",
+    ]
     return ", ".join([*parts, *describe_early_stop(args)])
 
 

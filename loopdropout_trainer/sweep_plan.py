@@ -13,6 +13,7 @@ from loopdropout_trainer.plan import (
     describe_early_stop,
     describe_length,
     describe_measurements,
+    describe_step,
     find_rank,
     read_config,
     titled,
@@ -90,7 +91,7 @@ def _describe_size(sweep: Any, method: str) -> str:
     """Return the length of a method's trainings and the examples of a step, which are those of a process of a launcher."""
     training = _read_training(sweep, method)
     length = describe_length(training.args, training.recipe.get("num_train_examples"))
-    size = f"{length}, {count(training.args.examples_per_step, 'example')} per step"
+    size = f"{length}, {describe_step(training.args)}"
     if sweep.launcher:
         size += " and process"
     return ", ".join([size, *describe_early_stop(training.args)])

@@ -308,9 +308,9 @@ def test_plan_counts_rows_of_packed_examples(capsys, kind):
         recipe |= {"datasets": None, "train_files": ["chats.jsonl"], "chat_template": "tulu2"}
         recipe |= {"assistant_only_loss": True, "max_length": 128}
     sft(recipe, "--dry_run", "true")
-    plan = re.search(
-        r"(\d+) in (\d+) packed rows, 2 held out, (\d+) optimizer steps, 2 epochs", capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    plan = re.search(r"(\d+) in (\d+) packed rows, 2 held out, (\d+) optimizer steps, 2 epochs", printed)
+    assert re.search(r"training .* \d packed rows? per step,", printed)
     num_examples, num_rows, steps = map(int, plan.groups())
     sft(recipe)
     values = {row["metric"]: row["value"] for row in read_results("run")}
