@@ -493,7 +493,10 @@ WRONG = [
         {"train_files": ["rows.jsonl"], "eval_files": ["rows.jsonl"]},
         "must have an example that is not in `eval_files`",
     ),
-    ({"train_files": ["chat.jsonl"]}, "`chat_template` must be set, .* or one of .*ouro .*tulu2"),
+    (
+        {"train_files": ["chat.jsonl"]},
+        r"`chat_template` must be set, .* one of the templates whose tokens the tokenizer has: tulu2\.",
+    ),
 ]
 ROWS = {
     "empty": [],
