@@ -224,14 +224,18 @@ def check_contents(turns: Any, chat_template: Any) -> None:
     """
     if not isinstance(turns, list):
         return
-    reads_parts = re.search(r"is (not )?(string|iterable|sequence)|\btype\b", str(chat_template))
     for turn in turns:
         if not isinstance(turn, dict):
             continue
         if "role" in turn:  # else `check_turns` explains it
             _check_keys(turn, chat_template)
-        if isinstance(turn.get("content"), list | dict) and not reads_parts:  # it would write them as Python does
+        has_parts = isinstance(turn.get("content"), list | dict)
+        if has_parts and not _reads_parts(chat_template):  # it would write them as Python does
             raise UserError(f"{_wrong_turn(turn)} The chat template reads no parts of a content, such as images.")
+
+
+def _reads_parts(chat_template: Any) -> bool:
+    return re.search(r"is (not )?(string|iterable|sequence)|\btype\b", str(chat_template)) is not None
 
 
 _BESIDE_CONTENT = ("role", "content", "name", "id", "tool_call_id")
