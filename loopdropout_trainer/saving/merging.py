@@ -260,10 +260,11 @@ def _copy_code(auto_map: Mapping[str, str], base: str | None, folder: Path) -> d
         is_of_repository = "--" in name  # which the entry names
         if is_of_repository or f"{name.split('.')[0]}.py" in files:
             found[key] = name
-    if len(found) < len(auto_map):
+    missing = [key for key in auto_map if key not in found]
+    if missing:
         logger.warning(
-            "The merged model has no `auto_map`, because the base model's own code was not found next to it. To load the "
-            "model without this package, merge with `standalone=True`."
+            f"The merged model has no `auto_map` for {', '.join(missing)}, because the base model's own code was not found "
+            "next to it. To load the model without this package, merge with `standalone=True`."
         )
     if found:
         for file in files.values():
