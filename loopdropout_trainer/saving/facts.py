@@ -101,17 +101,6 @@ class Source:
         return self.kind == "adapter"
 
     @property
-    def is_mergeable(self) -> bool:
-        """Whether it is an adapter, and every loop uses the same update."""
-        if not self.is_adapter:
-            return False
-        try:
-            self.check_mergeable()
-        except UserError:
-            return False
-        return True
-
-    @property
     def has_one_depth(self) -> bool:
         """Whether it runs at `num_loops` only."""
         return self.gates == "at its own depth"

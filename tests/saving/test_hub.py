@@ -311,7 +311,7 @@ def test_equal_learned_gates_are_merged(make_sft, tmp_path, base, capsys):
     torch.nn.init.constant_(gates, 0.5)
     trainer.save_model()
     merged = load(merge_and_save(trainer.model, tmp_path / "merged"))
-    assert find_source(trainer.args.output_dir).is_mergeable
+    find_source(trainer.args.output_dir).check_mergeable()
     for end in ("", ", and replaces the one that was there"):
         load_script("recipes/merge.py").main([trainer.args.output_dir, "--output_dir", str(tmp_path / "again")])
         assert f"The merged model is in {tmp_path / 'again'}{end}\n" in capsys.readouterr().out

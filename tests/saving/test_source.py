@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,9 +139,9 @@ def places(hub, tmp_path_factory):
 
 
 TRAINED = {"base": BASE, "revision": V1, "num_loops": 4, "prompt_template": PROMPT, "dtype": "float32"}
-IS_ADAPTER = {**TRAINED, "kind": "adapter", "rule": "loop_dropout", "gates": "at any depth", "is_mergeable": True}
+IS_ADAPTER = {**TRAINED, "kind": "adapter", "rule": "loop_dropout", "gates": "at any depth"}
 IS_BASE = {"kind": "base model", "num_loops": 4, "prompt_template": None, "training_id": None, "gates": "none"}
-IS_MERGED = {"kind": "merged model", "num_loops": 4, "prompt_template": PROMPT, "gates": "none", "is_mergeable": False}
+IS_MERGED = {"kind": "merged model", "num_loops": 4, "prompt_template": PROMPT, "gates": "none"}
 TABLE = {
     "base folder": {**IS_BASE, "base": str(TINY_OURO_PATH), "revision": None},
     "base at a tag": {**IS_BASE, "base": BASE, "revision": V1, "commit": V1, "tokenizer": (BASE, V1)},
@@ -154,7 +155,6 @@ TABLE = {
         "rule": "independent",
         "num_loops": 3,
         "gates": "at its own depth",
-        "is_mergeable": False,
     },
     "moved": {**IS_ADAPTER, "tokenizer": ("{place}", None)},
     "authors": {**IS_ADAPTER, "prompt_template": None, "dtype": None, "tokenizer": (BASE, V1)},
@@ -276,6 +276,12 @@ def test_each_kind_of_name_has_its_fields(places, kind):
     assert source.name == str(places[kind])
     for title, text in source.lines().items():
         assert f"{title:<14}{text}" in repr(source)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, fields in TABLE.items() if fields["kind"] == "adapter"])
+def test_adapters_are_mergeable_if_all_loops_share_them(places, kind):
+    with user_error(f"{places[kind]}: .* cannot be merged") if kind == "independent" else nullcontext():
+        find(places, kind).check_mergeable()
 
 
 def test_copies_of_a_training_give_the_same_source(places):
