@@ -388,6 +388,10 @@ def test_auto_map_names_the_code_on_the_hub(tmp_path, log):
     assert "auto_map" not in config_of(folder)
     assert "has no `auto_map` for AutoConfig, AutoModelForCausalLM, because" in log.text
     assert "transformers alone does not load the model" in card_of(folder)
+    model.get_base_model().config.auto_map = {**AUTO_MAP, "AutoConfig": on_hub["AutoConfig"]}
+    folder = merge_and_save(model, tmp_path / "part")
+    assert config_of(folder)["auto_map"] == {"AutoConfig": on_hub["AutoConfig"]}
+    assert "has no `auto_map` for AutoModelForCausalLM, because" in log.text
 
 
 RUN_CARDS = """import os, runpy, sys, torch
