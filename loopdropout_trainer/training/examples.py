@@ -182,9 +182,8 @@ def _write_contents(dataset: Any, formats: Collection[Sequence[str]]) -> Any:
     rows = dataset.select_columns(list(columns)).with_format(None)
     if all(_write_row(row, columns) == row for row in rows):
         return dataset
-    conversations = {
-        name: Json() for name in columns if isinstance(rows[0][name], list)
-    }  # which keep each value as it is
+    # `Json` keeps each value as it is.
+    conversations = {name: Json() for name in columns if isinstance(rows[0][name], list)}
     features = Features({**dataset.features, **conversations})
     return dataset.map(_write_row, fn_kwargs={"columns": columns}, features=features)
 

@@ -25,10 +25,7 @@ from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.lora import (
-    adapted_layers,
-    default_peft_config,
-)
+from loopdropout_trainer.lora import adapted_layers, default_peft_config
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import hide_old_checkpointing, renamed_attribute
@@ -189,7 +186,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.step_metrics = defaultdict(list)
         self.saved_facts["is_chat"] = has_conversations(read_first(dataset))
-        self._choose_adapter(arguments, skeleton)
+        self._choose_adapter(arguments, skeleton, revision)
         if arguments["processing_class"] is None:
             if not _name_of(model):
                 raise UserError(
@@ -238,12 +235,15 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         skips = (getattr(arguments["args"], "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
         return not is_own and not skips and arguments.get("formatting_func") is None
 
-    def _choose_adapter(self, arguments: dict[str, Any], skeleton: LoopedModelMixin | nn.Module | None) -> None:
+    def _choose_adapter(
+        self, arguments: dict[str, Any], skeleton: LoopedModelMixin | nn.Module | None, revision: str
+    ) -> None:
         """Keep the weights of a given adapter, or complete the configuration of a new one.
 
         Args:
             arguments: Arguments of TRL's trainer.
             skeleton: Looped model whose projections are adapted, with or without weights. None: PEFT finds them.
+            revision: Revision of a model that is given by its name.
         """
         model = arguments["model"]
         self._given_weights = {}
@@ -263,7 +263,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
             lora = arguments["peft_config"]
             names_targets = getattr(lora, "target_modules", None) not in (None, "all-linear")
             if skeleton is None and names_targets:  # of a model by name, whose modules are not known yet
-                skeleton = load_skeleton(model, (arguments["args"].model_init_kwargs or {}).get("revision") or "main")
+                skeleton = load_skeleton(model, revision)
             arguments["peft_config"] = default_peft_config(skeleton, lora)
 
     def _add_callbacks(self, arguments: dict[str, Any]) -> None:

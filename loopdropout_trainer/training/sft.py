@@ -114,11 +114,13 @@ class GateSamplingMixin(AdapterTrainingMixin):
     def _check_depth(self) -> None:
         """Raise UserError if somebody has changed the depth since the training began, which its settings do not know."""
         low, high = self.looped.trained_with["depths"]
-        if not low <= self.num_loops <= high:
-            raise UserError(
-                f"`num_loops` must stay {low if low == high else f'from {low} to {high}'} in the training, got "
-                f"{self.num_loops}. Measure at another depth inside of `with use_depth(model, {self.num_loops}):`."
-            )
+        if low <= self.num_loops <= high:
+            return
+        wanted = str(low) if low == high else f"from {low} to {high}"
+        raise UserError(
+            f"`num_loops` must stay {wanted} in the training, got {self.num_loops}. Measure at another depth inside of "
+            f"`with use_depth(model, {self.num_loops}):`."
+        )
 
     def sample_gates(self, inputs: dict[str, Any]) -> GatedBatch:
         """Return gates for the examples of a micro-batch.

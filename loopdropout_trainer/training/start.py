@@ -59,7 +59,9 @@ def find_start(
         return {"initial_adapter": looped.loaded_adapter}
     if was_trained and looped.trained_adapter == adapter:
         return _add_training(kept, describe_training(before))
-    return _add_training({}, "not known, but the update is not zero") if has_zero_init else {}
+    if has_zero_init:
+        return _add_training({}, "not known, but the update is not zero")
+    return {}
 
 
 def _add_training(start: Mapping[str, Any], training: str) -> dict[str, Any]:
@@ -88,7 +90,8 @@ def describe_training(settings: Mapping[str, Any]) -> str:
     method = settings.get("method") or settings.get("rule") or "a training"
     if settings.get("objective") is not None:
         method = f"{settings['objective']} with {method}"
-    return f"{method} ({', '.join(facts)}){f' on {data}' if data else ''}"
+    text = f"{method} ({', '.join(facts)})"
+    return f"{text} on {data}" if data else text
 
 
 def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
