@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +43,7 @@ def describe_imports(recipe: Mapping[str, Any], model: nn.Module, trained: str |
     """
     compared = {name: value for name, value in recipe.items() if name not in UNCOMPARED}
     parts = [*_find_registered(compared), *_find_classes(model)]
-    used = []
-    for path in IMPORTED:
-        if path.endswith(".py") and (parts.count(UNKNOWN) or any(_is_in(part, path) for part in parts)):
-            used.append(path)
+    used = [path for path in IMPORTED if path.endswith(".py") and _holds_any(path, parts)]
     imports = digest_imports()
     if trained is not None:
         imports = {**read_imports(trained), **imports}
@@ -54,11 +51,13 @@ def describe_imports(recipe: Mapping[str, Any], model: nn.Module, trained: str |
     return {"imports": imports, "used_imports": used}
 
 
-def _is_in(part: Any, path: str) -> bool:
-    """Return whether a class or a function is in a file of `--import`, or in a file of the user that it imports."""
-    if own_file(module_of(part)) in own_files(Path(path)):
+def _holds_any(path: str, parts: Sequence[Any]) -> bool:
+    """Return whether a class or a function of a run may be in a file of `--import`, or in a file that it imports."""
+    if UNKNOWN in parts:
         return True
-    return part.__module__ == imported_name(path)  # of two files of this name, Python knows only the last one
+    files, name = own_files(Path(path)), imported_name(path)
+    # Of two files of one name, Python knows only the last one. So the name of the module decides, too.
+    return any(part.__module__ == name or own_file(module_of(part)) in files for part in parts)
 
 
 def find_other_code(folder: str | Path) -> str | None:
