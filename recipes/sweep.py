@@ -247,10 +247,11 @@ class Sweep:
 
     def score(self, run: SweepRun) -> tuple[float, float] | None:
         """Return the score that chooses the learning rate and the negative held-out loss, or None before the run."""
-        folder = self.folder(run)
-        if run.name not in self.scores and folder.is_dir() and find_other_code(folder) is None:
+        if run.name not in self.scores:
+            folder = self.folder(run)
             score = read_score(folder, self.select_on)
-            if score is not None:
+            # The code of `--import` is read last, because every worker asks each second for the runs that are trained.
+            if score is not None and find_other_code(folder) is None:
                 self.scores[run.name] = score
         return self.scores.get(run.name)
 
@@ -273,16 +274,14 @@ class Sweep:
         saved, new = load_recipe(path), self.run_settings(run)
         if difference := compare_recipes(saved, new, UNCOMPARED | MEASURED):
             raise UserError(f"{folder}: {difference}. Restore the setting, or set another `output_dir`.")
-        if find_other_code(folder) is not None:
-            return False
         score = self.score(run)
         has_score = run.selects and score is not None
         # A run may have further results, of fields that are no longer set.
         is_measured = is_finished(folder) and not compare_recipes(saved, new, fields=new)
         is_done = is_measured or has_score or score == NON_FINITE
-        if is_done:
+        if is_done and find_other_code(folder) is None:
             self.done.add(run)
-        return is_done
+        return run in self.done
 
     def find_other_results(self) -> list[Path]:
         """Return the folders of runs of the sweep's methods that have results of other imported code."""
