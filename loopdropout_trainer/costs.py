@@ -98,11 +98,13 @@ def count_steps(args: GateConfig, num_rows: int | None) -> int | None:
     return math.ceil(args.num_train_epochs * _count_steps_per_epoch(args, num_rows))
 
 
-def count_epochs(args: GateConfig, num_rows: int) -> float:
-    """Return the number of epochs of a training on some rows, which follows from `max_steps` if that is set."""
-    if args.max_steps > 0:
-        return args.max_steps / _count_steps_per_epoch(args, num_rows)
-    return args.num_train_epochs
+def count_epochs(args: GateConfig, num_rows: int | None) -> float | None:
+    """Return the number of epochs of a training, or None if it follows from `max_steps` and a number that is not known."""
+    if args.max_steps <= 0:
+        return args.num_train_epochs
+    if not num_rows:
+        return None
+    return args.max_steps / _count_steps_per_epoch(args, num_rows)
 
 
 def _count_steps_per_epoch(args: GateConfig, num_rows: int) -> int:
@@ -268,21 +270,21 @@ def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
 
 
 def _count_checkpoints(training: Training) -> int | None:
-    """Return the number of checkpoints that a training keeps, or None if it depends on the number of its steps."""
-    args = training.args
+    """Return the number of checkpoints that a training keeps, or None if it depends on a number that is not known."""
+    args, num_examples = training.args, training.recipe.get("num_train_examples")
     strategy, limit = word_of(args.save_strategy), args.save_total_limit
     if strategy == "no":
         return 0
     if strategy == "epoch":
-        number = math.ceil(args.num_train_epochs)
+        number = count_epochs(args, num_examples)
     elif strategy == "steps" and args.save_steps < 1:
-        number = math.ceil(1 / args.save_steps)
+        number = 1 / args.save_steps
     else:
-        num_steps = count_steps(args, training.recipe.get("num_train_examples"))
-        if num_steps is None:
-            return limit
-        number = math.ceil(num_steps / args.save_steps)
-    return min(number, limit or number)
+        num_steps = count_steps(args, num_examples)
+        number = None if num_steps is None else num_steps / args.save_steps
+    if number is None:
+        return limit
+    return min(math.ceil(number), limit or math.ceil(number))
 
 
 def _weights(training: Training) -> float:

@@ -490,6 +490,24 @@ def test_plan_counts_the_passes_of_a_rule(capsys):
         assert f"Costs: {float(minutes):.0f} minutes" in (ROOT / "recipes" / recipe).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("settings", "checkpoints"), [
+    ({"save_strategy": "epoch"}, "0.5 GB for checkpoints"),
+    ({"save_strategy": "epoch", "save_total_limit": 2}, "0.4 GB for checkpoints"),
+    ({"save_strategy": "epoch", "max_steps": 20}, "0.2 GB for checkpoints"),  # which ends in the first epoch
+    ({"save_strategy": "epoch", "max_steps": 20, "num_train_examples": None}, "0.2 GB for each checkpoint"),
+    ({"save_strategy": "steps", "save_steps": 7, "max_steps": 20}, "0.5 GB for checkpoints"),
+    ({"save_strategy": "steps", "save_steps": 0.25}, "0.7 GB for checkpoints"),
+    ({"save_strategy": "steps", "save_steps": 7, "num_train_examples": None}, "0.2 GB for each checkpoint"),
+    ({"save_strategy": "no"}, "0.0 MB for checkpoints"),
+])  # fmt: skip
+def test_plan_counts_the_checkpoints_that_are_kept(capsys, settings, checkpoints):
+    """An adapter of 60.6 MB has checkpoints of 181.7 MB, with the two moments of AdamW."""
+    settings = {"num_train_epochs": 3, "save_total_limit": None, **settings}
+    words = ["--recipe", "metamath_gsm.yaml", "--learning_rates", "1e-4", "--seeds", "101", "--methods", "lora"]
+    sweep.main([*words, "--settings", json.dumps(settings), "--dry_run", "true"])
+    assert f"\ndisk            about 60.6 MB for adapters, {checkpoints}\n" in capsys.readouterr().out
+
+
 def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
     """As the running sweep does, by the time of whole runs. `train_seconds` is 60 s, and each run takes 100 s."""
     made = lab.sweep()
