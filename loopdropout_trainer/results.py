@@ -107,6 +107,14 @@ def weights_of(columns: Mapping[str, Any]) -> tuple[str | None, int | None]:
     return columns.get("training"), columns.get("step")
 
 
+def unneeded_columns(columns: Mapping[str, Any]) -> set[str]:
+    """Return the columns that do not tell the weights of a result or of `Source.columns`, because its training tells them.
+
+    It is the folder of the adapter, which may have been moved.
+    """
+    return {"adapter"} if columns.get("training") else set()
+
+
 def is_of_training(row: Mapping[str, Any]) -> bool:
     """Return whether a result is one of the training itself, such as its loss. The base model has a held-out loss, too."""
     return row.get("task") == "training" and not is_of_base(row)
@@ -293,9 +301,7 @@ def is_finished(output_dir: str | Path) -> bool:
 
 def _key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     """Return the columns that two results in a folder share if one replaces the other."""
-    ignored = {"value", "n", "samples"}
-    if row.get("training"):
-        ignored.add("adapter")  # its folder may have been moved
+    ignored = {"value", "n", "samples", *unneeded_columns(row)}
     return frozenset((name, str(value)) for name, value in row.items() if name not in ignored and value is not None)
 
 

@@ -76,11 +76,11 @@ def evaluate_tasks(
         if isinstance(task, str):
             selected |= load_task(task, limit=limit)
         else:
-            selected[task.name if isinstance(task, Group) else task.task_name] = task
+            selected[name_of(task)] = task
     check_programs(selected.values(), allow_unsafe_code)
     chats = {}
     for name, task in selected.items():
-        for leaf in _leaves(task):
+        for leaf in leaves_of(task):
             _prepare(leaf, max_new_tokens)
         chats[name] = asks_in_chat(task, apply_chat_template)
         if chats[name] and not lm.tokenizer.chat_template:
@@ -91,7 +91,7 @@ def evaluate_tasks(
         with lm.keep_answers(cache_dir), preserved_random_states():
             results = run_lm_eval(
                 lm,
-                {"tasks": {leaf.task_name: leaf for leaf in _leaves(task)}, "groups": {}},
+                {"tasks": {leaf.task_name: leaf for leaf in leaves_of(task)}, "groups": {}},
                 limit=limit,
                 bootstrap_iters=0,
                 system_instruction=system_instruction if chats[name] else None,
@@ -106,13 +106,13 @@ def evaluate_tasks(
 
 def asks_in_chat(task: Task | Group, apply_chat_template: bool | None = None) -> bool:
     """Return whether the prompts of a task are turns of a chat. `apply_chat_template`: the user's choice, or None."""
-    own_choice = bool((_leaves(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
+    own_choice = bool((leaves_of(task)[0].get_config("metadata") or {}).get("apply_chat_template"))
     return own_choice if apply_chat_template is None else apply_chat_template
 
 
 def check_programs(tasks: Iterable[Task | Group], allow_unsafe_code: bool) -> None:
     """Raise `UserError` if the programs of a task cannot be contained, and the user has not allowed them to run anyway."""
-    for leaf in chain.from_iterable(map(_leaves, tasks)):
+    for leaf in chain.from_iterable(map(leaves_of, tasks)):
         if getattr(leaf, "UNSAFE_CODE", False):
             check_allowed(leaf.task_name, allow_unsafe_code, leaf.config.custom_dataset is load_problems)
 
@@ -125,7 +125,13 @@ def _prepare(task: Task, max_new_tokens: int | None) -> None:
         task.set_config("generation_kwargs", {"max_gen_toks": max_new_tokens}, update=True)
 
 
-def _leaves(task: Task | Group) -> list[Task]:
+def name_of(task: Task | Group) -> str:
+    """Return the name of a task, which its results have."""
+    return task.name if isinstance(task, Group) else task.task_name
+
+
+def leaves_of(task: Task | Group) -> list[Task]:
+    """Return the tasks of a group, or the task itself."""
     return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
@@ -133,7 +139,7 @@ def _collect(
     lm: LoopedLM, name: str, task: Task | Group, evaluation: Mapping[str, Any], output_dir: str | Path | None
 ) -> list[dict[str, Any]]:
     """Return the results of lm-eval's evaluation of a task, and write its samples."""
-    leaves = _leaves(task)
+    leaves = leaves_of(task)
     numbers = evaluation["results"][leaves[0].task_name]
     keys = [key for key in numbers if "," in key and "_stderr," not in key]
     main_key = keys[0]  # a task lists its main metric first

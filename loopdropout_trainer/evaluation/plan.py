@@ -10,8 +10,9 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.evaluation.harness import leaves_of, name_of
 from loopdropout_trainer.gate_texts import expand_gates
-from loopdropout_trainer.results import read_own_results
+from loopdropout_trainer.results import read_own_results, unneeded_columns
 
 
 class Setting(NamedTuple):
@@ -53,7 +54,7 @@ def print_evaluation_plan(
         folder: Folder of the results.
         command: Command line of the evaluation.
     """
-    numbers = {_name(task): _count_problems(task, limit) for task in tasks}
+    numbers = {name_of(task): _count_problems(task, limit) for task in tasks}
     lines = {}
     for name in dict.fromkeys(setting.name for setting in settings):
         own = [setting for setting in settings if setting.name == name]
@@ -119,24 +120,17 @@ def _print_plan(plan: Mapping[str, Sequence[str]]) -> None:
         print(f"{title:<12}" + f"\n{' ' * 12}".join(texts))
 
 
-def _name(task: Task | Group) -> str:
-    return task.name if isinstance(task, Group) else task.task_name
-
-
 def _count_problems(task: Task | Group, limit: int | None) -> int:
     """Return the number of problems of a task. A limit is one of each task of a group."""
-    leaves = task.get_all_tasks() if isinstance(task, Group) else [task]
-    sizes = [len(leaf.eval_docs) for leaf in leaves]
+    sizes = [len(leaf.eval_docs) for leaf in leaves_of(task)]
     return sum(size if limit is None else min(size, limit) for size in sizes)
 
 
 def _is_done(setting: Setting, task: str, number: int, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether there is a result of a setting on as many problems of a task."""
-    columns = dict(setting.columns)
-    if columns.get("training") is not None:  # which knows the weights, also of a folder that has moved
-        columns.pop("adapter", None)
+    names = setting.columns.keys() - unneeded_columns(setting.columns)
     for row in rows:
-        is_setting = all(row.get(name) == value for name, value in columns.items())
+        is_setting = all(row.get(name) == setting.columns[name] for name in names)
         place = (row["task"], row["metric"], row["gates"], row.get("n"))
         is_depth = setting.num_loops in (None, row["num_loops"])
         if is_setting and is_depth and place == (task, "accuracy", setting.gates, number):
