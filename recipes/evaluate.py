@@ -210,7 +210,8 @@ def plan_settings(args: EvaluationArguments, sources: dict[str, Source], num_loo
     """Return the depths and gates of each model in the plan."""
     settings = []
     for name, source in sources.items():
-        columns, depths = result_columns(name, args.adapters[name], source), find_depths(args, source, num_loops)
+        columns = {**result_columns(name, args.adapters[name], source), "readout": args.readout}
+        depths = find_depths(args, source, num_loops)
         settings += list_settings(name, columns, depths, own_gates(args, source), source.is_adapter)
     return settings
 

@@ -26,6 +26,7 @@ from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, ow
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.measuring import evaluate as measure_tasks
 from loopdropout_trainer.results import read_results
+from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
 
 
@@ -381,6 +382,21 @@ def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
     SCRIPT.main([*command, "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
+
+
+def test_dry_run_counts_the_results_of_the_same_measurement(saved, tmp_path, capsys):
+    """Also of an adapter whose folder has moved, but not those of another readout."""
+    shutil.copytree(saved / "adapter", tmp_path / "own")
+    write_metadata(tmp_path / "own", {"training_id": "a", "method": "LoRA", "seed": 1, "step": 3})
+    fields = {"benchmark_limit": 1, "max_new_tokens": 4, "num_loops": 2}
+    place = tmp_path / "out"
+    SCRIPT.main(words(saved, place, "--adapter", f"own={tmp_path / 'own'}", **fields))
+    (tmp_path / "own").rename(tmp_path / "moved")
+    moved = ("--adapter", f"own={tmp_path / 'moved'}", "--dry_run", "true")
+    SCRIPT.main(words(saved, place, *moved, **fields))
+    assert "done        2 of 2 results with as many problems\n" in capsys.readouterr().out
+    SCRIPT.main(words(saved, place, *moved, "--readout", 1, **fields))
+    assert "done        0 of 2 results with as many problems\n" in capsys.readouterr().out
 
 
 def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, capsys):
