@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from loopdropout_trainer.frames import average, is_base_label, labelled, tasks_of
+from loopdropout_trainer.frames import average, has_seeds, labelled, tasks_of
 from loopdropout_trainer.results import is_of_base
 from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.tables import split_reductions
@@ -49,12 +49,11 @@ def describe_points(data: pd.DataFrame, numbers_of: str = "accuracies", chosen_b
     """Return the sentences below a figure: about its bands, the seeds that they are over, and problems that are not a test.
 
     Args:
-        data: From `points`, or `loss_curves`. The base model has no seeds.
+        data: From `points`, or `loss_curves`. Its labels count by `has_seeds`.
         numbers_of: The numbers of the figure that may have chosen the learning rates.
         chosen_by: The problems or numbers that chose them.
     """
-    is_trained = ~is_base_label(data["label"])
-    numbers = data.loc[is_trained | (not is_trained.any()), "num_seeds"]
+    numbers = data.loc[has_seeds(data["label"]), "num_seeds"]
     least, most = numbers.min(), numbers.max()
     if most == 1:
         caption = "One seed, so there are no bands."

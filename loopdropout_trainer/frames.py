@@ -384,6 +384,12 @@ def is_base_label(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
     return np.array([label.split(", ")[0] == BASE_MODEL for label in map(str, labels)], dtype=bool)
 
 
+def has_seeds(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
+    """Return whether the seeds of each label count. The base model, which has none, counts only if there is nothing else."""
+    is_trained = ~is_base_label(labels)
+    return is_trained | (not is_trained.any())
+
+
 def find_baseline(setting: str, settings: Iterable[str]) -> str | None:
     """Return the first setting of LoRA that another setting has, too, such as "LoRA, lora_r = 8"."""
     own_parts = {"LoRA", *setting.split(", ")}

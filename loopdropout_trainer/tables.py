@@ -17,7 +17,7 @@ from loopdropout_trainer.diagnostics import (
     compare_answers,
     describe_gain,
 )
-from loopdropout_trainer.frames import average, find_baseline, is_base_label, labelled, select, tasks_of
+from loopdropout_trainer.frames import average, find_baseline, has_seeds, is_base_label, labelled, select, tasks_of
 from loopdropout_trainer.results import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 
 
@@ -321,13 +321,12 @@ def describe_sizes(numbers: pd.DataFrame) -> list[str]:
     """Return one line about the problems of each task, if they are known, and the seeds of each accuracy.
 
     Args:
-        numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones. The base model, which has no
-            seeds, counts only if there is nothing else.
+        numbers: Columns `num_problems` and `num_seeds`, and `task` if there are several ones. A column or level
+            `method` counts by `has_seeds`.
     """
     numbers = numbers.reset_index().dropna(subset=["num_problems"])
     if "method" in numbers:
-        is_trained = ~is_base_label(numbers["method"])
-        numbers = numbers[is_trained | ~is_trained.any()]
+        numbers = numbers[has_seeds(numbers["method"])]
     if numbers.empty:
         return []
     if "task" not in numbers:
