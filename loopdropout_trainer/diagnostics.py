@@ -34,6 +34,7 @@ from loopdropout_trainer.looped import (
 )
 from loopdropout_trainer.lora import kind_of, use_gates
 from loopdropout_trainer.renames import renamed_function
+from loopdropout_trainer.results import BASE_MODEL
 
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def single_loop(model: PeftModel, batches: Iterable[Batch]) -> list[Result]:
     batches = list(batches)
     num_loops = find_looped_model(model).num_loops
     frozen = score(model, batches, torch.zeros(num_loops))
-    results = [_result("loss", frozen.loss, "nats", frozen.n, num_loops, "none") | {"method": "base model"}]
+    results = [_result("loss", frozen.loss, "nats", frozen.n, num_loops, "none") | {"method": BASE_MODEL}]
     columns = [{"gates": f"loop {loop}", "loop": loop} for loop in range(1, num_loops + 1)]
     columns.append({"gates": "unit"})
     for place, gates in zip(columns, [*torch.eye(num_loops), torch.ones(num_loops)], strict=True):

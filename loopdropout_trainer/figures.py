@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from loopdropout_trainer.frames import average, has_seeds, labelled, tasks_of
-from loopdropout_trainer.results import is_of_base
+from loopdropout_trainer.results import BASE_MODEL, is_of_base
 from loopdropout_trainer.saving.checkpoints import read_history
 from loopdropout_trainer.tables import split_reductions
 
@@ -79,7 +79,7 @@ def overview_figure(results: pd.DataFrame) -> Any:
     task = tasks_of(results.query("metric == 'accuracy'"))[0]
     own = results.query("task == @task")
     of_base = is_of_base(own)
-    by_number = own[of_base & (own["metric"] == "last_number")].assign(method="base model, last number")
+    by_number = own[of_base & (own["metric"] == "last_number")].assign(method=f"{BASE_MODEL}, last number")
     accuracy = own.query("metric == 'accuracy'")
     if len(by_number):
         accuracy = pd.concat([accuracy[~is_of_base(accuracy)], by_number])

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from loopdropout_trainer.generation import generate_greedy
+from loopdropout_trainer.results import is_of_base
 from loopdropout_trainer.training.distributed import IGNORED, shards_weights
 
 
@@ -170,7 +171,7 @@ def finish_run(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in sorted(rows, key=lambda row: (row["num_loops"], row.get("loop") or 0)):
         axis = "loop" if row.get("loop") else "num_loops"
         name = CURVES.get((row["metric"], axis))
-        if name is not None and row["gates"] != "none":
+        if name is not None and not is_of_base(row):
             state = replace(trainer.state, global_step=row[axis])
             logs = {f"{name}/{row['task']}": row["value"]}
             trainer.callback_handler.on_log(args, state, trainer.control, logs)

@@ -56,7 +56,14 @@ from loopdropout_trainer.files import read_json_object, write_file
 from loopdropout_trainer.library_fields import LIBRARY_FIELDS
 from loopdropout_trainer.recipe import build, read_settings
 from loopdropout_trainer.recipe_changes import compare_recipes
-from loopdropout_trainer.results import DEVELOPMENT, DIAGNOSTICS_FOLDER, measurement_folder, read_run, write_results
+from loopdropout_trainer.results import (
+    BASE_MODEL,
+    DEVELOPMENT,
+    DIAGNOSTICS_FOLDER,
+    measurement_folder,
+    read_run,
+    write_results,
+)
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.facts import ALL_KINDS, MODELS, Source
@@ -264,7 +271,7 @@ def measure(
         rows += depth_matrix(model, batches, args.eval_num_loops)
     if source.is_adapter and "curvature" in args.diagnostics:
         rows += curvature(model, batches)
-    columns = {"method": "base model"} if source.kind == "base model" else source.columns
+    columns = {"method": BASE_MODEL} if source.kind == "base model" else source.columns
     return [{**columns, "task": args.task, **row} for row in rows]
 
 

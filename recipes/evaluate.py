@@ -49,7 +49,7 @@ from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.recipe import build, dump_recipe, read_settings, without_option
 from loopdropout_trainer.recipe_changes import UNCOMPARED, find_difference
-from loopdropout_trainer.results import EVALUATION_FOLDER, RECIPE_FILE, measurement_folder, write_results
+from loopdropout_trainer.results import BASE_MODEL, EVALUATION_FOLDER, RECIPE_FILE, measurement_folder, write_results
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.saving.command_line import name_sources, split_name
 from loopdropout_trainer.saving.facts import Source
@@ -292,7 +292,7 @@ def own_gates(args: EvaluationArguments, source: Source) -> list[str]:
 def result_columns(name: str, path: str, source: Source) -> dict[str, Any]:
     """Return the columns that identify the results of a model. A training that is not known has its name in the table."""
     if path == "none":
-        return {"method": "base model"}
+        return {"method": BASE_MODEL}
     is_known = source.is_adapter and source.columns["seed"] is not None
     return {**source.columns, "method": source.columns["method"] if is_known else name}
 

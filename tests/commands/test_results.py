@@ -164,7 +164,8 @@ def test_curves_are_logged_over_loops(make_sft, monkeypatch):
     log = lambda args, state, control, values: logs.append((state.global_step, values))
     monkeypatch.setattr(trainer.callback_handler, "on_log", log)
     rows = [
-        ROW, {**ROW, "num_loops": 2, "value": 20.0}, {**ROW, "gates": "none"}, {**ROW, "metric": "loss_reduction"},
+        ROW, {**ROW, "num_loops": 2, "value": 20.0}, {**ROW, "gates": "none", "method": "base model"},
+        {**ROW, "metric": "loss_reduction"},
         {**ROW, "gates": "loop 3", "loop": 3, "value": 30.0},
         {**ROW, "metric": "loss_reduction", "gates": "loop 1", "loop": 1, "value": 5.0},
     ]  # fmt: skip
