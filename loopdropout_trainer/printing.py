@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from rich.console import Console
@@ -19,14 +20,14 @@ from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.results import BASE_MODEL, read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
 from loopdropout_trainer.tables import OWN_FAMILY, describe_examples
-from loopdropout_trainer.terminal import join_numbers
+from loopdropout_trainer.terminal import format_value, join_numbers
 
 
 if TYPE_CHECKING:
     from loopdropout_trainer.runs import Run
 
 
-def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> None:
+def print_table(title: str, table: pd.DataFrame, format_cell: Callable[[Any], Any] = str) -> None:
     """Print a table in the columns of the terminal, from 80 to 120, and to a file or a pipe in 80.
 
     In a wider table, texts and heads are wrapped, but never a number with its SD or interval. If it still does not fit, it is
@@ -35,11 +36,11 @@ def print_table(title: str, table: pd.DataFrame, cell_format: str = "{}") -> Non
     Args:
         title: Text above the table.
         table: Texts or numbers. The index names the lines, and each part repeats it.
-        cell_format: Format of a text or number.
+        format_cell: Function from a text or number to the text of its cell.
     """
     width = min(max(shutil.get_terminal_size().columns, 80), 120)
     keys = [*range(table.index.nlevels)]
-    texts = table.map(cell_format.format, na_action="ignore").fillna("").reset_index()
+    texts = table.map(format_cell, na_action="ignore").fillna("").reset_index()
     texts = texts.T.reset_index().T.map(str)  # the heads are the first line
     for limit in (width, 18, 12, 18):  # the last one is for a table in parts
         cells = texts.map(wrap_cell, width=limit)
@@ -69,10 +70,12 @@ def wrap_cell(text: str, width: int) -> str:
     return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def print_by_method(title: str, rows: pd.DataFrame, columns: str | pd.Series, cell_format: str = "{:.1f}") -> None:
+def print_by_method(
+    title: str, rows: pd.DataFrame, columns: str | pd.Series, format_cell: Callable[[float], Any] = "{:.1f}".format
+) -> None:
     """Print results with one line for each method. `columns`: name or values of the column that each result is in."""
     if len(rows):
-        print_table(title, rows.pivot_table("value", "method", columns, sort=False), cell_format)
+        print_table(title, rows.pivot_table("value", "method", columns, sort=False), format_cell)
 
 
 def print_loss_reductions(results: pd.DataFrame) -> None:
@@ -97,11 +100,11 @@ def print_losses(results: pd.DataFrame, over_seeds: bool = False) -> None:
     depths = results.query("metric == 'depth_loss'").sort_values("num_loops", kind="stable")
     for task, own in depths.groupby("task", sort=False):
         title = f"Loss on {describe_examples(task, own)} with K loops, {unit}"
-        print_by_method(title, own, "K=" + own["num_loops"].astype(str), "{:.4f}")
+        print_by_method(title, own, "K=" + own["num_loops"].astype(str), "{:.4f}".format)
     readouts = results.query("metric == 'readout_loss'")
     for task, own in readouts.groupby("task", sort=False):
         title = f"Loss on {describe_examples(task, own)}, read out after each loop, {unit}"
-        print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}")
+        print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}".format)
 
 
 def show_results(runs: Sequence[Run]) -> None:
@@ -114,7 +117,7 @@ def show_results(runs: Sequence[Run]) -> None:
     rows = rows.sort_values("method", key=lambda method: method != BASE_MODEL, kind="stable")
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
-    print_by_method(f"Training at K = {depth}", training, "metric", "{:.5g}")
+    print_by_method(f"Training at K = {depth}", training, "metric", partial(format_value, digits=5))
     for run in runs:
         kept = describe_kept_checkpoint(run.args.output_dir)
         if kept is not None:

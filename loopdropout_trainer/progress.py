@@ -17,6 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from loopdropout_trainer.generation import generate_greedy
 from loopdropout_trainer.results import is_of_base
+from loopdropout_trainer.terminal import format_value
 from loopdropout_trainer.training.distributed import IGNORED, shards_weights
 
 
@@ -92,13 +93,6 @@ class JobProgressCallback(ProgressCallback):
             if bar is not None:
                 bar.close()
         self.prediction_bar = self.training_bar = None
-
-
-def format_value(value: Any) -> Any:
-    """Return a logged number as a short text, and a whole one, such as a number of tokens, with all of its digits."""
-    if not isinstance(value, float):
-        return value
-    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
 
 
 class SampleCompletionsCallback(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Show the control characters in texts of strangers, so that a terminal never obeys them.
+"""Texts of a terminal: control characters of strangers, which are shown and never obeyed, and whole numbers.
 
 Names, fields of recipes and data sets, and answers of models can hold escape sequences, which clear a terminal, set its title
 or make a message look like another one. Every command prints by way of a `PrintableStream`.
@@ -87,3 +87,10 @@ def join_numbers(text: str) -> str:
     """Return a text with spaces that do not end a line in numbers and settings: "+2.2 [-0.2, +4.5]", "lr 0.001", "p = 0.5"."""
     inner = r" (?=±|\[|=)|(?<=±) |(?<==) |(?<=\d,) (?=[-+]\d)|(?<=\blr) (?=\d)"
     return re.sub(inner, "\N{NO-BREAK SPACE}", text)
+
+
+def format_value(value: Any, digits: int = 4) -> Any:
+    """Return a measured number as a short text, and a whole one, such as a number of tokens, with all of its digits."""
+    if not isinstance(value, float):
+        return value
+    return f"{value:.0f}" if value.is_integer() else f"{value:.{digits}g}"

@@ -328,7 +328,7 @@ def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
     table = table.rename_axis("task")
     if len(table.columns) > 4 and len(table) <= 2:
         table = table.T.rename_axis("model")
-    print_table("Results", table, "{:.2f}")
+    print_table("Results", table, "{:.2f}".format)
 
 
 def check_folder(folder: str, settings: dict[str, Any]) -> None:

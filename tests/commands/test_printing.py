@@ -1,10 +1,13 @@
-"""Printed comparisons of the runs of a training."""
+"""Printed results and comparisons of the runs of a training."""
+
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from helpers.files import write_lines
-from loopdropout_trainer.printing import print_differences
+from loopdropout_trainer.printing import print_differences, show_results
+from loopdropout_trainer.results import write_results
 
 
 @pytest.fixture
@@ -45,3 +48,15 @@ def test_differences_of_few_problems_have_no_interval(accuracy, capsys):
     assert capsys.readouterr().out.count("+100.0, too few problems\n") == 2
     print_differences(accuracy(10, "quiz"))
     assert "too few" not in capsys.readouterr().out
+
+
+def test_whole_numbers_of_a_training_have_all_digits(tmp_path, capsys):
+    """As in the lines of its log."""
+    row = {"task": "training", "method": "LoRA", "seed": 1, "step": 2, "num_loops": 4, "gates": "unit"}
+    values = {"eval_loss": 2.771234, "num_tokens": 1302801.0, "train_seconds": 1234.5678}
+    write_results(tmp_path, [{**row, "metric": metric, "value": value} for metric, value in values.items()])
+    options = SimpleNamespace(eval_num_loops=None, single_loop_accuracy=False)
+    show_results([SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)), script_args=options, title="LoRA")])
+    assert " ".join(capsys.readouterr().out.split()).startswith(
+        "Training at K = 4 method eval_loss num_tokens train_seconds LoRA 2.7712 1302801 1234.6 Everything"
+    )

@@ -988,7 +988,7 @@ def test_printed_table_has_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     heads = [f"adapter, K = {depth}" for depth in range(1, 10)]
     table = pd.DataFrame([range(9)], ["arithmetic_easy_test, lr 0.001, lora_dropout = 0.1"], heads).rename_axis("task")
-    printing.print_table("Results", table, "{:.1f}")
+    printing.print_table("Results", table, "{:.1f}".format)
     printing.print_table("Some", table[heads[:4]].astype(str))
     parts = capsys.readouterr().out.split("\n\n")
     assert [part.count(" K =") for part in parts] == [3, 3, 3, 4]
