@@ -129,7 +129,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
         results["recipe_num_loops"] = results["trained_loops"].where(is_trained)
     results["chose"] = _find_choosing(results)
-    results.attrs["left_out"] = describe_left_out({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
+    results.attrs["left_out"] = describe_left_out_results(
+        {OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced}
+    )
     return results
 
 
@@ -184,7 +186,7 @@ OF_CHOICE = "they only served the choice of a learning rate. `diagnose` has meas
 REPLACED = "later trainings replaced the measured weights. Measure the present ones again."
 
 
-def describe_left_out(left_out: dict[str, list[dict[str, Any]]]) -> str:
+def describe_left_out_results(left_out: dict[str, list[dict[str, Any]]]) -> str:
     """Return a line about the results that are left out for each reason, or "" if there are none."""
     lines = []
     for reason, rows in left_out.items():

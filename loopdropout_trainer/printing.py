@@ -19,7 +19,7 @@ from loopdropout_trainer.figures import overview_figure
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.results import BASE_MODEL, read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
-from loopdropout_trainer.tables import OWN_FAMILY, describe_examples
+from loopdropout_trainer.tables import OWN_FAMILY, name_examples
 from loopdropout_trainer.terminal import format_value, join_numbers
 
 
@@ -85,7 +85,7 @@ def print_loss_reductions(results: pd.DataFrame) -> None:
     """
     reductions = results.query("metric == 'loss_reduction'").replace({"gates": {"unit": "all loops"}})
     for task, own in reductions.groupby("task", sort=False):
-        title = f"Loss reduction on {describe_examples(task, own)}, adapter in one loop only, in %"
+        title = f"Loss reduction on {name_examples(task, own)}, adapter in one loop only, in %"
         print_by_method(title, own, "gates")
 
 
@@ -99,11 +99,11 @@ def print_losses(results: pd.DataFrame, over_seeds: bool = False) -> None:
     unit = "in nats per token, mean over seeds" if over_seeds else "in nats per token"
     depths = results.query("metric == 'depth_loss'").sort_values("num_loops", kind="stable")
     for task, own in depths.groupby("task", sort=False):
-        title = f"Loss on {describe_examples(task, own)} with K loops, {unit}"
+        title = f"Loss on {name_examples(task, own)} with K loops, {unit}"
         print_by_method(title, own, "K=" + own["num_loops"].astype(str), "{:.4f}".format)
     readouts = results.query("metric == 'readout_loss'")
     for task, own in readouts.groupby("task", sort=False):
-        title = f"Loss on {describe_examples(task, own)}, read out after each loop, {unit}"
+        title = f"Loss on {name_examples(task, own)}, read out after each loop, {unit}"
         print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}".format)
 
 

@@ -368,11 +368,11 @@ def split_reductions(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
     reductions = results[results["metric"] == "loss_reduction"]
     groups = {}
     for (task, _, depth), rows in reductions.groupby(["task", "n", "num_loops"], sort=False, dropna=False):
-        groups[f"{describe_examples(task, rows)} at K = {depth:g}"] = rows
+        groups[f"{name_examples(task, rows)} at K = {depth:g}"] = rows
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
 
-def describe_examples(task: str, rows: pd.DataFrame) -> str:
+def name_examples(task: str, rows: pd.DataFrame) -> str:
     """Return the examples that losses were measured on, with their number of target tokens."""
     examples = "held-out examples" if task == DEVELOPMENT else f"reference solutions of {task}"
     sizes = " or ".join(f"{n:,.0f}" for n in sorted({*rows["n"]}))  # tokenizers differ
