@@ -37,8 +37,8 @@ ENVIRONMENT = {**os.environ, **CPU, "PYTHONPATH": str(ROOT)}
 # Interpreters find what they import by this variable.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH")]))
 # Tests and their programs do not wait for the disk, which takes a tenth of a short training. Only a power failure could tell:
-# a killed program loses nothing that it has written. The test about the order of these calls replaces the function itself.
-os.fsync = lambda descriptor: None
+# a killed program loses nothing that it has written. The test about the order of these calls makes them by `sync_disk`.
+sync_disk, os.fsync = os.fsync, lambda descriptor: None
 FORK = multiprocessing.get_context("fork")
 # What a training imports.
 IMPORTED = [

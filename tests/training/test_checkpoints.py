@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from helpers.errors import user_error
-from helpers.processes import ended, fork
+from helpers.processes import ended, fork, sync_disk
 from helpers.trainers import Recorder
 from loopdropout_trainer.saving.checkpoints import delete_older_checkpoints, list_checkpoints, newest_checkpoint
 from loopdropout_trainer.saving.integrity import CHECKSUMS_FILE, begin, check, find_damage, record, saving
@@ -146,11 +146,11 @@ def test_checkpoint_has_files_of_all_processes(tmp_path):
 
 def test_older_checkpoint_is_deleted_last(tmp_path, make_sft, monkeypatch):
     """Each file reaches the disk before the digests get their name, and the digests before an older checkpoint is deleted."""
-    events, fsync = [], os.fsync
+    events = []
 
     def note_fsync(descriptor):
         events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
+        sync_disk(descriptor)
 
     def note(kind, args):
         if kind == "os.rename" and str(args[1]).startswith(str(tmp_path)):
