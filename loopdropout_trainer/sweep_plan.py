@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +40,9 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
     num_ended, total = sweep.count()
-    measured, costs = _describe_rest(sweep), _describe_costs(sweep)
+    trainings = {method: _read_training(sweep, method) for method in sweep.recipes}
+    sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
+    measured, costs = _describe_rest(sweep), _describe_costs(sweep, trainings)
     if measured and costs["time"].startswith(NOT_COMPUTED):
         costs["time"] = ""
     done = ""
@@ -51,10 +53,10 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         "learning rates": rates,
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
-        "each training": _by_method(sweep, _describe_size),
+        "each training": _by_method(sizes),
         **costs,
         "choice": _describe_choice(sweep),
-        "evaluation": _by_method(sweep, _describe_evaluation),
+        "evaluation": _by_method(_describe_evaluations(sweep)),
         "done": done,
         "other code": sweep.describe_other_results(),
     }
@@ -79,17 +81,15 @@ def _describe_seeds(sweep: Any) -> str:
     return f"{first} with every learning rate, then {later} with the one that is best on {sweep.select_on}"
 
 
-def _by_method(sweep: Any, describe: Callable[[Any, str], str]) -> str:
+def _by_method(texts: Mapping[str, str]) -> str:
     """Return the text about a method, once if it is the same for all methods, else under the name of each method."""
-    texts = {method: describe(sweep, method) for method in sweep.recipes}
     if len({*texts.values()}) == 1:
         return next(iter(texts.values()))
     return "\n".join(f"{method}: {text}" for method, text in texts.items())
 
 
-def _describe_size(sweep: Any, method: str) -> str:
+def _describe_size(sweep: Any, training: Training) -> str:
     """Return the length of a method's trainings and the examples of a step, which are those of a process of a launcher."""
-    training = _read_training(sweep, method)
     length = describe_length(training.args, training.recipe.get("num_train_examples"))
     size = f"{length}, {describe_step(training.args)}"
     if sweep.launcher:
@@ -97,16 +97,16 @@ def _describe_size(sweep: Any, method: str) -> str:
     return ", ".join([size, *describe_early_stop(training.args)])
 
 
-def _describe_costs(sweep: Any) -> dict[str, str]:
-    """Return the lines about the costs of the trainings, which a single training's plan has too.
+def _describe_costs(sweep: Any, trainings: Mapping[str, Training]) -> dict[str, str]:
+    """Return the lines about the costs of the trainings by method, which a single training's plan has too.
 
     The number of processes of a launcher and the length of an extended grid are not known.
     """
-    trainings = [(_read_training(sweep, method), sweep.num_trainings(method)) for method in sweep.recipes]
+    numbers = [(training, sweep.num_trainings(method)) for method, training in trainings.items()]
     whose = " in all trainings"
     if sweep.extend_grid and not sweep.full_grid:
         whose = " in these trainings, without those of further learning rates"
-    return describe_costs(trainings, f"{whose}{', for each process' if sweep.launcher else ''}")
+    return describe_costs(numbers, f"{whose}{', for each process' if sweep.launcher else ''}")
 
 
 def _read_training(sweep: Any, method: str) -> Training:
@@ -155,17 +155,19 @@ def _describe_choice(sweep: Any) -> str:
     return f"{count(num_runs, 'evaluation')} of {sweep.select_on}"
 
 
-def _describe_evaluation(sweep: Any, method: str) -> str:
-    """Return the measurements of the final runs of a method, in plain words."""
-    steps = _list_measurements(sweep, method)
-    if not steps:
-        return "none"
-    num_runs = len(sweep.seeds)
-    if sweep.full_grid:
-        num_runs = sweep.num_trainings(method)
-    is_shared = all(_list_measurements(sweep, other) == steps for other in sweep.recipes)
+def _describe_evaluations(sweep: Any) -> dict[str, str]:
+    """Return the measurements of the final runs of each method, in plain words."""
+    measurements = {method: _list_measurements(sweep, method) for method in sweep.recipes}
+    is_shared = len({*map(tuple, measurements.values())}) == 1
     whose = " of each method" if is_shared else ""
-    return "\n".join([f"{count(num_runs, 'final run')}{whose}:", *steps])
+    texts = {}
+    for method, steps in measurements.items():
+        num_runs = len(sweep.seeds)
+        if sweep.full_grid:
+            num_runs = sweep.num_trainings(method)
+        lines = [f"{count(num_runs, 'final run')}{whose}:", *steps] if steps else ["none"]
+        texts[method] = "\n".join(lines)
+    return texts
 
 
 def _list_measurements(sweep: Any, method: str) -> list[str]:
