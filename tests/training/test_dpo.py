@@ -131,7 +131,7 @@ def test_prompts_longer_than_max_length_raise(config, tokenizer):
         LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=rows, processing_class=tokenizer)
 
 
-def test_reference_does_not_change_between_trainings(make):
+def test_reference_does_not_change_between_trainings(make, log):
     """TRL would take the adapter "ref" of a later trainer as the reference of the first one, too."""
     first = make(max_steps=1)
     first.train()
@@ -141,6 +141,7 @@ def test_reference_does_not_change_between_trainings(make):
     ):
         first.train()
     later.train()
+    assert "trained before" in log.text and "stays unchanged" not in log.text  # no adapter of the user does
     later.model.delete_adapter("ref")
     with user_error("the adapter 'ref' was removed"):
         later.train()

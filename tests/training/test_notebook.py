@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModelForCausalLM, get_peft_model, get_peft_model_state_dict
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro, with_adapter
@@ -377,6 +377,29 @@ def test_start_of_weights_from_elsewhere_is_not_known(make_sft, log):
     untrained = make_sft(get_peft_model(tiny_ouro(), default_peft_config()), max_steps=1)
     untrained.train()
     assert "trained before" not in log.text and "earlier_trainings" not in metadata_of(untrained)
+    other = default_peft_config(untrained.model.get_base_model(), init_lora_weights=False)
+    untrained.model.add_adapter("other", other)  # whose update is not zero, as its configuration says
+    untrained.model.set_adapter("other")
+    untrained.train()
+    assert "trained before" not in log.text and untrained.start == {}
+
+
+def test_reference_of_grpo_is_computed_with_its_own_head(config, dataset, tokenizer):
+    """It runs before the first loss. Another trainer of the model has put its head there."""
+    prompts = Dataset.from_list([{"prompt": f"{n}+1="} for n in range(8)])
+    reward = lambda completions, **columns: [float(len(text)) for text in completions]
+    fields = {"temperature": 0.5, "num_generations": 2, "max_completion_length": 4, "beta": 0.5, "max_steps": 1}
+    own, shared = (
+        LoopDropoutGRPOTrainer(
+            with_adapter(), reward, config(LoopDropoutGRPOConfig, **fields), prompts, processing_class=tokenizer
+        )
+        for _ in range(2)
+    )
+    LoopDropoutSFTTrainer(shared.model, config(), train_dataset=dataset, processing_class=tokenizer)
+    for trainer in (own, shared):
+        set_seed(0)  # for the completions, which the global generator draws
+        trainer.train()
+    assert_same_weights(own, shared)
 
 
 @pytest.mark.parametrize("first", ["sft", "dpo", "grpo"])
@@ -461,6 +484,17 @@ def test_stopped_training_counts_its_steps(make_sft, tmp_path, log):
     assert "present weights" not in log.text and "load the base model again" not in log.text
     checkpoint = tmp_path / "second" / "checkpoint-2"
     assert f"The training of {checkpoint} started from weights that were trained before: SFT with" in log.text
+
+
+def test_error_after_the_last_step_is_no_stop(make_sft):
+    class StopAtEnd(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer = make_sft(callbacks=[StopAtEnd()], max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert "stopped" not in metadata_of(trainer)
 
 
 def test_best_checkpoint_is_not_the_step_of_a_stopped_training(make_sft):
@@ -549,7 +583,10 @@ def test_libraries_give_each_other_no_warnings(config, dataset, tokenizer, saved
         args = config(LoopDropoutGRPOConfig, max_steps=1, **rewarded)
         prompts = pairs.select_columns("prompt")
         reward = lambda completions, **columns: [float(len(text)) for text in completions]
-        LoopDropoutGRPOTrainer(tiny_ouro(), reward, args, train_dataset=prompts, **data).train()
+        grpo = LoopDropoutGRPOTrainer(tiny_ouro(), reward, args, train_dataset=prompts, **data)
+        grpo.train()
+        grpo.evaluate(prompts)  # which samples completions, as its training does
+        grpo.predict(prompts)
         texts = [str(warning.message) for warning in shown]
         assert [text for text in texts if "gradient_checkpointing" in text] == []
         assert texts.count("a rule of mine is old") == 3
