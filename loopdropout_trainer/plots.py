@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +49,12 @@ MARGINS, PANEL_MARGINS = 1.1, 0.72
 """Room next to the texts of a figure and of a panel in inches, for the vertical axis or the keys of the legend."""
 
 
+@functools.cache
+def measure_width(line: str, font: FontProperties) -> float:
+    """Return the width of a line in points."""
+    return text_to_path.get_text_width_height_descent(line, font, ismath=False)[0]
+
+
 def fit_text(text: str, size: float, width: float) -> str:
     """Return a text in lines that are not wider than a width. A longer word is broken, as in a long name.
 
@@ -59,8 +66,8 @@ def fit_text(text: str, size: float, width: float) -> str:
     font, lines = FontProperties(size=size), text.split("\n")
     for most in range(len(text), 0, -1):
         lines = [part for line in join_numbers(text).split("\n") for part in textwrap.wrap(line, most)]
-        widths = [text_to_path.get_text_width_height_descent(line, font, ismath=False)[0] for line in lines]
-        if max(widths, default=0) <= 72 * width:
+        widest = max((measure_width(line, font) for line in lines), default=0)
+        if widest <= 72 * width:
             break
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
