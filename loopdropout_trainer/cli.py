@@ -2,6 +2,7 @@
 
     loopdropout sft quickstart.yaml --seed 1
     loopdropout recipes
+    loopdropout recipes gsm8k sweep
 
 A recipe is a YAML file of yours, or one that `loopdropout recipes` lists. On several GPUs, `accelerate launch -m
 loopdropout_trainer sft RECIPE.yaml` runs the same command in each process.
@@ -13,8 +14,11 @@ import ast
 import platform
 import re
 import runpy
+import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,7 +62,7 @@ def print_usage() -> None:
     print(f"{__doc__}\ncommands:")
     for name, script in scripts().items():
         print(f"  {name:<10} {ast.get_docstring(ast.parse(script.read_bytes())).splitlines()[0]}")
-    print(f"  {'recipes':<10} List the recipes of the package, or print one by its name.")
+    print(f"  {'recipes':<10} List the recipes of the package, those with some words, or print one by its name.")
 
 
 def print_versions() -> None:
@@ -106,31 +110,88 @@ def find_description(recipe: str) -> str:
     return re.sub(r"[:;.]$", "", sentence) + "." if sentence else ""
 
 
-def print_recipes() -> None:
-    """Print the recipes of the package by command, each with the first sentence of its comments. The quickstart is first."""
-    by_command: dict[str, list[str]] = {"sft": []}
-    for name in sorted(recipe_names(), key=lambda name: (name != "quickstart.yaml", name)):
-        text = (recipes_folder() / name).read_text(encoding="utf-8")
+def print_recipes(names: Sequence[str]) -> None:
+    """Print recipes of the package by command, each with the first sentence of its comments. The quickstart is first."""
+    by_command: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: (name != "quickstart.yaml", name)):
+        text = _read_recipe(name)
         line = f"{name:<48} {find_description(text)}".rstrip()
         by_command.setdefault(command_of(name, text), []).append(line)
-    for command, lines in by_command.items():
+    for command in sorted(by_command, key=lambda command: command != "sft"):
         print(command if command.startswith("accelerate") else f"loopdropout {command}")
-        for line in lines:
+        for line in by_command[command]:
             print(f"  {line}")
 
 
-def print_recipe(name: str) -> None:
-    """Print a recipe of the package, whose name may leave out `.yaml`.
+def find_recipes(words: Sequence[str]) -> list[str]:
+    """Return the recipes that have all words: as their command, or where words begin in their name, description or fields.
+
+    Case, hyphens and underscores do not count, so `loop_dropout` is "Loop Dropout".
+    """
+    described = _describe_recipes()
+    return [name for name, texts in described.items() if all(_has_word(*texts, word) for word in words)]
+
+
+@cache
+def _describe_recipes() -> dict[str, tuple[str, str]]:
+    """Return the command of each recipe, and a text of its name, its description and the values of its fields.
+
+    The fields are those after `extends`, and for a sweep also those of the recipe that its methods start from. It is cached,
+    because reading all recipes takes a second.
+    """
+    from loopdropout_trainer.recipe import load_recipe
+
+    described = {}
+    for name in recipe_names():
+        text, fields = _read_recipe(name), load_recipe(name)
+        start = load_recipe(fields["recipe"]) if "recipe" in fields else {}
+        words = [name, find_description(text), *map(str, [*start.values(), *fields.values()])]
+        described[name] = command_of(name, text), " ".join(words)
+    return described
+
+
+def _has_word(command: str, described: str, word: str) -> bool:
+    """Return whether a recipe has a word. The name of a command selects the recipes of this command only."""
+    if word.lower() in scripts():
+        return word.lower() == command.split()[0]
+    described, word = (re.sub(r"[\s_-]+", " ", text).strip().lower() for text in (described, word))
+    return re.search(rf"(?<!\w){re.escape(word)}", described) is not None
+
+
+def _read_recipe(name: str) -> str:
+    return (recipes_folder() / name).read_text(encoding="utf-8")
+
+
+def show_recipes(words: Sequence[str]) -> None:
+    """Print the recipe of the package with a name, which may leave out `.yaml`, or list all recipes that have all words.
 
     Raises:
         UserError: If there is no such recipe.
     """
     names = recipe_names()
-    for found in (name, f"{name}.yaml"):
-        if found in names:
-            print((recipes_folder() / found).read_text(encoding="utf-8"), end="")
+    for name in (*words, *(f"{word}.yaml" for word in words)):
+        if len(words) == 1 and name in names:
+            print(_read_recipe(name), end="")
+            _hint_at_others(name)
             return
-    raise UserError(f"The package has no recipe {name!r}.{recipe_hint(f'{name}.yaml')}")
+    found = find_recipes(words)
+    if not found:
+        wanted = " ".join(words)
+        raise UserError(f"The package has no recipe {wanted!r}.{recipe_hint(f'{wanted}.yaml')}")
+    print_recipes(found)
+    print(f"{len(found)} of {len(names)} recipes match {shlex.join(words)}. `loopdropout recipes NAME` prints one.")
+
+
+def _hint_at_others(name: str) -> None:
+    """Say on the standard error how to list recipes with similar names. The standard output is the recipe alone."""
+    word = name.removesuffix(".yaml")
+    others = [other for other in recipe_names() if other != name and _has_word("", other, word)]
+    if others:
+        print(
+            f"More recipes have {word} in their names ({len(others)}). Add a command to list them, as in "
+            f"`loopdropout recipes {word} sweep`.",
+            file=sys.stderr,
+        )
 
 
 def run(argv: list[str]) -> None:
@@ -141,9 +202,9 @@ def run(argv: list[str]) -> None:
         case ["--version"]:
             print_versions()
         case ["recipes"] | ["recipes", "-h" | "--help"]:
-            print_recipes()
-        case ["recipes", name, *_]:
-            print_recipe(name)
+            print_recipes(recipe_names())
+        case ["recipes", *words]:
+            show_recipes(words)
         case [name, *arguments] if name in scripts():
             script = scripts()[name]
             sys.argv = [str(script), *arguments]

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,9 +79,36 @@ def test_description_is_the_first_sentence(text, sentence):
 def test_recipe_is_printed_by_its_name(capsys):
     for name in ("quickstart", "quickstart.yaml"):
         cli.run(["recipes", name])
-        assert capsys.readouterr().out == (ROOT / "recipes/quickstart.yaml").read_text()
+        assert capsys.readouterr() == ((ROOT / "recipes/quickstart.yaml").read_text(), "")
+    cli.run(["recipes", "gsm8k"])
+    printed, hint = capsys.readouterr()
+    assert printed == (ROOT / "recipes/gsm8k.yaml").read_text()
+    assert hint.startswith("More recipes have gsm8k in their names (") and "`loopdropout recipes gsm8k sweep`" in hint
     with user_error("The package has no recipe 'quckstart'. Did you mean 'quickstart.yaml'"):
         cli.run(["recipes", "quckstart"])
+
+
+def test_recipes_are_listed_by_words(capsys):
+    """Of a model, data, a method or a command, also if a recipe has them by `extends` or by the recipe of a sweep."""
+
+    def listed(words):
+        cli.run(["recipes", *words.split()])
+        *lines, last = capsys.readouterr().out.splitlines()
+        names = [line.split()[0] for line in lines if line.startswith("  ")]
+        assert last.startswith(f"{len(names)} of {len(recipe_names())} recipes match {shlex.join(words.split())}. ")
+        return {*names}
+
+    assert listed("DPO") == listed("dpo") and "grpo/arithmetic.yaml" not in listed("dpo")
+    assert {"gsm8k.yaml", "gsm8k/lora.yaml", "sweeps/gsm8k_p.yaml"} <= listed("openai/gsm8k")
+    of_sweeps = listed("gsm8k sweep")
+    assert {name.split("/")[0] for name in of_sweeps} == {
+        "studies",
+        "sweeps",
+    } and "sweeps/gsm8k_ouro_2.6b.yaml" in of_sweeps
+    assert "sweeps/gsm8k_ouro_2.6b.yaml" in listed("ouro-2.6b")
+    assert listed("loop_dropout huginn") == listed("Loop-Dropout huginn")
+    with user_error("The package has no recipe 'gsm8k nothing'. `loopdropout recipes` lists"):
+        cli.run(["recipes", "gsm8k", "nothing"])
 
 
 @pytest.mark.parametrize(("words", "meant"), [("train", "sft"), ("finetune", "sft"), ("generate", "chat")])
