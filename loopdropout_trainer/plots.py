@@ -77,9 +77,9 @@ def choose_width(num_panels: int) -> float:
     return max(5.0, 3.4 * num_panels)
 
 
-def fit_title(title: str, num_panels: int) -> str:
-    """Return the title of a figure in lines that fit above its panels."""
-    return fit_text(title, TITLE_SIZE, choose_width(num_panels) - MARGINS)
+def fit_title(title: str, width: float) -> str:
+    """Return the title of a figure, which is `width` inches wide, in lines that fit above its panels."""
+    return fit_text(title, TITLE_SIZE, width - MARGINS)
 
 
 def fit_caption(caption: str, num_panels: int) -> str:
@@ -97,7 +97,7 @@ def choose_height(num_panels: int, title: str | None, caption: str | None, label
     of_caption = fit_caption(caption, num_panels).count("\n") + 1 if caption else 0
     of_legend = sum(label.count("\n") + 1 for label in fit_legend(labels, num_panels))
     below = of_caption + of_legend if num_panels == 1 else max(of_caption, of_legend)
-    num_lines = below + fit_title(title or "", num_panels).count("\n")
+    num_lines = below + fit_title(title or "", choose_width(num_panels)).count("\n")
     return HEIGHT + LINE_HEIGHT * max(0, num_lines - USUAL_LINES)
 
 
@@ -110,6 +110,7 @@ def decorate(
     panel: str | None = None,
     caption: str | None = None,
     height: float | None = None,
+    width: float | None = None,
 ) -> p9.ggplot:
     """Add the texts around a figure, in lines that fit it, and the theme that all figures share.
 
@@ -122,13 +123,15 @@ def decorate(
         panel: Title of the panel.
         caption: Sentences below the figure.
         height: Height of the figure in inches. Default: from `choose_height`.
+        width: Width of the figure in inches. Default: from `choose_width`.
     """
-    width = choose_width(num_panels)
+    if width is None:
+        width = choose_width(num_panels)
     of_panel = width / num_panels - PANEL_MARGINS
     return (
         plot
         + p9.labs(
-            title=title and fit_title(title, num_panels),
+            title=title and fit_title(title, width),
             subtitle=panel and fit_text(panel, TEXT_SIZE, of_panel),
             x=fit_text(x_label, TEXT_SIZE, of_panel),
             y=fit_text(y_label, TEXT_SIZE, PANEL_HEIGHT),

@@ -61,8 +61,9 @@ def forest_figure(gains: pd.DataFrame) -> None:
         + p9.coord_cartesian(xlim=(-20, 42))
     )
     title = "Loop Dropout minus LoRA on all base models, 95% intervals"
-    plot = decorate(plot, title, "difference in accuracy, in points (right of 0: Loop Dropout is more accurate)", "")
-    layout = p9.theme(figure_size=(9, 7.5), legend_position="none", panel_grid_major_y=p9.element_blank())
+    x_label = "difference in accuracy, in points (right of 0: Loop Dropout is more accurate)"
+    plot = decorate(plot, title, x_label, "", width=9, height=7.5)
+    layout = p9.theme(legend_position="none", panel_grid_major_y=p9.element_blank())
     save_figure(plot + layout, HERE / "forest")
 
 
@@ -88,9 +89,9 @@ def map_figure(cells: pd.DataFrame) -> None:
     )
     title = "Loop Dropout minus LoRA after equal epochs, in points of accuracy"
     remark = "In parentheses: LoRA's accuracy in %. Gray: the interval includes 0, without correction"
-    plot = decorate(plot, title, "training examples", "epochs", panel=remark) + p9.labs(fill="gain\nin points")
+    plot = decorate(plot, title, "training examples", "epochs", panel=remark, width=11, height=6)
+    plot += p9.labs(fill="gain\nin points")
     layout = p9.theme(
-        figure_size=(11, 6),
         legend_position="right",
         legend_title=p9.element_text(),
         panel_grid=p9.element_blank(),
@@ -124,8 +125,8 @@ def transfer_figures(problems: pd.DataFrame, bases: pd.DataFrame, state: str) ->
         + p9.scale_y_continuous(breaks=range(-5, 16, 5))
     )
     title = f"Gain over LoRA, mean of {len(bases)} base models with 95% interval{remark}"
-    plot = decorate(plot, title, "kind of problem", "gain in points")
-    save_figure(plot + p9.theme(figure_size=(9, 4.4), legend_direction="horizontal"), HERE / "transfer_gains")
+    plot = decorate(plot, title, "kind of problem", "gain in points", width=9)
+    save_figure(plot + p9.theme(legend_direction="horizontal"), HERE / "transfer_gains")
 
     gain = "gain, in distribution"
     plot = p9.ggplot(bases, p9.aes("late bias", gain)) + p9.geom_hline(yintercept=0, color=GRAY)
@@ -135,7 +136,7 @@ def transfer_figures(problems: pd.DataFrame, bases: pd.DataFrame, state: str) ->
     plot += p9.scale_color_manual([*COLORS.values()][1:6], drop=False)
     plot += p9.scale_shape_discrete(drop=False)
     title = f"Gain of Loop Dropout (p = 0.5) in distribution at K = 4{remark}"
-    plot = decorate(plot, title, "late bias of LoRA in points", "gain over LoRA in points")
+    plot = decorate(plot, title, "late bias of LoRA in points", "gain over LoRA in points", width=7.5)
     plot += p9.labs(color="loss in pretraining", shape="loss in pretraining")
-    layout = p9.theme(figure_size=(7.5, 4.4), legend_position="right", legend_title=p9.element_text())
+    layout = p9.theme(legend_position="right", legend_title=p9.element_text())
     save_figure(plot + layout, HERE / "transfer_bias")

@@ -208,6 +208,8 @@ def test_page_of_transfer_follows_the_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "HERE", tmp_path)
     transfer_page.write(lines)
     assert len([*tmp_path.iterdir()]) == 7
+    title = "<!-- Gain over LoRA, mean of 15 base models with 95% interval -->"  # in one line, as the figure is wide
+    assert title in (tmp_path / "transfer_gains.svg").read_text()
 
 
 def make_gains(seed, seeds, problems, by_seed=0.5, by_problem=1.0):
