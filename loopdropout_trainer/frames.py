@@ -5,7 +5,7 @@
 # with these values:
 #   method     title of the rule ("LoRA", "Loop Dropout", "LoRA+", "rsLoRA", "CoTo", "Input dropout", ...) or "base model"
 #   num_loops  loops that ran in the measurement (results of the training itself: the depth of the training)
-#   gates      "unit", "none" (base model), "loop 1" ... "loop K" (only this loop has the adapter), else "1-1-0-0"
+#   gates      "unit", "none" (no adapter), "loop 1" ... "loop K" (only this loop has the adapter), else "1-1-0-0"
 #   loop       (optional) the only active loop of gates "loop t", or the loop that is read out
 #   group      (optional) subset of a task, for metric "accuracy_by_<column>": "Algebra", "1", ...
 #   samples    (optional) file in the folder of the result with one line per problem, in the order of the problems, with the
@@ -151,11 +151,12 @@ def _find_choosing(results: pd.DataFrame) -> pd.Series:
     summaries = read_summaries(runs["run"])
     choosing = {run: find_choosing_task(summaries[run], variant) for run, variant in runs.itertuples(index=False)}
     is_held_out_loss = (results["metric"] == "eval_loss") & (results["task"] == "training")
-    names = (
-        results["task"].where(results["metric"] == "accuracy").mask(is_held_out_loss, "eval_loss")
-    )  # of `select_on`
-    chose = names.eq(results["run"].map(choosing)) & results["variant"].notna()
-    return chose | is_of_base(results) & names.isin([*filter(None, choosing.values())])
+    # The name that `select_on` of a sweep has for each result, or NaN for a result that chooses nothing.
+    names = results["task"].where(results["metric"] == "accuracy").mask(is_held_out_loss, "eval_loss")
+    of_own_sweep = names.eq(results["run"].map(choosing)) & results["variant"].notna()
+    # Results of the base model lie next to those of any run, so that they count for all sweeps.
+    of_any_sweep = is_of_base(results) & names.isin([*filter(None, choosing.values())])
+    return of_own_sweep | of_any_sweep
 
 
 def _set_recipe(row: dict[str, Any]) -> None:
@@ -323,14 +324,13 @@ def order_labels(results: pd.DataFrame) -> dict[str, int]:
         methods = methods_of(summaries.get(row["run"], {}))
         place = methods.index(row["variant"]) if row["variant"] in methods else len(methods)
         numbers = [float(number) for number in re.findall(NUMBER, row["label"])]
-        name = row["label"].split(", ")[0]
-        is_trained = not is_base_label([row["label"]]).any()
-        keys[row["label"]] = (is_trained, row["method"] != "LoRA", place, name, numbers, row["label"])
-    return {label: place for place, label in enumerate(sorted(keys, key=keys.get))}
+        name = _name_in_label(row["label"])
+        keys[row["label"]] = (name != BASE_MODEL, row["method"] != "LoRA", place, name, numbers, row["label"])
+    return {label: place for place, label in enumerate(sorted(keys, key=keys.get))}  # False comes before True
 
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
-
+"""Number in a label, such as 4, 0.5 or 1e-04."""
 
 ALIKE = ("recipe_learning_rate",)
 """Settings that all labels have if one label has them. In an unfinished sweep, a method may have one learning rate so far."""
@@ -366,24 +366,29 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
     shared = {field for fields in fields_of.values() for field in fields if field in alike}
     texts = names.copy()
     for name, rows in results.groupby(names):
-        for field in sorted(shared.union(fields_of[name]), key=lambda field: (field == "checkpoint", field)):
-            values = (
-                rows[field].map(_setting_text).str.replace(r"^\[([^,]*)\]$", r"\1", regex=True)
-            )  # a list of one value
-            setting = SHORT_NAMES.get(field, f"{field.removeprefix('recipe_')} = ")
-            settings = f", {setting}" + values
+        fields = shared.union(fields_of[name])
+        for field in sorted(fields, key=lambda field: (field == "checkpoint", field)):  # a checkpoint comes last
+            title = SHORT_NAMES.get(field, f"{field.removeprefix('recipe_')} = ")
+            settings = f", {title}" + rows[field].map(_setting_text)
             texts.loc[rows.index] += settings.where(rows[field].notna(), "")
     return texts
 
 
 def _setting_text(value: Any) -> str:
-    """Return a setting as a text. A whole number may be a float, because other results have none."""
-    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
+    """Return a setting as a text. A list of one value is written as the value."""
+    if isinstance(value, float) and value.is_integer():  # a whole number in a column where other results have none
+        return f"{value:.0f}"
+    return re.sub(r"^\[([^,]*)\]$", r"\1", str(value))
+
+
+def _name_in_label(label: str) -> str:
+    """Return the name that a label begins with. Settings may follow it."""
+    return label.split(", ")[0]
 
 
 def is_base_label(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
     """Return whether each label is of the base model, perhaps with settings, such as "base model, split_seed = 0"."""
-    return np.array([label.split(", ")[0] == BASE_MODEL for label in map(str, labels)], dtype=bool)
+    return np.array([_name_in_label(str(label)) == BASE_MODEL for label in labels], dtype=bool)
 
 
 def has_seeds(labels: Sequence[str] | pd.Series | pd.Index) -> np.ndarray:
