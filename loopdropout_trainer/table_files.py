@@ -271,29 +271,42 @@ def compared_lines(spec: dict) -> list[list[int]]:
     return list(groups.values())
 
 
-def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) -> pd.DataFrame:
-    """Return a table with the rows and columns of its file. The paper's number and ours are in neighboring columns, if any.
+def find_best(spec: dict, table: pd.DataFrame, source: str) -> list[int]:
+    """Return the lines of a table with the best accuracies among methods at equal settings.
 
-    The best accuracy among methods at equal settings is marked, if all of them are known and are a test, and they are not all
-    equal. Ours also need the same number of seeds: a failed run could make a method the best one. The base model has no seeds.
+    There is no best one if an accuracy is missing, if they are not a test, or if all of them are equal. Ours also need the
+    same number of seeds: a failed run could make a method the best one. The base model has no seeds.
 
     Args:
         spec: content of a YAML file (docs/reports.md).
         table: from `build_table`.
-        mark_best: Function from the text of a best value to the marked text, for example bold.
+        source: column of the accuracies, "paper" or "here".
+    """
+    best = []
+    for lines in compared_lines(spec):
+        own = table.loc[lines]
+        means = own[source].str.extract(r"^([-+]?[\d.]+)")[0].astype(float)
+        is_test = not own["chose"].any()
+        has_equal_seeds = source == "paper" or own["num_seeds"].nunique() <= 1
+        if is_test and has_equal_seeds and means.notna().all() and means.nunique() > 1:
+            best += means.index[means == means.max()].tolist()
+    return best
+
+
+def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) -> pd.DataFrame:
+    """Return a table with the rows and columns of its file. The paper's number and ours are in neighboring columns, if any.
+
+    Args:
+        spec: content of a YAML file (docs/reports.md).
+        table: from `build_table`.
+        mark_best: Function from the text of a best value (`find_best`) to the marked text, for example bold.
     """
     sources = [name for name in ("paper", "here") if name in table]
-    has_paper, texts = "paper" in sources, table[sources].copy()
-    for lines in compared_lines(spec):
-        if table.loc[lines, "chose"].any():
-            continue
-        for source in sources:
-            if source == "here" and table.loc[lines, "num_seeds"].nunique() > 1:
-                continue
-            means = table.loc[lines, source].str.extract(r"^([-+]?[\d.]+)")[0].astype(float)
-            if means.nunique() > 1 and means.notna().all():
-                best = means.index[means == means.max()]
-                texts.loc[best, source] = texts.loc[best, source].map(mark_best)
+    has_paper = "paper" in sources
+    texts = table[sources].copy()
+    for source in sources:
+        best = find_best(spec, table, source)
+        texts.loc[best, source] = texts.loc[best, source].map(mark_best)
     rows = []
     width = len(spec["columns"])
     for start in range(0, len(table), width):
