@@ -275,11 +275,9 @@ def check_runs(args: EvaluationArguments, sources: Collection[Source], num_loops
         gates = own_gates(args, source)
         for depth in find_depths(args, source, num_loops):
             source.check_run(depth, *gates)
-    has_adapter = any(source.is_adapter for source in sources)
-    if args.gates and not has_adapter:
-        # `own_gates` has left out the gates of every source. So the first one raises the error that it has none.
+    if args.gates and not any(own_gates(args, source) for source in sources):
         first = next(iter(sources))
-        first.check_run(None, *args.gates)
+        first.check_run(None, *args.gates)  # raises the error about a model without an adapter
 
 
 def own_gates(args: EvaluationArguments, source: Source) -> list[str]:
