@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> None:
         scale=args.scale,
         standalone=args.standalone,
     )
-    print(f"The merged model is in {merged}{', and replaces the one that was there' if is_replaced else ''}")
+    replaced = ", and replaces the one that was there" if is_replaced else ""
+    print(f"The merged model is in {merged}{replaced}")
 
     # Push
     if args.hub_model_id:

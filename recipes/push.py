@@ -40,7 +40,8 @@ def print_push(args: PushArguments, source: Source) -> None:
     files = list_pushed_files(source)
     visibility = "the default of the account, if the repository is new"
     if args.hub_private_repo is not None:
-        visibility = f"{'private' if args.hub_private_repo else 'public'}, if the repository is new"
+        word = "private" if args.hub_private_repo else "public"
+        visibility = f"{word}, if the repository is new"
     plan = {
         "repository": [args.hub_model_id],
         "branch": [args.hub_revision or "main"],

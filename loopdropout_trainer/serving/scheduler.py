@@ -307,8 +307,10 @@ class Scheduler:
             for completion in self._waiting:
                 if completion.is_cancelled:
                     continue
-                is_next = len(taken) < number and variant in (None, completion.variant)
-                (taken if is_next else left).append(completion)
+                if len(taken) < number and variant in (None, completion.variant):
+                    taken.append(completion)
+                else:
+                    left.append(completion)
             self._waiting = left
         return taken
 
