@@ -283,8 +283,8 @@ class GateState:
         """Set the running loop, and the tokens that run in it.
 
         Raises:
-            UserError: If the layers do not read gates any more, or were prepared for another rule. Then gradient checkpointing
-                mostly runs a loop again after the layers were changed.
+            UserError: If the layers do not read gates any more, or were prepared for another rule than the loop's. Usually
+                gradient checkpointing runs the loop again in the backward pass, and the layers were changed before it.
         """
         if not self.is_read and loop.gate is not None:
             raise UserError(REMOVED_EARLY)

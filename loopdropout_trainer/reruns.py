@@ -77,6 +77,7 @@ class Reruns:
         """Subtract a pass that runs again from those that are due, or raise UserError if it may be a pass of another block."""
         if self.is_missed or self.due_outside > 0:
             # A pass that never runs again, because it has no backward pass, raises one error and not one in each later block.
+            # If passes stayed due here, the end of this block would set `is_missed` again.
             self.is_missed = False
             if self.due is not None:
                 self.due = 0

@@ -50,8 +50,8 @@ COLUMNS = ("metric", "value", "unit", "task", "method", "seed", "step", "num_loo
 """The columns of every result.
 
 `task` is a benchmark, a diagnostic or "training". `method` is the title of the rule, or "base model". `step` is the optimizer
-step, or None for the base model. `num_loops` is the recurrence depth of the measurement. `gates` is "unit", "none" (the base
-model), "loop 1" or "1-1-0-0". `n` is the number of problems, examples or tokens.
+step, or None for the base model. `num_loops` is the recurrence depth of the measurement. `gates` is "unit", "none"
+(without an adapter), "loop 1" or "1-1-0-0". `n` is the number of problems, examples or tokens.
 """
 
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -140,9 +140,10 @@ def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = Non
     training = next(filter(is_of_training, own), None)
     if training is None:
         return own
-    adapter = training
+    adapter = training  # whose columns tell the results of the adapter
     if weights is not None and weights_of(training) != weights_of(weights):
-        own = [row for row in own if is_of_base(row)]  # the other ones are of another training
+        # The training's own results are of other weights. `evaluate` may have measured those of the adapter.
+        own = [row for row in own if is_of_base(row)]
         adapter = {**training, **weights}
     measured = {measurement_key(row) for row in own}
     added = []

@@ -20,9 +20,9 @@ from loopdropout_trainer.tables import (
 def find_own_reductions(sweep: Path, task: str) -> set[str]:
     """Return the runs whose trainings measured loss reductions on a task, which a report of the sweep shows.
 
-    It leaves out those that `diagnose` has measured for the same runs.
+    The report leaves out what `diagnose` has measured for these runs.
     """
-    if not read_results(sweep):  # `load_results` raises an error
+    if not read_results(sweep):  # for which `load_results` would raise an error
         return set()
     shown = final_results(load_results(sweep)).reindex(columns=["metric", "task", "adapter", "run"])
     is_own = shown["adapter"].isna()  # `diagnose` names the adapter that it has measured

@@ -126,7 +126,7 @@ def only_chose_rate(summary: dict[str, dict[str, Any]], method: str, learning_ra
 
 
 def find_choosing_task(summary: dict[str, dict[str, Any]], method: str) -> str | None:
-    """Return the task whose accuracy chooses the learning rate of a method, or None if nothing is chosen.
+    """Return what chooses the learning rate of a method: a task, by its accuracy, or `eval_loss`. None: nothing is chosen.
 
     Args:
         summary: From `read_summary`. An older one does not name the task.

@@ -64,7 +64,8 @@ class Source:
         dtype: Data type of the base weights in the training.
         quantization: Quantization of the base weights in the training.
         recipe: Settings of the training.
-        columns: Columns that identify the results: `method`, `seed`, `step`, and `adapter` or `model`.
+        columns: Columns that identify the results: `method` and `model`, or of an adapter `method`, `seed`, `step`, `adapter`
+            and `training`.
         training_id: Identifier of the training, the same in all copies of its adapter.
         metadata: All fields of `loop_dropout.json`.
         adapter: Files of an adapter, or None for a model.

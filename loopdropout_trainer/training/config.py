@@ -298,6 +298,7 @@ def check_best_checkpoint(args: TrainingArguments) -> None:
     evaluation, saving = word_of(args.eval_strategy), word_of(args.save_strategy)
     if evaluation == "no":
         raise UserError(f"`eval_strategy` must be steps or epoch {condition}, got no.")
+    # "best" saves at evaluations only. About a mistyped word, transformers raises an error.
     if saving == "best" or evaluation not in ("steps", "epoch"):
         return
     if saving != evaluation:

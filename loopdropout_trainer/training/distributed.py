@@ -66,10 +66,10 @@ def shards_weights(args: TrainingArguments) -> bool:
 
 
 def may_skip_loops(accelerator: Accelerator, args: TrainingArguments) -> bool:
-    """Return whether examples may run different layers with gradient: in one process, and in DDP without a static graph.
+    """Return whether an example may run its frozen loops without gradient: in one process, and in DDP without a static graph.
 
-    DDP only asks that every adapter takes part in every backward pass. ZeRO-3 and FSDP2 hang or crash when one process runs a
-    layer less often, and ZeRO-2 is silently wrong.
+    Then the backward pass of one process runs the layers of the block less often than that of another one. DDP only asks that
+    every adapter takes part in every backward pass, but ZeRO-3 and FSDP2 hang or crash, and ZeRO-2 is silently wrong.
     """
     kind = accelerator.distributed_type
     is_one_process = kind == DistributedType.NO

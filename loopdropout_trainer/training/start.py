@@ -45,23 +45,24 @@ def find_start(
     if checkpoint is not None:
         before = find_source(checkpoint).metadata
     kept = {name: before[name] for name in START_FIELDS if name in before}
-    if checkpoint is not None:
+    if checkpoint is not None:  # the training goes on from what it started from
         return kept
     was_trained = before.get("training_id") is not None
     trained_base = before.get("base_weights")
     if was_trained and None not in (trained_base, base_weights) and trained_base != base_weights:
+        # Also for a new adapter, because the base model may hold the former training.
         return _add_training(kept, f"{describe_training(before)}, {_CHANGED_BASE}")
     adapter = model.active_adapters[0]
     has_zero_init = model.peft_config[adapter].init_lora_weights in _ZERO_INITS
     if has_zero_init and _has_no_update(model, adapter):
-        return {}
+        return {}  # a new adapter
     if looped.loaded_adapter is not None:
         return {"initial_adapter": looped.loaded_adapter}
-    if was_trained and looped.trained_adapter == adapter:
+    if was_trained and looped.trained_adapter == adapter:  # by an earlier training of this model
         return _add_training(kept, describe_training(before))
-    if has_zero_init:
+    if has_zero_init:  # by a program that says nothing about it
         return _add_training({}, "not known, but the update is not zero")
-    return {}
+    return {}  # with another initialization, a new adapter looks like a trained one
 
 
 def _add_training(start: Mapping[str, Any], training: str) -> dict[str, Any]:
