@@ -54,10 +54,12 @@ from loopdropout_trainer.results import (
     DEVELOPMENT,
     RESULTS_FILE,
     is_of_base,
+    is_of_training,
     read_recipe,
     read_results,
 )
 from loopdropout_trainer.sweeps import RUN_NAME, find_choosing_task, methods_of, read_summaries
+from loopdropout_trainer.unfinished import read_unfinished
 
 
 NO_EFFECT = names_of("never", "repetition", "monitoring", "measurement", "output") | {"adapter", "gates"}
@@ -100,10 +102,16 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     those that repeat a measurement of a training itself, losses that only served the choice of a learning rate, and those of
     weights that a later training replaced. `attrs["left_out"]` has a line about each kind, or is "".
 
+    If no training has results, those that have not ended have one result each, `unfinished_at`, for their losses. A line of
+    `attrs["left_out"]` says so.
+
     Raises:
         UserError: if there are no results.
     """
-    rows = read_results(*folders)
+    rows, unfinished = read_results(*folders), []
+    if not any(map(is_of_training, rows)):
+        further, unfinished = read_unfinished(folders)
+        rows += further
     if not rows:
         raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
     runs = {row["training"]: row["folder"] for row in rows if row["task"] == "training" and row.get("training")}
@@ -129,9 +137,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
         results["recipe_num_loops"] = results["trained_loops"].where(is_trained)
     results["chose"] = _find_choosing(results)
-    results.attrs["left_out"] = describe_left_out_results(
-        {OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced}
-    )
+    left_out = describe_left_out_results({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
+    results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
 
 

@@ -286,7 +286,7 @@ class Job:
         folder = Path(trainer.args.output_dir)
         is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
         if trainer.is_world_process_zero():
-            dump_recipe(run.recipe, folder / RECIPE_FILE)
+            dump_recipe({"command": run.args.command, **run.recipe}, folder / RECIPE_FILE)
             if is_trained:
                 write_run(folder, status="trained", **describe_imports(run.recipe, trainer.model, folder))
             else:

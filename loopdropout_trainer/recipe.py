@@ -3,7 +3,8 @@
     loopdropout sft gsm8k.yaml --learning_rate 3e-4 --merge true
 
 `extends: other.yaml` names the recipe that a recipe builds on: a file relative to its own folder, or a recipe of the package.
-`field: null` resets an inherited field.
+`field: null` resets an inherited field. A recipe that a training has written begins with `command: sft`, or `dpo` or `grpo`,
+which other commands for trainings refuse.
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ REPLACED_TOGETHER = {
 recipes are read before the classes of the fields are known."""
 
 
-def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = (), command: str | None = None) -> dict[str, Any]:
     """Read a recipe and the recipes that it extends.
 
     Args:
         path: YAML file of the user, or the name of one of the package's recipes.
         extended_by: recipes that led to this one.
+        command: Command that reads the recipe, if it trains.
 
     Raises:
-        UserError: if a file does not exist or is not a flat YAML mapping.
+        UserError: if a file does not exist or is not a flat YAML mapping, or its line `command` names another command that
+            trains.
     """
     path = _find_recipe(path)
     if path in extended_by:
@@ -69,12 +72,18 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = ()) -> dict[st
             raise UserError(
                 f'The fields of the recipe {path} must be texts, got {name!r}. Quote the name, as in "on".'
             )
+    written_by = recipe.pop("command", None)
+    if None not in (command, written_by) and command != written_by:
+        raise UserError(
+            f"The recipe {path} must be used with `loopdropout {written_by}`, because its line `command` names it, got "
+            f"`loopdropout {command}`."
+        )
     base = recipe.pop("extends", None)
     if base is None:
         return recipe
     if not isinstance(base, str):
         raise UserError(f"`extends` must be the name of one recipe, got {base!r} in {path}.")
-    return override(load_recipe(_find_recipe(base, path.parent), (*extended_by, path)), recipe)
+    return override(load_recipe(_find_recipe(base, path.parent), (*extended_by, path), command), recipe)
 
 
 def _find_recipe(name: str | Path, folder: Path = Path()) -> Path:
@@ -170,7 +179,8 @@ def read_settings(
     import_files(items_of(changes.pop("import", ())))
     recipe = {}
     if path is not None:
-        recipe = load_recipe(path)
+        commands = [cls.command for cls in dataclass_types if hasattr(cls, "command")]
+        recipe = load_recipe(path, command=next(iter(commands), None))
         _check_safe({name: value for name, value in recipe.items() if name not in changes}, path)
     unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - fields.keys()
     for name in changes:

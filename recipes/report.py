@@ -134,10 +134,10 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
         report_accuracy(results, output_dir),
         report_reductions(results, output_dir),
     ]
-    if not any(made):
+    curves = loss_curves(results)
+    if not any(made) and curves.empty:
         metrics = ", ".join(sorted(results["metric"].unique()))
         print(f"There is no accuracy, loss or cost of a training to report, only {metrics}.")
-    curves = loss_curves(results)
     if len(curves):
         draw_figure(loss_figure(curves), output_dir / "losses")
 

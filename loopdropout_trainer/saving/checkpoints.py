@@ -112,9 +112,15 @@ def describe_unsaved_best(state: TrainerState, metric: str | None) -> str:
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the logged values of the training in a folder by step, or an empty list if it has left no readable state."""
+    """Return the logged values of the training in a folder by step, or an empty list if it has left no readable state.
+
+    A training that has not ended has left them in its newest checkpoint.
+    """
+    place = Path(folder)
+    if not (place / STATE_FILE).is_file():
+        place = newest_checkpoint(folder) or place
     try:
-        history = read_json_object(Path(folder, STATE_FILE)).get("log_history", [])
+        history = read_json_object(Path(place, STATE_FILE)).get("log_history", [])
     except (OSError, ValueError):
         return []
     return [log for log in history if isinstance(log, dict) and isinstance(log.get("step"), int)]

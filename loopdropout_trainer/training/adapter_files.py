@@ -22,7 +22,14 @@ from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, read_c
 from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
 from loopdropout_trainer.saving.loading import save_adapter_metadata
-from loopdropout_trainer.saving.pushing import create_branch, explain_push, find_repository, push_run, upload
+from loopdropout_trainer.saving.pushing import (
+    create_branch,
+    explain_push,
+    find_repository,
+    name_on_card,
+    push_run,
+    upload,
+)
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
 from loopdropout_trainer.training.stopping import check_finite
 from loopdropout_trainer.training_results import (
@@ -77,6 +84,7 @@ class AdapterFilesMixin:
                 self._warn_of_unsaved_fields(recipe)
                 earlier = self.start.get("earlier_trainings")
                 comments = [f"The adapter was trained before: {'; '.join(earlier)}."] if earlier else []
+            recipe = {"command": self.args.command, **recipe}
             dump_recipe(recipe, Path(self.args.output_dir, RECIPE_FILE), comments)
             columns = result_columns(self, self.method or self.rule.title)
             rows = [{"task": "training", **columns, **row} for row in rows]
@@ -110,7 +118,9 @@ class AdapterFilesMixin:
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
-                repository = {"repo_id": self.args.hub_model_id, "revision": self.args.hub_revision}
+                repository = {}
+                if self.args.push_to_hub:  # which `_save_adapter` has done
+                    repository = {"repo_id": self.hub_model_id, "revision": self.args.hub_revision}
                 write_model_card(folder, self.model, **repository, **read_card_of(self.model))
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
@@ -196,20 +206,23 @@ class AdapterFilesMixin:
             revision: Branch in the commands of the card. Default: `hub_revision`.
         """
         if self.is_world_process_zero():
-            # Before the end, there may be results of other weights.
-            weights = {"training": self.training_id, "step": saved_step(self)}
-            card = read_card_fields(self.args.output_dir, weights)
-            if dataset_name is not None:
-                card |= {"dataset": dataset_name, "data_description": None}
-            write_model_card(
-                self.args.output_dir,
-                self.model,
-                title=model_name,
-                repo_id=self.args.hub_model_id,
-                revision=revision or self.args.hub_revision,
-                tags=tags or (),
-                **card,
-            )
+            repository = {"repo_id": self.args.hub_model_id, "revision": revision or self.args.hub_revision}
+            self._write_card(model_name, dataset_name, tags, **repository)
+
+    def _write_card(
+        self,
+        title: str | None = None,
+        dataset: str | None = None,
+        tags: str | list[str] | None = None,
+        **repository: str | None,
+    ) -> None:
+        """Write the card. `repository`: arguments `repo_id` and `revision` of `write_model_card`. Others are as in TRL."""
+        # Before the end, there may be results of other weights.
+        weights = {"training": self.training_id, "step": saved_step(self)}
+        card = read_card_fields(self.args.output_dir, weights)
+        if dataset is not None:
+            card |= {"dataset": dataset, "data_description": None}
+        write_model_card(self.args.output_dir, self.model, title=title, tags=tags or (), **repository, **card)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, and the branch that `hub_revision` names. transformers creates no branch."""
@@ -238,11 +251,15 @@ class AdapterFilesMixin:
         token: str | None = None,
         revision: str | None = None,
         private: bool | None = None,
-        **kwargs: Any,
+        *,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
     ) -> CommitInfo | Future[CommitInfo] | None:
-        """Push the adapter with its card. The arguments are those of transformers' Trainer.
+        """Push the adapter with its card. The arguments are those of transformers' Trainer and of `create_model_card`.
 
-        A branch `revision` is created if it does not exist. Folders of checkpoints and other runs are not pushed.
+        A branch `revision` is created if it does not exist. Folders of checkpoints and other runs are not pushed. The card
+        names the repository, unless the push fails.
 
         Raises:
             UserError: If the push fails. The adapter is saved then.
@@ -255,12 +272,13 @@ class AdapterFilesMixin:
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        tags = kwargs.pop("tags", None) or []
-        tags = [tags] if isinstance(tags, str) else tags
+        tags = [tags] if isinstance(tags, str) else tags or []
         tags = [*tags, *(getattr(self.model, "model_tags", None) or ())]
-        self.create_model_card(tags=tags, revision=revision, **kwargs)
+        self._write_card(model_name, dataset_name, tags)
         self._finish_current_push()
-        with explain_push(self._hub_name, f"The adapter is saved in {args.output_dir}.", token):
+        explained = explain_push(self._hub_name, f"The adapter is saved in {args.output_dir}.", token)
+        named = name_on_card(args.output_dir, self.hub_model_id, revision, keeps_title=model_name is not None)
+        with explained, named:
             create_branch(self.hub_model_id, revision, token)
             return self._push(commit_message, token, revision, background=not blocking)
 

@@ -100,6 +100,7 @@ class GateConfig:
 
     help_title = "Method"
     trl_class: ClassVar[type[TrainingArguments]]
+    command: ClassVar[str]  # of `loopdropout`, which trains with these fields
 
     if not TYPE_CHECKING:  # type checkers read the fields from the dataclass
 
@@ -371,6 +372,7 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
     """
 
     trl_class = SFTConfig
+    command = "sft"
 
     learning_rate: float = option(
         1e-4, "Learning rate. The default is the one of the paper's controlled comparisons.", at_least=0
@@ -412,6 +414,7 @@ class LoopDropoutDPOConfig(GateConfig, DPOConfig):
     """
 
     trl_class = DPOConfig
+    command = "dpo"
 
 
 @_with_gate_fields
@@ -422,6 +425,7 @@ class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
     """
 
     trl_class = GRPOConfig
+    command = "grpo"
 
     def __post_init__(self):
         super().__post_init__()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
@@ -36,7 +37,7 @@ from loopdropout_trainer.training.distributed import IGNORED, EveryExampleOnceMi
 from loopdropout_trainer.training.examples import name_datasets
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
-from loopdropout_trainer.training.start import find_start, log_start
+from loopdropout_trainer.training.start import describe_what_trains, find_start, log_start
 from loopdropout_trainer.training.stopping import (
     TrainingInterrupted,
     ended_early,
@@ -193,6 +194,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.training_id = find_source(checkpoint).training_id
         self.start = find_start(self.model, self.saved_facts["base_weights"], checkpoint)
         if self.is_world_process_zero():
+            if self.recipe is None:  # else the plan of a command has said it
+                tqdm.write(describe_what_trains(self.model, self.saved_settings(), checkpoint is not None))
             log_start(self.model, self.start, checkpoint)
             rows = self.args.rows_per_process
             warning = describe_mean(self.rule, num_loops, self.physical_layers, rows, self.gate_seed)

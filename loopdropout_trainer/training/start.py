@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.files import public_name
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.saving.checkpoints import Checkpoint
 from loopdropout_trainer.saving.source import find_source
@@ -80,19 +82,65 @@ def describe_training(settings: Mapping[str, Any]) -> str:
 
     For example "SFT with Loop Dropout (p = 0.5, K = 4, 20 steps, seed 42) on 64 examples (digest ...)".
     """
-    facts = [f"{name} = {settings[name]}" for name in ("p", "rule_args") if settings.get(name) is not None]
-    if settings.get("num_loops") is not None:
-        facts.append(f"K = {settings['num_loops']}")
+    method, facts = _describe_method(settings)
     # A training that an error ended before its first step or after its last one has no number of steps unless it was saved.
     facts.append("interrupted" if settings.get("step") is None else count(settings["step"], "step"))
     if settings.get("seed") is not None:
         facts.append(f"seed {settings['seed']}")
     data = settings.get("training_data")
+    text = f"{method} ({', '.join(facts)})"
+    return f"{text} on {data}" if data else text
+
+
+def _describe_method(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the objective with the method, such as "SFT with Loop Dropout", and its facts, such as "p = 0.5" and "K = 4"."""
+    facts = [f"{name} = {settings[name]}" for name in ("p", "rule_args") if settings.get(name) is not None]
+    if settings.get("num_loops") is not None:
+        facts.append(f"K = {settings['num_loops']}")
     method = settings.get("method") or settings.get("rule") or "a training"
     if settings.get("objective") is not None:
         method = f"{settings['objective']} with {method}"
-    text = f"{method} ({', '.join(facts)})"
-    return f"{text} on {data}" if data else text
+    return method, facts
+
+
+def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continues: bool = False) -> str:
+    """Return the line that says at the beginning of a training what runs.
+
+    For example "SFT with Loop Dropout (p = 0.5, K = 4) trains a new adapter of tiny-ouro: rank 16 on 14 modules (q_proj,
+    k_proj), 39,424 trained parameters."
+
+    Args:
+        model: Model with the adapter that is trained.
+        settings: Settings of the training, with those of `find_start`.
+        continues: Whether it continues from a checkpoint.
+    """
+    method, facts = _describe_method(settings)
+    if settings.get("rule") == "lora":
+        method += " without gates"
+    low, high = settings["depths"]
+    if low != high:
+        facts.append(f"depths from {low} to {high} in training")
+    if continues:
+        action = "continues to train an adapter"
+    elif settings.get("earlier_trainings"):  # of the adapter, or of the base model, which `log_start` tells
+        action = "trains an adapter"
+    elif settings.get("initial_adapter"):
+        action = f"trains the adapter {settings['initial_adapter']}"
+    else:
+        action = "trains a new adapter"
+    adapter = model.active_adapters[0]
+    ranks, kinds, num_modules = set(), {}, 0
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and adapter in module.r:
+            ranks.add(module.r[adapter])
+            kinds[name.rpartition(".")[2]] = True  # a set in the order of the modules
+            num_modules += 1
+    rank = " and ".join(map(str, sorted(ranks)))  # several with a `rank_pattern`
+    base = public_name(model.get_base_model().config.name_or_path) or "the model"
+    return (
+        f"{method} ({', '.join(facts)}) {action} of {base}: rank {rank} on {count(num_modules, 'module')} "
+        f"({', '.join(kinds)}), {model.get_nb_trainable_parameters()[0]:,} trained parameters."
+    )
 
 
 def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:

@@ -139,6 +139,16 @@ def test_override_drops_what_describes_the_replaced(recipe, changes, expected):
     assert override(recipe, changes) == expected
 
 
+def test_recipe_of_a_training_names_its_command(write):
+    path = write("command: dpo\nlearning_rate: 1e-3\n")
+    assert read_settings([LoopDropoutDPOConfig], [path]) == {"learning_rate": 1e-3}
+    message = f"The recipe .*{Path(path).name} must be used with `loopdropout dpo`, .*, got `loopdropout sft`."
+    for words in ([path], [write(f"extends: {path}\n", "own.yaml")]):
+        with user_error(message):
+            read_settings([LoopDropoutConfig], words)
+    assert load_recipe(path) == {"learning_rate": 1e-3}  # of a run whose results are read
+
+
 def test_dump_recipe_repeats_the_settings_without_secrets(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "null")  # a value of YAML and JSON
     settings = {"name": "x: y", "rate": 1e-4, "items": [1], "mapping": {"a": "no", "b": None}, "hub_token": "secret"}

@@ -20,6 +20,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from scipy import stats
+from transformers import TrainerCallback
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, write_lines
@@ -1513,6 +1514,34 @@ def test_trainings_in_python_are_reported(tmp_path, make_sft, capsys):
     assert re.search(r"Loop Dropout, lr 0.0002, p = 0.25 \| \d+\.\d+ \| 1 \|", text), text
     losses = load_state(tmp_path / "a").log_history
     assert any("loss" in log for log in losses) and any("eval_loss" in log for log in losses)
+
+
+class StopAfterTwoSteps(TrainerCallback):
+    """Stop before the checkpoint of step 3, as a kill does."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_losses_of_a_stopped_training_are_drawn(tmp_path, make_sft, capsys):
+    folder = tmp_path / "run"
+    fields = {"output_dir": str(folder), "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt):
+        make_sft(callbacks=[StopAfterTwoSteps()], **fields).train()
+    results = frames.load_results(tmp_path)
+    assert figures.loss_curves(results)["step"].tolist() == [1, 2] and [*results["metric"]] == ["unfinished_at"]
+    report.main([str(folder)])
+    text = capsys.readouterr().out
+    assert (
+        f"The training in {folder} has not ended, so it has no results. Its losses are those of checkpoint-2, of 3"
+        in text
+    )
+    assert "Wrote" in text and "There is no" not in text
+    make_sft(**fields).train(resume_from_checkpoint=True)
+    results = frames.load_results(tmp_path)
+    assert "unfinished_at" not in {*results["metric"]} and results.attrs["left_out"] == ""
+    assert figures.loss_curves(results)["step"].tolist() == [1, 2, 3]
 
 
 def test_recipes_of_python_have_no_code_and_no_tokens(tmp_path, make_sft):

@@ -655,6 +655,21 @@ def test_failed_push_leaves_the_card(trained, broken_uploads):
     assert card_of(trained) == before
 
 
+@pytest.mark.parametrize("repository", [None, "me/x"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_failed_push_of_a_trainer_leaves_its_card(make_sft, broken_uploads, tmp_path, repository, saves):
+    """Also with a name in `hub_model_id`, which does not mean that the repository has the adapter."""
+    trainer = make_sft(output_dir=str(tmp_path / "x"), hub_model_id=repository)
+    if saves:
+        trainer.save_model()
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        trainer.push_to_hub(tags="sums")
+    (uploaded,) = broken_uploads
+    assert f"\n# {repository or 'x'}\n" in uploaded and f"loopdropout chat {repository or 'x'}\n" in uploaded
+    assert "- sums\n" in uploaded and "loopdropout chat .\n" in card_of(trainer.args.output_dir)
+    assert "me/x" not in card_of(trainer.args.output_dir)
+
+
 def test_failed_push_of_a_merged_model_leaves_its_card(trained, broken_uploads):
     with pytest.raises((KeyboardInterrupt, UserError)):
         load_script("recipes/merge.py").main([str(trained), *TO_ME])

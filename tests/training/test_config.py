@@ -6,6 +6,7 @@ import inspect
 import json
 import pickle
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,6 +135,7 @@ def test_recipe_has_the_given_fields(train):
     assert recipe["bf16"] is False and recipe["max_length"] is None and recipe["weight_decay"] == 0.5
     assert not {"use_cpu", "activation_checkpointing", "include_for_metrics", "output_dir"} & {*recipe}
     assert training_recipe(train(use_cpu=True, max_steps=1))["use_cpu"] is True
+    assert Path(trainer.args.output_dir, "recipe.yaml").read_text().startswith("command: sft\n")
 
 
 CLASSES = {LoopDropoutConfig: SFTConfig, LoopDropoutDPOConfig: DPOConfig, LoopDropoutGRPOConfig: GRPOConfig}

@@ -107,7 +107,38 @@ def test_continued_training_says_so(train, make_sft, capsys):
     train(max_steps=2, **fields)
     assert "Continuing" not in capsys.readouterr().out
     make_sft(max_steps=4, **fields).train(resume_from_checkpoint=True)
-    assert capsys.readouterr().out.startswith("Continuing from checkpoint-2 of 4\n")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "continues to train an adapter of" in first and second == "Continuing from checkpoint-2 of 4"
+
+
+FIRST_LINES = [
+    ({}, None, "SFT with Loop Dropout (p = 0.5, K = 4) trains a new adapter of tiny-ouro: rank 16 on 7 modules"),
+    ({"rule": "lora"}, None, "SFT with LoRA without gates (K = 4) trains a new adapter of tiny-ouro: rank 16"),
+    (
+        {"depth_sampling": "uniform", "depth_sampling_args": {"low": 2, "high": 6}},
+        LoraConfig(r=2, lora_alpha=4, rank_pattern={"q_proj": 4}),
+        "(p = 0.5, K = 4, depths from 2 to 6 in training) trains a new adapter of tiny-ouro: rank 2 and 4 on 7 modules",
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "lora", "line"), FIRST_LINES)
+def test_first_line_says_what_trains(make_sft, capsys, args, lora, line):
+    trainer = make_sft(load_model("tiny-ouro"), max_steps=1, peft_config=lora, **args)
+    trainer.train()
+    (text,) = [text for text in capsys.readouterr().out.splitlines() if "trained parameters" in text]
+    assert line in text
+    number = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    modules = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    assert text.endswith(f" ({modules}), {number:,} trained parameters.")
+
+
+def test_training_of_a_command_has_no_first_line(make_sft, capsys):
+    """Its plan has said what trains."""
+    trainer = make_sft(max_steps=1)
+    trainer.recipe = {}
+    trainer.train()
+    assert "trained parameters" not in capsys.readouterr().out
 
 
 def test_cards_of_python_have_the_facts_of_a_run(train, make_sft, tmp_path):
@@ -345,16 +376,18 @@ def test_continued_training_keeps_what_it_started_from(train, make_sft, tmp_path
     assert re.fullmatch(BEFORE, earlier)
 
 
-def test_training_from_a_saved_adapter_names_its_folder(train, make_sft, tmp_path, saved, log):
+def test_training_from_a_saved_adapter_names_its_folder(make_sft, tmp_path, saved, log, capsys):
     model = load_adapter(load_model(saved / "base"), saved / "adapter", is_trainable=True)
     trainer = make_sft(model, max_steps=1, output_dir=str(tmp_path / "second"))
     trainer.train()
     assert "trained before" not in log.text
+    assert f" trains the adapter {saved / 'adapter'} of " in capsys.readouterr().out
     facts = metadata_of(trainer)
     assert facts["initial_adapter"] == str(saved / "adapter") and "earlier_trainings" not in facts
     assert load_recipe(tmp_path / "second" / "recipe.yaml")["adapter_name_or_path"] == str(saved / "adapter")
     third = make_sft(trainer.model, max_steps=1, output_dir=str(tmp_path / "third"))
     third.train()
+    assert " trains an adapter of " in capsys.readouterr().out
     facts = metadata_of(third)
     assert facts["initial_adapter"] == str(saved / "adapter") and len(facts["earlier_trainings"]) == 1
     assert "adapter_name_or_path" not in load_recipe(tmp_path / "third" / "recipe.yaml")
