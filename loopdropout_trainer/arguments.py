@@ -270,6 +270,12 @@ class SFTArguments(ScriptArguments):
         "Task of which 500 reference solutions are scored with the adapter in one loop only, and by each readout.",
         "measurement",
     )
+    num_sample_completions: int = option(
+        1,
+        "Number of held-out prompts whose completions are printed at each evaluation and after the last step. 0: none.",
+        "never",
+        at_least=0,
+    )
     preview: int | None = option(
         None, "Index of a training example to print, with its trained tokens marked.", "never", at_least=0
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.arguments import ModelArguments
+from loopdropout_trainer.errors import count
 from loopdropout_trainer.memory import count_operations, count_parameters, estimate_memory, read_depth
 from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig, word_of
 
@@ -252,26 +253,48 @@ def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
     if any(training.num_parameters is None for training, _ in trainings):
         return ""
     adapters = sum(4 * training.num_parameters * number for training, number in trainings)
-    one = sum(12 * training.num_parameters * number for training, number in trainings)
-    numbers = [_count_checkpoints(training) for training, _ in trainings]
-    if None in numbers:
-        checkpoints = f"{_name_size(one)} for each checkpoint"
-    else:
-        total = sum(
-            12 * training.num_parameters * kept * number
-            for kept, (training, number) in zip(numbers, trainings, strict=True)
-        )
-        checkpoints = f"{_name_size(total)} for checkpoints"
-    parts = [f"{_name_size(adapters)} for adapters", checkpoints]
+    parts = [f"{_name_size(adapters)} for adapters", _describe_checkpoints(trainings)]
     merged = sum(_weights(training) * number for training, number in trainings if training.recipe.get("merge"))
     if merged:
         parts.append(f"{_name_size(merged)} for merged models")
     return f"about {', '.join(parts)}"
 
 
-def _count_checkpoints(training: Training) -> int | None:
-    """Return the number of checkpoints that a training keeps, or None if it depends on a number that is not known."""
-    args, num_examples = training.args, training.recipe.get("num_train_examples")
+def _describe_checkpoints(trainings: Sequence[tuple[Training, int]], num_rows: int | None = None) -> str:
+    """Return the size and the number of the checkpoints that trainings leave on the disk, and the field that limits them."""
+    sizes = [12 * training.num_parameters * number for training, number in trainings]
+    kept = [_count_checkpoints(training, num_rows) for training, _ in trainings]
+    limits = {training.args.save_total_limit for training, _ in trainings}
+    field = "set `save_total_limit` to keep fewer"
+    if limits != {None}:
+        field = f"`save_total_limit: {', '.join(sorted(map(str, limits)))}`"
+    if None in kept:
+        whose = "each checkpoint" if sum(number for _, number in trainings) == 1 else "a checkpoint of each training"
+        return f"{_name_size(sum(sizes))} for {whose} ({field})"
+    total = sum(number * num_kept for num_kept, (_, number) in zip(kept, trainings, strict=True))
+    if total == 0:
+        return "no checkpoints"
+    size = sum(size * num_kept for num_kept, size in zip(kept, sizes, strict=True))
+    text = f"{_name_size(size)} for {count(total, 'checkpoint')}"
+    return text if max(kept) == 1 and limits == {None} else f"{text} ({field})"
+
+
+def describe_loaded_checkpoints(trainings: Sequence[Training], num_rows: int) -> str:
+    """Return the checkpoints of trainings whose number of rows is known now, or "" if the plan has their number already."""
+    is_counted = None not in map(_count_checkpoints, trainings)
+    if is_counted or any(training.num_parameters is None for training in trainings):
+        return ""
+    return f"about {_describe_checkpoints([(training, 1) for training in trainings], num_rows)}"
+
+
+def _count_checkpoints(training: Training, num_rows: int | None = None) -> int | None:
+    """Return the number of checkpoints that a training keeps, or None if it depends on a number that is not known.
+
+    Args:
+        training: The training.
+        num_rows: Number of its rows. Default: the recipe's number of examples.
+    """
+    args, num_examples = training.args, num_rows or training.recipe.get("num_train_examples")
     strategy, limit = word_of(args.save_strategy), args.save_total_limit
     if strategy == "no":
         return 0

@@ -10,14 +10,14 @@ import logging
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
 from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
 from loopdropout_trainer.data.files import check_files
-from loopdropout_trainer.errors import UserError, count
+from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.imported_code import describe_imports
 from loopdropout_trainer.measuring import evaluate, measure
@@ -25,9 +25,9 @@ from loopdropout_trainer.plan import (
     count_rows,
     describe_examples,
     describe_left_out,
-    describe_loaded_tokens,
+    describe_loaded_costs,
+    describe_plan,
     print_next_commands,
-    print_plan,
     read_trainings,
 )
 from loopdropout_trainer.recipe import build, dump_recipe, override
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+    from loopdropout_trainer.costs import Training
     from loopdropout_trainer.progress import JobProgressCallback
     from loopdropout_trainer.training.config import GateConfig
 
@@ -71,6 +72,7 @@ class Job:
         runs: The runs. The first one is the rule of the recipe.
         starts_over: Whether the user has set `resume_from_checkpoint` to false.
         conflict: Message of a dry run about a folder that keeps a run from starting, or None.
+        trainings, plan: What the costs of the runs depend on, and the lines of the plan, in the process that prints it.
         tasks: Tasks to evaluate, from `load_tasks`.
         references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
 
@@ -124,10 +126,11 @@ class Job:
         self.tasks: list[Task | Group] = []
         self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
-        self.trainings = []  # of the plan, in the process that prints it
+        self.trainings: list[Training] = []
+        self.plan: list[str] = []
         if training.process_index == 0:
             self.trainings = read_trainings(self.runs, model, adapter)
-            print_plan(self.runs, model, adapter, self.trainings)
+            self.plan = describe_plan(self.runs, model, adapter, self.trainings)
 
     def _compared_run(self, rule: str, recipe: dict) -> Run:
         """Return the run of a rule of `compare_with`, in a subfolder."""
@@ -155,28 +158,41 @@ class Job:
     # Data
 
     def load_data(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> DatasetDict:
-        """Load the examples as `load_datasets` does, and print the numbers of examples and steps.
+        """Load the examples as `load_datasets` does, and print the plan with the numbers of examples and steps.
 
-        Examples that are left out are printed with the reason, also if too few are left and an error is raised.
+        A mistake in the data is an error before any line of the plan. Only the examples that are left out are printed then,
+        with the reason, because it may be why too few are left.
         """
         from loopdropout_trainer.training.examples import check_assistant_loss
 
         left_out: list[LeftOut] = []
         lines = []
         try:
-            loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
-            num_rows = count_rows(loaded, self.args)
-            if self.trainings:
-                lines += describe_loaded_tokens(loaded, num_rows, self.trainings)
-            lines.append(describe_examples(loaded, num_rows, self.data_args, self.args))
+            with self._plan_without_network():
+                loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
             self._check_held_out(loaded.datasets)
-            self._hint_at_evaluation(loaded.datasets)
             check_assistant_loss(self.args, loaded.datasets["train"][0])
+            num_rows = count_rows(loaded, self.args)
+            lines += self.plan
+            if self.trainings:
+                lines += describe_loaded_costs(loaded, num_rows, self.trainings)
+            lines.append(describe_examples(loaded, num_rows, self.data_args, self.args))
         finally:
             lines += describe_left_out(left_out)
             if lines and self.args.process_index == 0:
                 print(*lines, sep="\n", flush=True)
+        self._hint_at_evaluation(loaded.datasets)
         return loaded.datasets
+
+    @contextmanager
+    def _plan_without_network(self) -> Iterator[None]:
+        """Print the plan if the block cannot reach the Hub, because the plan needs no network. Mistakes come without it."""
+        try:
+            yield
+        except UserError as error:
+            if is_unreachable(error) and self.plan:
+                print(*self.plan, sep="\n", flush=True)
+            raise
 
     def _check_held_out(self, datasets: DatasetDict) -> None:
         """Raise UserError if there is no held-out example to evaluate on, before the model is loaded."""
@@ -331,9 +347,10 @@ class Job:
         from loopdropout_trainer.tokenizers import check_token, load_tokenizer
 
         model_args = self.model_args
-        source = find_source(model_args.model_name_or_path, revision=model_args.model_revision, accept=MODELS)
-        end_token = getattr(self.args, "eos_token", None)
-        tokenizer = load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
+        with self._plan_without_network():
+            source = find_source(model_args.model_name_or_path, revision=model_args.model_revision, accept=MODELS)
+            end_token = getattr(self.args, "eos_token", None)
+            tokenizer = load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
         check_token(tokenizer, "pad_token", getattr(self.args, "pad_token", None))
         return tokenizer
 

@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments
-from loopdropout_trainer.costs import Training, count_epochs, count_steps, describe_costs, describe_tokens
+from loopdropout_trainer.costs import (
+    Training,
+    count_epochs,
+    count_steps,
+    describe_costs,
+    describe_loaded_checkpoints,
+    describe_tokens,
+)
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
+from loopdropout_trainer.data.arguments import count_held_out
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import model_path
@@ -18,6 +26,7 @@ from loopdropout_trainer.memory import count_parameters, read_depth
 from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
+from loopdropout_trainer.training.config import word_of
 
 
 if TYPE_CHECKING:
@@ -30,10 +39,10 @@ def read_trainings(runs: Sequence[Run], model: ModelArguments, adapter: AdapterA
     return [Training(run.args, run.recipe, model, config, rank) for run in runs]
 
 
-def print_plan(
+def describe_plan(
     runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments, trainings: Sequence[Training]
-) -> None:
-    """Print the model, the trainings, the data, the costs, the steps afterwards, and the checkpoint that is used.
+) -> list[str]:
+    """Return the lines about the model, the trainings, the data, the costs, the steps afterwards, and the checkpoint in use.
 
     Args:
         runs: Runs of the job. The first one is the rule of the recipe.
@@ -51,13 +60,12 @@ def print_plan(
         "training": describe_settings(args, recipe.get("num_train_examples")),
         "device": describe_device(runs[0]),
         **describe_costs([(training, 1) for training in trainings], _name_trainings(len(runs))),
+        "samples": describe_samples(runs[0]),
         "afterwards": describe_steps_afterwards(runs[0]),
         "trained": describe_trained(runs),
         "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
     }
-    for title, text in plan.items():
-        if text:
-            print(titled(title, text.splitlines()), flush=True)
+    return [titled(title, text.splitlines()) for title, text in plan.items() if text]
 
 
 def read_config(model: ModelArguments) -> dict[str, Any]:
@@ -210,6 +218,17 @@ def describe_device(run: Run) -> str:
     return f"{args.world_size} processes, the first one on {name}"
 
 
+def describe_samples(run: Run) -> str:
+    """Return which completions are printed during the training, or "" without held-out examples or for DPO and GRPO."""
+    recipe, number = run.recipe, getattr(run.script_args, "num_sample_completions", 0)
+    if not number or not (recipe.get("eval_files") or count_held_out(recipe)):
+        return ""
+    when = "after the last step"
+    if word_of(run.args.eval_strategy) != "no":
+        when = f"at each evaluation and {when}"
+    return f"completions of {count(number, 'held-out prompt')} {when} (`num_sample_completions`)"
+
+
 def describe_steps_afterwards(run: Run) -> str:
     """Return the steps that follow the training, one in a line."""
     options, steps = run.script_args, describe_measurements(run.script_args)
@@ -308,14 +327,17 @@ def count_packed_rows(lengths: Sequence[int], row_length: int) -> int:
     return num_rows
 
 
-def describe_loaded_tokens(loaded: LoadedExamples, num_rows: int, trainings: Sequence[Training]) -> list[str]:
-    """Return the line about the tokens of each training of a job, and its hours, if the tokens were counted."""
-    args = trainings[0].args
-    if loaded.lengths is None or not trainings[0].is_supervised:
-        return []
-    num_tokens = count_epochs(args, num_rows) * loaded.lengths.sum()
-    each = "in each training " if len(trainings) > 1 else ""
-    return [titled("counted", [f"{each}about {describe_tokens(trainings[0], round(num_tokens))}"])]
+def describe_loaded_costs(loaded: LoadedExamples, num_rows: int, trainings: Sequence[Training]) -> list[str]:
+    """Return the lines about the tokens and hours of each training of a job, if they were counted, and its checkpoints."""
+    args, lines = trainings[0].args, []
+    if loaded.lengths is not None and trainings[0].is_supervised:
+        num_tokens = count_epochs(args, num_rows) * loaded.lengths.sum()
+        each = "in each training " if len(trainings) > 1 else ""
+        lines.append(titled("counted", [f"{each}about {describe_tokens(trainings[0], round(num_tokens))}"]))
+    checkpoints = describe_loaded_checkpoints(trainings, num_rows)
+    if checkpoints:
+        lines.append(titled("checkpoints", [checkpoints]))
+    return lines
 
 
 def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:

@@ -96,26 +96,31 @@ class JobProgressCallback(ProgressCallback):
 
 
 class SampleCompletionsCallback(TrainerCallback):
-    """Print a greedy completion of the first evaluation example, and log it to W&B and Trackio.
+    """Print greedy completions of the first evaluation examples, and log them to W&B and Trackio.
 
-    It does so at each evaluation, and after the last step, once for each step. After a signal, the training ends without one.
+    It does so at each evaluation, and after the last step, once for each step. After a signal, the training ends without them.
 
     Args:
         trainer: Trainer with an evaluation dataset.
+        number: Number of examples.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, number: int = 1) -> None:
         self.trainer = trainer
         self.seconds = 0.0  # of all samples, which are not part of a training's time
-        self.last_step: int | None = None  # of the newest sample
+        self.last_step: int | None = None  # of the newest samples
+        self.examples = [self._divide(row) for row in islice(trainer.eval_dataset, number)]
+
+    def _divide(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Return the tokens of the prompt and of the reference of an example."""
         with torch.random.fork_rng():
-            batch = trainer.data_collator(list(islice(trainer.eval_dataset, 1)))
+            batch = self.trainer.data_collator([row])
         ids, trained = batch["input_ids"][0], batch["labels"][0] != IGNORED
         start = int(trained.int().argmax()) or len(ids) // 2  # a text without prompt is divided in the middle
         # The reference ends with the first answer: a chat has further turns behind it, and a packed row further examples.
         is_answer = trained[start:].tolist()
         length = is_answer.index(False) if False in is_answer else len(is_answer)
-        self.prompt, self.reference = ids[:start].tolist(), ids[start : start + length]
+        return ids[:start].tolist(), ids[start : start + length].tolist()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.last_step = None
@@ -131,12 +136,16 @@ class SampleCompletionsCallback(TrainerCallback):
         self.last_step = state.global_step
         trainer, tokenizer, start = self.trainer, self.trainer.processing_class, time.monotonic()
         if state.is_world_process_zero and not shards_weights(args):
+            prompts = [prompt for prompt, _ in self.examples]
             with torch.random.fork_rng(), trainer.accelerator.autocast():
-                (text,) = generate_greedy(trainer.model, tokenizer, [self.prompt], max_new_tokens=64, progress=False)
-            sample = {"step": state.global_step, "prompt": tokenizer.decode(self.prompt), "completion": text}
-            sample["reference"] = tokenizer.decode(self.reference, skip_special_tokens=True)
-            tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
-            log_table(args, "samples", pd.DataFrame([sample]))
+                texts = generate_greedy(trainer.model, tokenizer, prompts, max_new_tokens=64, progress=False)
+            samples = []
+            for (prompt, reference), text in zip(self.examples, texts, strict=True):
+                sample = {"step": state.global_step, "prompt": tokenizer.decode(prompt), "completion": text}
+                sample["reference"] = tokenizer.decode(reference, skip_special_tokens=True)
+                tqdm.write("\n".join(f"{name}: {value}" for name, value in sample.items()))
+                samples.append(sample)
+            log_table(args, "samples", pd.DataFrame(samples))
         self.seconds += time.monotonic() - start
 
 

@@ -66,8 +66,8 @@ def main(argv: list[str] | None = None) -> None:
             processing_class=tokenizer,
             peft_config=adapter_args.peft_config,
         )
-        if "eval" in dataset:
-            trainer.add_callback(SampleCompletionsCallback(trainer))
+        if "eval" in dataset and script_args.num_sample_completions:
+            trainer.add_callback(SampleCompletionsCallback(trainer, script_args.num_sample_completions))
         return trainer
 
     job.run(make_trainer, dataset.get("eval"))

@@ -286,11 +286,11 @@ def _make_examples(
     """
     mapping = args.column_mapping or {}
     columns = find_columns(args, [*rows.column_names, *mapping])
-    of_source = f" of {title}" if title else ""
+    of_source = f" of {title}" if title else ""  # in the plan, which names a single source already
     is_mixture = len(args.datasets or ()) > 1
     template_fields = FIELD.findall(args.template) if args.prompt_template else []
-    _check_columns(columns, args.formats, mapping, template_fields, rows, of_source, is_mixture)
-    _warn_about_images({*rows.column_names} - {*columns, *mapping.values()}, of_source)
+    _check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture)
+    _warn_about_images({*rows.column_names} - {*columns, *mapping.values()}, data)
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
@@ -305,28 +305,26 @@ def _make_examples(
         left_out[-1] = left_out[-1]._replace(reason=reason + first_row)
     if not len(examples.rows):
         first = short_repr(_read_row(rows[0], args)[columns[-1]]) if len(rows) else "no examples"
-        raise UserError(f"The data{of_source} must have an example with text in {columns[-1]}, got {first}.")
+        raise UserError(f"The data of {data} must have an example with text in {columns[-1]}, got {first}.")
     preparation = PREPARATIONS[args.preparation]
     if preparation.keep is not keep_all:
         reason = f"`preparation: {args.preparation}` excludes them"
         examples = examples.keep(_is_kept, left_out, noun, reason, args=args, tokenizer=tokenizer)
         if not len(examples.rows):
-            raise UserError(f"The data{of_source} must have examples that `preparation: {args.preparation}` keeps.")
+            raise UserError(f"The data of {data} must have examples that `preparation: {args.preparation}` keeps.")
     return examples.replace(_make_example, args=args, source=source, optional=optional)
 
 
-def _warn_about_images(unused: Collection[str], of_source: str) -> None:
+def _warn_about_images(unused: Collection[str], data: DataSource) -> None:
     """Log that a column of images is ignored, because the examples would often make no sense without it.
 
     Args:
         unused: Columns of the data that examples are not made of.
-        of_source: Name of the data in the message.
+        data: Source of the data, which the message names.
     """
     for name in ("image", "images"):
         if name in unused and PartialState().is_main_process:
-            logger.warning(
-                f"The column `{name}` of the data{of_source} is ignored, because the models read text only."
-            )
+            logger.warning(f"The column `{name}` of the data of {data} is ignored, because the models read text only.")
 
 
 def _describe_missing_text(columns: Sequence[str]) -> str:
@@ -371,7 +369,7 @@ def _check_columns(
     mapping: Mapping[str, str],
     template_fields: Sequence[str],
     rows: Dataset,
-    of_source: str,
+    data: DataSource,
     is_mixture: bool,
 ) -> None:
     """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them.
@@ -382,7 +380,7 @@ def _check_columns(
         mapping: Columns of the data by their new names.
         template_fields: Columns in the user's `prompt_template`.
         rows: Rows of the data.
-        of_source: Name of the data in the message.
+        data: Source of the data, which the message names.
         is_mixture: Whether there are several data sets, each of which can have a mapping.
     """
     names = rows.column_names
@@ -401,7 +399,7 @@ def _check_columns(
     fix = f"`column_mapping` renames columns{place}{example}, and `prompt_template` makes prompts from them."
     typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
     typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
-    raise wrong_columns(f"The data{of_source}", wanted, names, fix, typed)
+    raise wrong_columns(f"The data of {data}", wanted, names, fix, typed)
 
 
 def _read_row(row: Row, args: DataArguments) -> Row:

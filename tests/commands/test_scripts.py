@@ -686,7 +686,7 @@ COLUMNS = [
 def test_missing_columns_name_the_formats_of_the_script(script, columns, message, tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", [dict.fromkeys(columns.split(), "x")])
     words = f"--model_name_or_path tiny-ouro --train_files {path} --output_dir {tmp_path} --bf16 false --dry_run true"
-    with user_error(f"The data must have {re.escape(message)}"):
+    with user_error(f"The data of {re.escape(str(path))} must have {re.escape(message)}"):
         SCRIPTS[script].main(words.split())
 
 

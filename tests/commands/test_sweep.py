@@ -490,15 +490,24 @@ def test_plan_counts_the_passes_of_a_rule(capsys):
         assert f"Costs: {float(minutes):.0f} minutes" in (ROOT / "recipes" / recipe).read_text(encoding="utf-8")
 
 
+ALL_KEPT = " (set `save_total_limit` to keep fewer)"
+
+
 @pytest.mark.parametrize(("settings", "checkpoints"), [
-    ({"save_strategy": "epoch"}, "0.5 GB for checkpoints"),
-    ({"save_strategy": "epoch", "save_total_limit": 2}, "0.4 GB for checkpoints"),
-    ({"save_strategy": "epoch", "max_steps": 20}, "0.2 GB for checkpoints"),  # which ends in the first epoch
-    ({"save_strategy": "epoch", "max_steps": 20, "num_train_examples": None}, "0.2 GB for each checkpoint"),
-    ({"save_strategy": "steps", "save_steps": 7, "max_steps": 20}, "0.5 GB for checkpoints"),
-    ({"save_strategy": "steps", "save_steps": 0.25}, "0.7 GB for checkpoints"),
-    ({"save_strategy": "steps", "save_steps": 7, "num_train_examples": None}, "0.2 GB for each checkpoint"),
-    ({"save_strategy": "no"}, "0.0 MB for checkpoints"),
+    ({"save_strategy": "epoch"}, f"0.5 GB for 3 checkpoints{ALL_KEPT}"),
+    ({"save_strategy": "epoch", "save_total_limit": 2}, "0.4 GB for 2 checkpoints (`save_total_limit: 2`)"),
+    ({"save_strategy": "epoch", "max_steps": 20}, "0.2 GB for 1 checkpoint"),  # which ends in the first epoch
+    (
+        {"save_strategy": "epoch", "max_steps": 20, "num_train_examples": None},
+        f"0.2 GB for each checkpoint{ALL_KEPT}",
+    ),
+    ({"save_strategy": "steps", "save_steps": 7, "max_steps": 20}, f"0.5 GB for 3 checkpoints{ALL_KEPT}"),
+    ({"save_strategy": "steps", "save_steps": 0.25}, f"0.7 GB for 4 checkpoints{ALL_KEPT}"),
+    (
+        {"save_strategy": "steps", "save_steps": 7, "num_train_examples": None},
+        f"0.2 GB for each checkpoint{ALL_KEPT}",
+    ),
+    ({"save_strategy": "no"}, "no checkpoints"),
 ])  # fmt: skip
 def test_plan_counts_the_checkpoints_that_are_kept(capsys, settings, checkpoints):
     """An adapter of 60.6 MB has checkpoints of 181.7 MB, with the two moments of AdamW."""

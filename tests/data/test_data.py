@@ -411,14 +411,15 @@ def test_numbers_of_turns_are_texts(load, bytes_tokenizer):
 
 
 @pytest.mark.parametrize("fields", [{}, {"column_mapping": {"prompt": "images"}}])
-def test_images_are_not_ignored_in_silence(load, tokenizer, log, fields):
+def test_images_are_not_ignored_in_silence(load, tokenizer, log, tmp_path, fields):
     load(None, [{"prompt": "1", "completion": "2", "images": "a.png"}] * 2, tokenizer, **fields)
-    message = "The column `images` of the data is ignored, because the models read text only."
+    path = tmp_path / "rows.jsonl"
+    message = f"The column `images` of the data of {path} is ignored, because the models read text only."
     assert {text for text in log.messages if "images" in text} == (set() if fields else {message})
 
 
 def test_data_without_text_shows_its_first_value(load, tokenizer):
-    with user_error("The data must have an example with text in completion, got True"):
+    with user_error("The data of .* must have an example with text in completion, got True"):
         load(None, [{"prompt": "Is it?", "completion": True}], tokenizer)
 
 

@@ -227,7 +227,8 @@ def test_plan_and_card_show_the_mixture(capsys):
     num_a, held_out_a, num_b, held_out_b = map(int, mixed.groups())
     assert (num_a + num_b, held_out_a + held_out_b, num_a + held_out_a) == (38, 2, 30)
     assert "left out" not in printed and "a0 =⟦ 0" in printed
-    sft(RECIPE)
+    sft(RECIPE, "--num_sample_completions", "2")
+    assert len(re.findall("(?m)^completion: ", capsys.readouterr().out)) == 2
     assert "| Training data | 75% a.jsonl, 25% b.jsonl |" in Path("run/README.md").read_text()
     assert read_recipe("run")["datasets"] == RECIPE["datasets"]
     public = {"path": "user/data", "fraction": 1}
@@ -242,7 +243,9 @@ def test_mixture_resumes_exactly_and_only_as_it_was(capsys):
     for name in ("run.json", "adapter_model.safetensors", "results.jsonl", "checkpoint-3"):
         path = Path("run", name)
         path.rename(path.with_name(f"old_{name}"))
-    sft(RECIPE, "--resume_from_checkpoint", "true")
+    assert "\ncompletion: " in capsys.readouterr().out
+    sft(RECIPE, "--resume_from_checkpoint", "true", "--num_sample_completions", "0")
+    assert "completion: " not in capsys.readouterr().out
     assert Path("run/adapter_model.safetensors").read_bytes() == weights
     other = {**RECIPE, "datasets": [{"path": "a.jsonl", "fraction": 0.5}, {"path": "b.jsonl", "fraction": 0.5}]}
     with user_error("`datasets` changed from"):

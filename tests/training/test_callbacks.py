@@ -134,7 +134,7 @@ def test_sample_ends_with_the_first_answer(make_sft):
         batch = {"input_ids": torch.arange(1, 7)[None], "labels": torch.tensor([labels])}
         trainer.data_collator = lambda rows, batch=batch: batch
         samples = SampleCompletionsCallback(trainer)
-        assert (samples.prompt, samples.reference.tolist()) == ([1, 2], answer)
+        assert samples.examples == [([1, 2], answer)]
 
 
 def test_second_training_continues_the_count_of_tokens(make_sft):

@@ -1,0 +1,81 @@
+"""The plan of a training: mistakes in the data come without it, and it names checkpoints and printed completions."""
+
+import pytest
+
+from helpers.errors import user_error
+from helpers.files import load_script, write_lines
+
+
+SFT = load_script("recipes/sft.py")
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch, capsys):
+    """A function from rows and words to the lines of a dry run of `sft`, without its error."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+    def dry_run(rows, *words, error=None):
+        write_lines(tmp_path / "rows.jsonl", rows)
+        fixed = (
+            "--model_name_or_path tiny-ouro --chat_template tulu2 --train_files rows.jsonl --bf16 false --dry_run true"
+        )
+        argv = [*fixed.split(), "--output_dir", "run", *" ".join(words).split()]
+        if error is None:
+            SFT.main(argv)
+        else:
+            with user_error(error):
+                SFT.main(argv)
+        return capsys.readouterr().out.splitlines()
+
+    return dry_run
+
+
+def chat(*roles, key="content"):
+    return {"messages": [{"role": role, key: "Hi"} for role in roles]}
+
+
+PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in range(20)]
+
+
+@pytest.mark.parametrize(("rows", "words", "error"), [
+    ([chat("user", "assistant"), chat("user", "assitant")], "", "^Row 2 of rows.jsonl: A role .*Did you mean 'assistant'"),
+    ([chat("user", "assistant", key="text")], "", "^Row 1 of rows.jsonl: A turn .* Rename `text` to `content`"),
+    ([{"question": "1", "answer": "2"}], "", "^The data of rows.jsonl must have .*`column_mapping: {prompt: question"),
+    ([{"prompt": "1", "completion": ""}], "", "^The data of rows.jsonl must have an example with text in completion"),
+    (PAIRS, "--num_eval_examples 20", "`num_eval_examples` must be at most 19"),
+    (PAIRS, "--eval_strategy epoch", "`num_eval_examples` must be at least 1, or `eval_files` must be set"),
+    (PAIRS, "--assistant_only_loss true", "`assistant_only_loss` must be false"),
+    (PAIRS, "--max_length 2", "`max_length` must be larger"),
+])  # fmt: skip
+def test_mistakes_in_data_come_without_a_plan(plan, rows, words, error):
+    """Only the examples that are left out are printed, which may be the reason."""
+    lines = plan(rows, words, error=error)
+    assert [line for line in lines if not line.startswith("left out ")] == []
+
+
+def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
+    """The number of steps follows from the number of examples here."""
+    words = "--num_train_epochs 3 --per_device_train_batch_size 4 --save_strategy steps --save_steps 4"
+    lines = plan(PAIRS, words)
+    assert "checkpoints about 1.9 MB for 4 checkpoints (set `save_total_limit` to keep fewer)" in lines
+    assert any(
+        line.startswith("disk ") and line.endswith("0.5 MB for each checkpoint (set `save_total_limit` to keep fewer)")
+        for line in lines
+    )
+    lines = plan(PAIRS, words, "--save_total_limit 2")
+    assert not any(line.startswith("checkpoints") for line in lines)
+    assert "disk        about 0.2 MB for adapters, 0.9 MB for 2 checkpoints (`save_total_limit: 2`)" in lines
+
+
+def test_plan_names_the_printed_completions(plan):
+    held_out = "--num_eval_examples 2"
+    for words, line in {
+        "": None,
+        held_out: "completions of 1 held-out prompt after the last step (`num_sample_completions`)",
+        f"{held_out} --eval_strategy epoch --num_sample_completions 2": "completions of 2 held-out prompts at each evaluation "
+        "and after the last step (`num_sample_completions`)",
+        f"{held_out} --num_sample_completions 0": None,
+    }.items():
+        samples = [text.removeprefix("samples     ") for text in plan(PAIRS, words) if text.startswith("samples")]
+        assert samples == ([line] if line else [])
