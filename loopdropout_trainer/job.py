@@ -7,10 +7,8 @@ trainings and measurements need are imported in the functions, so that mistakes 
 from __future__ import annotations
 
 import logging
-import platform
-import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ from loopdropout_trainer.plan import (
 )
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
-from loopdropout_trainer.run_training import load_trained, train_new
+from loopdropout_trainer.run_training import load_trained, name_device, train_new
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
@@ -42,7 +40,6 @@ from loopdropout_trainer.training.distributed import check_devices
 
 
 if TYPE_CHECKING:
-    import torch
     from datasets import DatasetDict
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
@@ -408,18 +405,3 @@ def check_trackers(names: list[str]) -> None:
             tracker()
     except (ValueError, RuntimeError) as error:
         raise UserError(f"`report_to`: {error}") from None
-
-
-def name_device(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor as the system gives it, such as "cpu (x86_64, AMD EPYC 9V74)"."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    names = [platform.machine()]
-    with suppress(OSError):
-        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        names += [match[1]] if match else []
-    return f"cpu ({', '.join(names)})"

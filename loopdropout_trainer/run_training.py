@@ -1,7 +1,10 @@
-"""The training of a run: a new one, one that continues, or the adapter of one that has ended."""
+"""The training of a run: a new one, one that continues, or the adapter of one that has ended, and its device."""
 
 from __future__ import annotations
 
+import platform
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +13,7 @@ from loopdropout_trainer.saving.checkpoints import load_state
 
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Trainer
 
 
@@ -40,3 +44,18 @@ def load_trained(trainer: Trainer, folder: str | Path) -> None:
     trainer.state = load_state(folder)
     trainer.training_id = source.training_id
     trainer.looped.trained_with = source.facts()
+
+
+def name_device(device: torch.device) -> str:
+    """Return the name of a GPU, or of the processor as the system gives it, such as "cpu (x86_64, AMD EPYC 9V74)"."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    names = [platform.machine()]
+    with suppress(OSError):
+        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        names += [match[1]] if match else []
+    return f"cpu ({', '.join(names)})"
