@@ -233,10 +233,10 @@ def _read_values(
 
 def _name_commands(name: str, fields: Collection[str]) -> str:
     """Return a sentence with the other commands of trainings that have a field, or "" if the script is no training."""
-    if "learning_rate" not in fields:
+    if "learning_rate" not in fields:  # which all trainings have, and nothing else
         return ""
     commands = []
-    for command in TRAININGS:
+    for command in TRAININGS:  # scripts in a folder, which are no modules. Only an error needs them here.
         types = runpy.run_path(str(recipes_folder() / f"{command}.py"))["ARGUMENTS"]
         if name in _find_fields(types)[0]:
             commands.append(f"`loopdropout {command}`")
