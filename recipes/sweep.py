@@ -33,7 +33,7 @@ from loopdropout_trainer.errors import UserError, closest_match, count, run_scri
 from loopdropout_trainer.field_hints import InnerFields
 from loopdropout_trainer.imported_code import find_other_code
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, parse, without_option
+from loopdropout_trainer.recipe import IMPORTED, TRAININGS, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
 from loopdropout_trainer.runs import TRAINING_TYPES
@@ -98,6 +98,9 @@ class Sweep:
     dry_run: bool = option(False, "Print the trainings, their folder and evaluation, and stop.")
 
     def __post_init__(self):
+        if not self.script_file.is_file():
+            choices = f"{', '.join(TRAININGS[:-1])} or {TRAININGS[-1]}"
+            raise UserError(f"`script` must be {choices}, got {self.script!r}.{closest_match(self.script, TRAININGS)}")
         methods = read_methods(self.methods)
         for field, choices in (("rate_factors", methods), ("measure", self.inner_fields["measure"].names)):
             for name in getattr(self, field):
@@ -114,6 +117,11 @@ class Sweep:
         self.scores: dict[str, tuple[float, float]] = {}  # by name of a run
         self.done: set[SweepRun] = set()
         self.pool = Workers(self, self.workers)
+
+    @property
+    def script_file(self) -> Path:
+        """File of the training script. `script` can also be the path of another script, without its ending."""
+        return Path(__file__).parent / f"{self.script}.py"
 
     def run_settings(self, run: SweepRun) -> dict:
         """Return the recipe of a run."""
@@ -366,14 +374,15 @@ class Sweep:
         if is_finished(folder):
             write_run(folder, status="trained")
         launcher = shlex.split(self.launcher) or [sys.executable]
-        script = Path(__file__).parent / f"{self.script}.py"
         imports = ["--import", *IMPORTED] if IMPORTED else []
         # Settings that can run code must not come from a recipe. The user gave them to the sweep.
         unsafe = []
         for name, value in self.run_settings(run).items():
             if unsafe_names({name: value}):
-                unsafe.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
-        return [*launcher, str(script), str(folder / SETTINGS_FILE), "--output_dir", str(folder), *unsafe, *imports]
+                text = value if isinstance(value, str) else json.dumps(value)
+                unsafe.append(f"--{name}={text}")
+        words = [str(self.script_file), str(folder / SETTINGS_FILE), "--output_dir", str(folder)]
+        return [*launcher, *words, *unsafe, *imports]
 
 
 ARGUMENTS = (Sweep,)

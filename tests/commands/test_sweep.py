@@ -804,6 +804,7 @@ def test_sweep_passes_settings_that_can_run_code_as_options(lab):
 
 ERRORS = [
     ({"learning_rates": []}, "`learning_rates` and `seeds` must be set"),
+    ({"script": "sftt"}, "`script` must be sft, dpo or grpo, got 'sftt'. Did you mean 'sft'?"),
     ({"methods": {"x": {"learning_rate": 0.05}}}, "`learning_rate` is set by the sweep"),
     ({"rate_factors": {"lorra": 2.0}}, "Did you mean 'lora'?"),
     ({"measure": {"lora_r": 4}}, "`measure` has no 'lora_r'"),
