@@ -253,7 +253,12 @@ class GateConfig:
         fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
         fields.pop("generation_batch_size", None)  # GRPOConfig derives it from `steps_per_generation`
         made = cls(**{name: value for name, value in fields.items() if name in names})
-        made.given_names = {own.name for own in dataclasses.fields(args) if fields.get(own.name) != own.default}
+        usual = cls(args.output_dir)  # with the values that the libraries choose for this machine
+        made.given_names = set()
+        for own in dataclasses.fields(args):
+            values = (own.default, getattr(usual, own.name, own.default))
+            if own.name in fields and fields[own.name] not in values:
+                made.given_names.add(own.name)
         vars(made).update({name: value for name, value in fields.items() if name not in names})  # of a user's subclass
         return made
 

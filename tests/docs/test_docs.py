@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from collections import defaultdict
+from importlib import import_module
 
 import pytest
 from matplotlib import pyplot
@@ -202,8 +203,16 @@ def test_reference_has_every_public_name_and_field():
     page = (ROOT / "docs/reference.md").read_text()
     names = re.findall(r"^::: loopdropout_trainer\.(\w+)$", page, re.MULTILINE)
     assert {*loopdropout_trainer.__all__} <= {*names}
-    rows = re.findall(r"^\| \[(?:training|gates and depth|models)\].*\|$", page, re.MULTILINE)
-    assert len(rows) == 3 and {*re.findall(r"`(\w+)`", "".join(rows))} <= {*loopdropout_trainer.__all__}
+    rows = re.findall(
+        r"^\| \[(?:training|gates and depth|models)\](.*)\| `loopdropout_trainer` \|$", page, re.MULTILINE
+    )
+    assert len(rows) == 3 and {*re.findall(r"`(\w+)`", "".join(rows))} == {*loopdropout_trainer.__all__}
+    importable = []
+    for listed, module in re.findall(r"^\| .*?\| (`.*`) \| `(loopdropout_trainer[\w.]*)` \|$", page, re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", listed):
+            assert hasattr(import_module(module), name), f"{module}.{name}"
+            importable.append(f"{module}.{name}")
+    assert sorted(importable) == sorted(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
     for config in (GateConfig, LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig):
         fields = {field.name for field in dataclasses.fields(config)}
         documented = re.findall(r"^    +(\w+) \(`.*\*optional\*.*\):$", config.__doc__, re.MULTILINE)

@@ -146,6 +146,9 @@ def test_trl_arguments_keep_their_values(config, cls, trl_class):
     trl_args = config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8)
     args = cls.from_trl(trl_args, "user/model")
     assert (type(args), args.rule, args.learning_rate) == (cls, "loop_dropout", 3e-4)
+    assert {"learning_rate", "max_steps", "bf16"} <= {*args.given_fields()}
+    chosen = {"activation_checkpointing", "include_for_metrics", "debug", "pad_to_multiple_of", "use_cpu"}
+    assert not chosen & {*args.given_fields()}  # by the libraries
     assert cls.from_trl(args, "user/model") is args
     assert cls.from_trl(None, "user/model").output_dir == "model-LoopDropout"
 

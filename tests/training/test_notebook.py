@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -284,6 +285,18 @@ def test_card_has_the_given_name(make_sft, repository):
 def test_model_may_be_a_path(config, dataset, saved):
     trainer = LoopDropoutSFTTrainer(saved / "base", config(), train_dataset=dataset)
     assert trainer.looped.config.name_or_path == str(saved / "base")
+
+
+def test_code_of_a_repository_never_runs(config, dataset, saved, tmp_path):
+    """Programs for the published models ask for it by habit."""
+    shutil.copytree(saved / "base", tmp_path / "base")
+    settings = json.loads((tmp_path / "base/config.json").read_text())
+    settings["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "base/config.json").write_text(json.dumps(settings))
+    (tmp_path / "base/code.py").write_text("raise SystemError")
+    args = config(model_init_kwargs={"trust_remote_code": True, "dtype": "float32"})
+    trainer = LoopDropoutSFTTrainer(str(tmp_path / "base"), args, train_dataset=dataset)
+    assert type(trainer.looped).__module__.startswith("loopdropout_trainer.")
 
 
 def test_model_without_loops_is_named_with_its_class(config, dataset, tokenizer, tmp_path):
