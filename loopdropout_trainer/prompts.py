@@ -100,10 +100,6 @@ class PromptFormat:
         """Return the token ids of the prompt of a conversation, as in the training."""
         return self.tokenizer(self.render(messages), add_special_tokens=self.text is not None)["input_ids"]
 
-    def ask(self, question: str, system_instruction: str | None = None) -> list[int]:
-        """Return the token ids of the prompt of a question, after a system turn if there is one."""
-        return self.encode(_make_turns(question, system_instruction))
-
     @property
     def stop_strings(self) -> list[str]:
         """First label of the text, such as "Question:", with which a base model may continue after its answer."""
@@ -115,7 +111,7 @@ class PromptFormat:
         if self.text == PLAIN_TEXT:
             name = "plain text"
         try:
-            example = repr(self.render(_make_turns(EXAMPLE_QUESTION, system_instruction)))
+            example = repr(self.render(make_turns(EXAMPLE_QUESTION, system_instruction)))
         except UserError as error:
             example = str(error)
         return f"Format of the prompts: {name}\nExample: {example}"
@@ -147,7 +143,7 @@ def choose_prompt_format(
     return PromptFormat(tokenizer, None)
 
 
-def _make_turns(question: str, system_instruction: str | None) -> list[dict[str, str]]:
+def make_turns(question: str, system_instruction: str | None = None) -> list[dict[str, str]]:
     """Return the turns of a question, after a system turn if there is one."""
     turns = [{"role": "user", "content": question}]
     if system_instruction is not None:

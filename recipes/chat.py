@@ -6,9 +6,11 @@
     loopdropout chat ByteDance/Ouro-1.4B-Thinking
 
 The first word is the folder or Hub name of an adapter, a merged model or a base
-model. Without a prompt, each line that you enter is a prompt, and an empty line
-ends the program. Empty lines of a file or a pipe are skipped. Prompts have the form of the training, or are turns of a chat.
-Each one starts a new conversation.
+model. Prompts have the form of the training, or are turns of a chat. Without a
+prompt, each line that you enter continues the conversation, if prompts are turns
+of a chat. `/new` begins another conversation, and an empty line ends the program.
+Each column of a table is a conversation of its own, with its own answers. Lines
+of a file or a pipe are single prompts, which begin a conversation each.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from loopdropout_trainer.arguments import DEPTH_BOUNDS, DepthArguments, option
 from loopdropout_trainer.errors import UserError, run_script
 from loopdropout_trainer.gate_texts import expand_gates, parse_gates
 from loopdropout_trainer.generation import check_prompt_length, generate_greedy
-from loopdropout_trainer.looped import find_looped_model, use_depth
+from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.prompts import PromptFormat
+from loopdropout_trainer.prompts import PromptFormat, make_turns
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import load
@@ -94,19 +96,98 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{system_turn} Add `--system_instruction` to ask with it.")
 
     # Answers
-    prompts = read_prompts()
+    prompts, is_session = read_prompts(), sys.stdin.isatty() and not args.prompt
     if args.prompt:
         prompts = [args.prompt]
+    else:
+        print(describe_lines(is_session, prompt_format))
+    chats = Chats(args, source, model, looped, prompt_format)
     for prompt in prompts:
         print()
-        prompt_ids = prompt_format.ask(prompt, args.system_instruction)
-        check_prompt_length(looped, len(prompt_ids))
-        for num_loops in args.eval_num_loops or [looped.num_loops]:
-            for gates in expand_gates(args.gates, num_loops):
+        if not is_session:
+            chats.ask(prompt)
+            chats.clear()
+        elif prompt.strip() == NEW:
+            chats.clear()
+            print("A new conversation begins.\n")
+        else:
+            try:
+                chats.ask(prompt)
+            except UserError as error:  # such as a conversation that is too long, which another line can replace
+                print(f"{error} `{NEW}` begins another conversation.\n")
+            if prompt_format.text is not None:
+                chats.clear()
+
+
+NEW = "/new"
+"""Line that begins another conversation."""
+
+
+def describe_lines(is_session: bool, prompt_format: PromptFormat) -> str:
+    """Return how the lines that are read become conversations."""
+    if not is_session:
+        return "Each line begins a conversation of its own."
+    if prompt_format.text is not None:
+        return "Each line is a prompt of its own, because prompts are not turns of a chat. An empty line ends the program."
+    return f"Each line continues the conversation. `{NEW}` begins another one, and an empty line ends the program."
+
+
+class Chats:
+    """A conversation for each depth, gates, and column of their table.
+
+    Args:
+        args: Depths, gates, the system turn and the length of answers.
+        source: The model by its name.
+        model: The model, with or without an adapter.
+        looped: Its looped model.
+        prompt_format: Format of the prompts.
+    """
+
+    def __init__(
+        self,
+        args: ChatArguments,
+        source: Source,
+        model: PreTrainedModel | PeftModel,
+        looped: LoopedModelMixin,
+        prompt_format: PromptFormat,
+    ) -> None:
+        self.args, self.source, self.model, self.looped = args, source, model, looped
+        self.prompt_format = prompt_format
+        self.turns: dict[tuple[str, str], list[dict[str, str]]] = {}  # by the title of the table and the column
+
+    def clear(self) -> None:
+        """Begin new conversations."""
+        self.turns = {}
+
+    def ask(self, prompt: str) -> None:
+        """Ask in each conversation, print the answers and keep them.
+
+        Raises:
+            UserError: If the prompt is too long, or the format of the prompts cannot express a conversation.
+        """
+        tables = []
+        for num_loops in self.args.eval_num_loops or [self.looped.num_loops]:
+            for gates in expand_gates(self.args.gates, num_loops):
                 title = f"K = {num_loops}" if gates is None else f"K = {num_loops}, {gates}"
-                columns = gates_by_column(source, gates, num_loops)
-                print_answers(title, columns, num_loops, prompt_ids, model, prompt_format, args.max_new_tokens)
-                print()
+                columns = gates_by_column(self.source, gates, num_loops)
+                turns = {name: self._add_question(prompt, title, name) for name in columns}
+                prompts = {name: self.prompt_format.encode(turns[name]) for name in columns}
+                for prompt_ids in prompts.values():
+                    check_prompt_length(self.looped, len(prompt_ids))
+                tables.append((title, columns, num_loops, prompts, turns))
+        for title, columns, num_loops, prompts, turns in tables:
+            answers = print_answers(
+                title, columns, num_loops, prompts, self.model, self.prompt_format, self.args.max_new_tokens
+            )
+            for name, answer in answers.items():
+                self.turns[title, name] = [*turns[name], {"role": "assistant", "content": answer}]
+            print()
+
+    def _add_question(self, prompt: str, title: str, name: str) -> list[dict[str, str]]:
+        """Return the turns of a conversation up to a prompt. A new one begins with the system turn, if there is one."""
+        if (title, name) not in self.turns:
+            return make_turns(prompt, self.args.system_instruction)
+        return self.turns[title, name] + make_turns(prompt)
 
 
 def read_prompts() -> Iterator[str]:
@@ -137,12 +218,24 @@ def print_answers(
     title: str,
     columns: dict[str, list[float] | None],
     num_loops: int,
-    prompt_ids: list[int],
+    prompts: dict[str, list[int]],
     model: PreTrainedModel | PeftModel,
     prompt_format: PromptFormat,
     max_new_tokens: int,
-) -> None:
-    """Print a table with the answer to a prompt under the gates of each column. It grows while the model answers."""
+) -> dict[str, str]:
+    """Print a table with the answer to a prompt under the gates of each column, and return the answers.
+
+    The table grows while the model answers.
+
+    Args:
+        title: Title of the table.
+        columns: Gates of each column.
+        num_loops: Recurrence depth.
+        prompts: Token ids of the prompt of each column.
+        model: Model, with or without an adapter.
+        prompt_format: Format of the prompts.
+        max_new_tokens: Largest number of tokens of an answer.
+    """
     answers = dict.fromkeys(columns, "")
     table = Live(
         get_renderable=lambda: make_table(title, answers),
@@ -160,12 +253,13 @@ def print_answers(
                 generate_greedy(
                     model,
                     prompt_format.tokenizer,
-                    [prompt_ids],
+                    [prompts[name]],
                     max_new_tokens,
                     stop_strings=prompt_format.stop_strings,
                     progress=False,
                     on_text=show,
                 )
+    return answers
 
 
 def make_table(title: str, answers: dict[str, str]) -> Table:

@@ -91,7 +91,56 @@ def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n1 + 2?\n \n\n5 + 4?"))
     CHAT.main(["tiny-ouro", "--prompt_template", "Question: {x}\nAnswer:"])
     assert prompts == ["Question: 1 + 2?\nAnswer:", "Question: 5 + 4?\nAnswer:"]
-    assert re.findall("> .*", capsys.readouterr().out) == ["> 1 + 2?", "> 5 + 4?"]
+    printed = capsys.readouterr().out
+    assert re.findall("> .*", printed) == ["> 1 + 2?", "> 5 + 4?"] and "Each line begins a conversation" in printed
+
+
+@pytest.fixture
+def session(monkeypatch, capsys):
+    """A function from entered lines and words to the prompts and answers of a session at a terminal, and its text."""
+
+    def enter(lines, *words):
+        asked = []
+
+        def note(model, tokenizer, ids, *args, **options):
+            (text,) = generate_greedy(model, tokenizer, ids, *args, **options)
+            asked.append((tokenizer.decode(ids[0]), text))
+            return [text]
+
+        entered = iter([*lines, ""])
+        monkeypatch.setattr(CHAT, "generate_greedy", note)
+        monkeypatch.setattr(sys, "stdin", Mock(isatty=lambda: True))
+        monkeypatch.setattr("builtins.input", lambda text: next(entered))
+        CHAT.main([*map(str, words), "--max_new_tokens", "4"])
+        return asked, capsys.readouterr().out
+
+    return enter
+
+
+def test_session_continues_each_conversation(saved, session, tmp_path):
+    """The base model and the adapter have their own answers before the second question. `/new` begins again."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    words = [saved, "--chat_template", tmp_path / "chat.jinja", "--system_instruction", "Add."]
+    asked, printed = session(["Hi!", "More?", "/new", "Hi!"], *words)
+    first = "[system] Add.<eos>[user] Hi!<eos>[assistant]"
+    assert [prompt for prompt, _ in asked[:2]] == [first, first] and asked[4:] == asked[:2]
+    second = [f"{first} {answer}<eos>[user] More?<eos>[assistant]" for _, answer in asked[:2]]
+    assert [prompt for prompt, _ in asked[2:4]] == second and second[0] != second[1]
+    assert "Each line continues the conversation. `/new` begins another one" in printed
+
+
+def test_session_of_prompts_that_are_no_chat(saved, session):
+    asked, printed = session(["3 + 4?", "More?"], saved)
+    assert [prompt for prompt, _ in asked[::2]] == [QUESTION, QUESTION.replace("3 + 4?", "More?")]
+    assert "Each line is a prompt of its own" in printed
+
+
+def test_session_goes_on_after_a_conversation_that_is_too_long(saved, session, tmp_path):
+    """It stays as it was before the long line."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    asked, printed = session(["Hi!", "long " * 2000, "More?"], saved, "--chat_template", tmp_path / "chat.jinja")
+    assert len(asked) == 4 and asked[2][0].endswith(f"{asked[0][1]}<eos>[user] More?<eos>[assistant]")
+    assert re.search(r"The prompt .* `/new` begins another conversation.", printed)
 
 
 def test_chat_ends_at_an_entered_empty_line(monkeypatch):

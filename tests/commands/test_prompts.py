@@ -8,7 +8,7 @@ from helpers.errors import user_error
 from helpers.files import load_script
 from helpers.tiny import with_adapter
 from loopdropout_trainer import load_model
-from loopdropout_trainer.prompts import PromptFormat, choose_prompt_format
+from loopdropout_trainer.prompts import PromptFormat, choose_prompt_format, make_turns
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import load_tokenizer
 
@@ -37,7 +37,7 @@ def test_text_is_the_training_prompt_in_all_engines(tokenizer, text, begins):
     prompt = text.replace("{question}", PENS, 1).replace("{Question Text}", PENS)
     assert prompt_format.render(turns("user")) == prompt
     ids = tokenizer(prompt)["input_ids"]
-    assert prompt_format.ask(PENS) == prompt_format.encode(turns("user")) == ids
+    assert prompt_format.encode(turns("user")) == prompt_format.encode(make_turns(PENS)) == ids
     in_engine = {"chat_template": prompt_format.chat_template, "return_dict": False}
     assert tokenizer.apply_chat_template(turns("user"), **in_engine) == ids
     assert (ids[0] == tokenizer.eos_token_id) == begins

@@ -21,7 +21,7 @@ from loopdropout_trainer.data import DataArguments, load_datasets, tokenize
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.limits import bounded_rendering, check_nesting, render_chat
-from loopdropout_trainer.prompts import PromptFormat
+from loopdropout_trainer.prompts import PromptFormat, make_turns
 from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 
 
@@ -61,7 +61,7 @@ def evaluate(tokenizer, folder):
 RENDERERS = {
     "data": prepare,
     "end tokens": lambda tokenizer, folder: end_token_ids(tokenizer),
-    "chat and serve": lambda tokenizer, folder: PromptFormat(tokenizer, None).ask("Hi"),
+    "chat and serve": lambda tokenizer, folder: PromptFormat(tokenizer, None).encode(make_turns("Hi")),
     "evaluate": evaluate,
 }
 
