@@ -132,14 +132,27 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
     results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
-    # A recipe without `num_loops` trains at the model's own depth, which can be equal to the one that another recipe names.
-    if depths.nunique() > 1:
-        is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
-        results["recipe_num_loops"] = results["trained_loops"].where(is_trained)
+    results["recipe_num_loops"] = _name_depths(results, depths)
     results["chose"] = _find_choosing(results)
     left_out = describe_left_out_results({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
     results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
+
+
+def _name_depths(results: pd.DataFrame, depths: pd.Series) -> pd.Series:
+    """Return `recipe_num_loops` of each result, or the depth of its training if the recipes of the trainings do not agree.
+
+    A recipe without `num_loops` trains at the model's own depth, which can be equal to the one that another recipe names.
+
+    Args:
+        results: Results with the column `trained_loops`.
+        depths: Depth of each loaded training, by its folder.
+    """
+    in_recipes = results.reindex(columns=["recipe_num_loops"])["recipe_num_loops"]
+    is_trained = results["run"].isin(depths.index) & ~is_of_base(results)
+    if depths.nunique() <= 1 and in_recipes[is_trained].nunique(dropna=False) <= 1:
+        return in_recipes  # as well of results whose training is not loaded, so that its depth is not known
+    return results["trained_loops"].where(is_trained)
 
 
 def _as_cell(value: Any) -> Any:

@@ -1447,6 +1447,21 @@ def test_trainings_of_several_depths_have_their_own_lines(tmp_path, capsys):
     assert {*pd.read_csv(folder / "costs.csv")["method"]} == {"LoRA, K = 2", "LoRA, K = 4"}
 
 
+def test_seeds_of_one_depth_have_one_line_if_one_recipe_names_it(tmp_path, capsys):
+    """The other recipe leaves it out, because it is the model's own depth."""
+    for seed, recipe in ((1, {"rule": "lora"}), (2, {"rule": "lora", "num_loops": 4})):
+        write(
+            tmp_path / str(seed),
+            [{"metric": "eval_loss", "task": "training", "value": 4.0}],
+            recipe,
+            seed=seed,
+            num_loops=4,
+        )
+    _, folder = report_on(tmp_path, capsys)
+    losses = pd.read_csv(folder / "held_out_loss.csv").set_index("method")
+    assert losses["num_seeds"].to_dict() == {"LoRA": 2}
+
+
 def test_held_out_losses_that_chose_the_rates_are_no_test(tmp_path, capsys):
     """As accuracies on the problems that chose them: no differences, and a sentence in each table and figure."""
     for rule, method in (("lora", "LoRA"), ("loop_dropout", "Loop Dropout")):
