@@ -163,8 +163,8 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
     else:
         total = sum(cost * bound * number for cost, bound, (_, number) in zip(costs, bounds, trainings, strict=True))
         amount = f"at most {describe_hours(kinds[0], total)}"
-    per_token = _name_range([f"{cost / 1e9:.3g}" for cost in sorted(costs)])
-    passes = _name_range([str(training.num_passes) for training in sorted(kinds, key=lambda kind: kind.num_passes)])
+    per_token = name_range([f"{cost / 1e9:.3g}" for cost in sorted(costs)])
+    passes = name_range([str(training.num_passes) for training in sorted(kinds, key=lambda kind: kind.num_passes)])
     in_passes = "" if passes == "1" else f" in {passes} passes"
     return (
         f"{amount}, without evaluations\ncomputed, not measured: {per_token} GFLOP for a token{in_passes}, at "
@@ -172,7 +172,7 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
     )
 
 
-def _name_range(numbers: Sequence[str]) -> str:
+def name_range(numbers: Sequence[str]) -> str:
     """Return the first and the last of sorted numbers, or the only one."""
     if numbers[0] == numbers[-1]:
         return numbers[0]
@@ -220,7 +220,7 @@ def describe_tokens(training: Training, num_tokens: int) -> str:
 
 def _describe_memory(trainings: Sequence[Training]) -> str:
     """Return the largest estimated GPU memory of trainings, or "" without an estimate or for trainings on the CPU."""
-    estimates = [estimate for estimate in map(_estimate_memory, trainings) if estimate]
+    estimates = [estimate for estimate in map(estimate_training_memory, trainings) if estimate]
     if not estimates:
         return ""
     sizes = dict(max(estimates, key=lambda sizes: sizes["total"]))
@@ -229,15 +229,22 @@ def _describe_memory(trainings: Sequence[Training]) -> str:
     return f"at most about {total:.1f} GB on a GPU in bfloat16, {AS_IF_LONG}\n({parts})"
 
 
-def _estimate_memory(training: Training) -> dict[str, float]:
-    """Return the estimated GB of the GPU memory of a training by part, or an empty dict."""
+def estimate_training_memory(training: Training, length: int | None = None) -> dict[str, float]:
+    """Return the estimated GB of the GPU memory of a training by part, or an empty dict.
+
+    Args:
+        training: The training.
+        length: Number of tokens of each example. Default: `max_length`.
+    """
     args = training.args
     max_length = getattr(args, "max_length", None)  # GRPO has none
     if not training.may_use_gpu or max_length is None or training.rank is None:
         return {}
+    if length is None:
+        length = max_length
     return estimate_memory(
         training.config,
-        args.per_device_train_batch_size * max_length,
+        args.per_device_train_batch_size * length,
         num_loops=training.model.num_loops,
         rank=training.rank,
         checkpointing=args.gradient_checkpointing,

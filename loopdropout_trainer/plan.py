@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.arguments import count_held_out
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable
+from loopdropout_trainer.evaluation_costs import add_answers, count_answers
 from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, read_depth
+from loopdropout_trainer.paper_costs import describe_paper_costs
 from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
@@ -60,8 +63,10 @@ def describe_plan(
         "training": describe_settings(args, recipe.get("num_train_examples")),
         "device": describe_device(runs[0]),
         **describe_costs([(training, 1) for training in trainings], _name_trainings(len(runs))),
+        "paper": describe_paper_costs([(training, 1) for training in trainings]),
         "samples": describe_samples(runs[0]),
         "afterwards": describe_steps_afterwards(runs[0]),
+        "answers": _describe_answers(runs, model.num_loops or read_depth(config)),
         "trained": describe_trained(runs),
         "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
     }
@@ -237,6 +242,15 @@ def describe_steps_afterwards(run: Run) -> str:
     if run.args.push_to_hub or options.push_merged_to_hub:
         steps.append(describe_push(run.args))
     return "\n".join(steps) or "no tasks"
+
+
+def _describe_answers(runs: Sequence[Run], depth: int | None) -> str:
+    """Return the lines about the problems and the generated tokens of all evaluations, or "" without any."""
+    options, recipe = runs[0].script_args, runs[0].recipe
+    answers = [count_answers(options, recipe, depth).times(len(runs))]
+    if options.evaluate_base:
+        answers.append(count_answers(replace(options, eval_num_loops=None, single_loop_accuracy=False), recipe, depth))
+    return add_answers(answers).describe()
 
 
 def describe_push(args: GateConfig) -> str:

@@ -9,6 +9,9 @@ from typing import Any
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
 from loopdropout_trainer.costs import NOT_COMPUTED, Training, describe_costs
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.evaluation_costs import HOW_TO_TIME, add_answers, count_answers
+from loopdropout_trainer.memory import read_depth
+from loopdropout_trainer.paper_costs import describe_paper_costs
 from loopdropout_trainer.plan import (
     describe_early_stop,
     describe_length,
@@ -57,6 +60,7 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         **costs,
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(_describe_evaluations(sweep)),
+        "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
         "done": done,
         "other code": sweep.describe_other_results(),
     }
@@ -106,7 +110,8 @@ def _describe_costs(sweep: Any, trainings: Mapping[str, Training]) -> dict[str, 
     whose = " in all trainings"
     if sweep.extend_grid and not sweep.full_grid:
         whose = " in these trainings, without those of further learning rates"
-    return describe_costs(numbers, f"{whose}{', for each process' if sweep.launcher else ''}")
+    costs = describe_costs(numbers, f"{whose}{', for each process' if sweep.launcher else ''}")
+    return {**costs, "paper": "" if sweep.launcher else describe_paper_costs(numbers)}
 
 
 def _read_training(sweep: Any, method: str) -> Training:
@@ -162,15 +167,41 @@ def _describe_evaluations(sweep: Any) -> dict[str, str]:
     whose = " of each method" if is_shared else ""
     texts = {}
     for method, steps in measurements.items():
-        num_runs = len(sweep.seeds)
-        if sweep.full_grid:
-            num_runs = sweep.num_trainings(method)
-        lines = [f"{count(num_runs, 'final run')}{whose}:", *steps] if steps else ["none"]
+        lines = [f"{count(_count_final_runs(sweep, method), 'final run')}{whose}:", *steps] if steps else ["none"]
         texts[method] = "\n".join(lines)
     return texts
 
 
+def _describe_answers(sweep: Any, trainings: Mapping[str, Training], is_timed: bool) -> str:
+    """Return the lines about the problems and the generated tokens of all evaluations, or "" without any.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+        trainings: Training of each method.
+        is_timed: Whether another line has the time with evaluations.
+    """
+    parts = []
+    for method, training in trainings.items():
+        recipes, num_final = sweep.recipes[method], _count_final_runs(sweep, method)
+        depth = training.model.num_loops or read_depth(training.config)
+        parts.append(count_answers(_read_options(recipes.final), recipes.final, depth).times(num_final))
+        if not sweep.full_grid:
+            num_rates = len(sweep.choice(method).rates)
+            parts.append(count_answers(_read_options(recipes.selecting), recipes.selecting, depth).times(num_rates))
+    text = add_answers(parts).describe()
+    return f"{text}\n{HOW_TO_TIME}" if text and not is_timed else text
+
+
+def _count_final_runs(sweep: Any, method: str) -> int:
+    return sweep.num_trainings(method) if sweep.full_grid else len(sweep.seeds)
+
+
+def _read_options(recipe: Mapping[str, Any]) -> SFTArguments:
+    """Return the steps after the trainings of a recipe, of which a plan reads the measurements."""
+    (options,) = build_part((SFTArguments,), {**recipe, "merge": False})
+    return options
+
+
 def _list_measurements(sweep: Any, method: str) -> list[str]:
     """Return the measurements of a final run of a method, in plain words."""
-    (options,) = build_part((SFTArguments,), {**sweep.recipes[method].final, "merge": False})
-    return describe_measurements(options)
+    return describe_measurements(_read_options(sweep.recipes[method].final))

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from loopdropout_trainer.arguments import (
     option,
 )
 from loopdropout_trainer.data import DataArguments
-from loopdropout_trainer.errors import UserError, run_script
+from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.evaluation import LoopedLM, asks_in_chat, evaluate_tasks, load_benchmarks
 from loopdropout_trainer.evaluation.plan import (
     Setting,
@@ -137,12 +139,12 @@ def main(argv: list[str] | None = None) -> None:
             planned = plan_settings(args, sources, model_args.num_loops)
             words = without_option(sys.argv[1:] if argv is None else argv, "dry_run")
             command = shlex.join(["loopdropout", "evaluate", *words])
-            print_evaluation_plan(planned, tasks, args.benchmark_limit, args.output_dir, command)
+            print_evaluation_plan(planned, tasks, args.benchmark_limit, args.max_new_tokens, args.output_dir, command)
         return
 
     # Evaluation, with the models over one base model in a row
     loader = ModelLoader(state.device, model_args.attn_implementation)
-    rows = []
+    rows, seconds = [], 0.0
     for name in sorted(sources, key=lambda name: (sources[name].base, sources[name].revision or "")):
         source = sources[name]
         if state.is_main_process:
@@ -153,10 +155,12 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{system_turn} Add `--system_instruction` to evaluate with it.")
         model = loader.load(source, model_args.dtype or source.dtype or "bfloat16", model_args.num_loops)
         tokenizer = source.load_tokenizer(model_args.chat_template)
+        start = time.monotonic()  # after the model is loaded
         for results in evaluate_source(name, source, model, tokenizer, tasks, args):
             if state.is_main_process:
                 write_results(args.output_dir, results)
             rows += [{**row, "name": name} for row in results if "group" not in row]
+        seconds += time.monotonic() - start
         del model
 
     # Table
@@ -166,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
             dump_recipe(settings, path)
         rows.sort(key=lambda row: [*sources].index(row["name"]))
         print_results(rows, args.averages or {})
-        print(f"\nThe results are in {args.output_dir}")
+        print(f"\n{describe_time(rows, seconds)}\nThe results are in {args.output_dir}")
 
 
 def evaluate_source(
@@ -240,7 +244,15 @@ def plan_without_models(args: EvaluationArguments, num_loops: int | None) -> Non
         else:
             (tasks[name],) = loaded
     depths = args.eval_num_loops or [num_loops]
-    print_plan_without_models([*args.adapters], depths, args.gates or (), tasks, args.benchmark_limit, args.output_dir)
+    print_plan_without_models(
+        [*args.adapters],
+        depths,
+        args.gates or (),
+        tasks,
+        args.benchmark_limit,
+        args.max_new_tokens,
+        args.output_dir,
+    )
 
 
 def find_depths(args: EvaluationArguments, source: Source, num_loops: int | None) -> list[int | None]:
@@ -307,6 +319,13 @@ def describe_base(sources: dict[str, Source], settings: dict[str, Any]) -> dict[
         if value is not None:
             base[name] = value
     return base
+
+
+def describe_time(rows: list[dict], seconds: float) -> str:
+    """Return the number of problems of some results, and the time that they took, from which the time of others follows."""
+    numbers = {(row["name"], row["task"], row["num_loops"], row["gates"]): row["n"] for row in rows}
+    duration = timedelta(seconds=round(seconds))
+    return f"{count(sum(numbers.values()), 'problem')} in {duration}, without loading (kept answers take no time)"
 
 
 def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:

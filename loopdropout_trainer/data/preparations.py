@@ -190,3 +190,11 @@ PREPARATIONS = {
 
 PACKAGED_PREPARATIONS = frozenset(PREPARATIONS)
 """Names of the preparations of this package. A file of the user can add others."""
+
+SCORED_LIKE = {
+    "arithmetic": "arithmetic_test",
+    "arithmetic_short": "arithmetic_test",
+    "gsm8k": "gsm8k",
+    "metamath_gsm": "metamath_gsm8k",
+}
+"""Task that asks and scores the held-out examples of a preparation, as the task `development`."""

@@ -24,6 +24,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
+from loopdropout_trainer.data.preparations import SCORED_LIKE
 from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, hint_at_login, short_repr
 from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
@@ -37,12 +38,6 @@ TASKS = Path(__file__).with_name("tasks")
 
 _FOLDERS = {"mmlu": "mmlu/default", "bbh": "bbh/cot_fewshot", "truthfulqa": "truthfulqa"}
 _LM_EVAL = Path(lm_eval.tasks.__file__).parent
-_SCORED_LIKE = {
-    "arithmetic": "arithmetic_test",
-    "arithmetic_short": "arithmetic_test",
-    "gsm8k": "gsm8k",
-    "metamath_gsm": "metamath_gsm8k",
-}
 
 
 @contextmanager
@@ -215,13 +210,13 @@ def development_task(preparation: str | None, examples: Dataset | None) -> Task:
     Raises:
         UserError: if the examples do not have questions with answers that can be scored.
     """
-    if preparation not in _SCORED_LIKE or not examples:
+    if preparation not in SCORED_LIKE or not examples:
         raise UserError(
             f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
-            f"{', '.join(_SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}. With your own data, name an "
+            f"{', '.join(SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}. With your own data, name an "
             "own benchmark. The field `select_on` of a sweep can also be `eval_loss`."
         )
-    return task_of_rows(DEVELOPMENT, _SCORED_LIKE[preparation], examples)
+    return task_of_rows(DEVELOPMENT, SCORED_LIKE[preparation], examples)
 
 
 @preserved_random_states()

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
+from lm_eval.models.utils import normalize_gen_kwargs
 
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.evaluation.harness import leaves_of, name_of
+from loopdropout_trainer.evaluation_costs import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME
 from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.results import read_own_results, unneeded_columns
 
@@ -43,7 +45,12 @@ def list_settings(
 
 
 def print_evaluation_plan(
-    settings: Sequence[Setting], tasks: Sequence[Task | Group], limit: int | None, folder: str, command: str
+    settings: Sequence[Setting],
+    tasks: Sequence[Task | Group],
+    limit: int | None,
+    max_new_tokens: int | None,
+    folder: str,
+    command: str,
 ) -> None:
     """Print the models with their depths and gates, the tasks with their problems, the folder, and the results in it.
 
@@ -51,10 +58,12 @@ def print_evaluation_plan(
         settings: Models at their depths and under their gates.
         tasks: Tasks to evaluate.
         limit: Number of problems of each task.
+        max_new_tokens: Maximum number of tokens of an answer. Default: as each task defines.
         folder: Folder of the results.
         command: Command line of the evaluation.
     """
     numbers = {name_of(task): _count_problems(task, limit) for task in tasks}
+    num_tokens = len(settings) * sum(_count_tokens(task, limit, max_new_tokens) for task in tasks)
     lines = {}
     for name in dict.fromkeys(setting.name for setting in settings):
         own = [setting for setting in settings if setting.name == name]
@@ -66,8 +75,12 @@ def print_evaluation_plan(
     num_done = sum(_is_done(setting, task, number, rows) for setting in settings for task, number in numbers.items())
     plan = {
         "models": [*lines.values()],
-        "tasks": [f"{task}, {count(number, 'problem')}" for task, number in numbers.items()],
-        "in all": [f"{count(total, 'problem')}, with {count(len(settings), 'setting')} of model, depth and gates"],
+        "tasks": [_describe_task(task, limit, max_new_tokens) for task in tasks],
+        "in all": [
+            f"{count(total, 'problem')}, with {count(len(settings), 'setting')} of model, depth and gates",
+            f"at most {num_tokens:,} generated tokens",
+        ],
+        "time": [HOW_TO_TIME],
         "folder": [folder],
         "done": [f"{num_done:,} of {count(len(settings) * len(numbers), 'result')} with as many problems"],
         "answers": [_describe_answers(folder)],
@@ -82,6 +95,7 @@ def print_plan_without_models(
     gates: Sequence[str],
     tasks: Mapping[str, Task | Group | str],
     limit: int | None,
+    max_new_tokens: int | None,
     folder: str,
 ) -> None:
     """Print the part of the plan that is known if a model cannot be loaded.
@@ -92,20 +106,25 @@ def print_plan_without_models(
         gates: Gates that were asked for.
         tasks: Task by its name, or the reason why its problems cannot be loaded.
         limit: Number of problems of each task.
+        max_new_tokens: Maximum number of tokens of an answer. Default: as each task defines.
         folder: Folder of the results.
     """
-    texts, numbers = [], []
+    texts, numbers, num_tokens = [], [], 0
     for name, task in tasks.items():
         if isinstance(task, str):
             texts.append(f"{name}: {task}")
         else:
             numbers.append(_count_problems(task, limit))
-            texts.append(f"{name}, {count(numbers[-1], 'problem')}")
+            num_tokens += _count_tokens(task, limit, max_new_tokens)
+            texts.append(_describe_task(task, limit, max_new_tokens))
     suffix = f", gates of adapters: {', '.join(gates)}" if gates else ""
     plan = {"models": [f"{name}, {_describe_depths(depths)}{suffix}" for name in models], "tasks": texts}
     if len(numbers) == len(tasks) and not gates:  # gates such as `single_loop` multiply the settings of adapters only
-        total = len(models) * len(depths) * sum(numbers)
-        plan["in all"] = [f"{count(total, 'problem')}, at all depths"]
+        num_settings = len(models) * len(depths)
+        plan["in all"] = [
+            f"{count(num_settings * sum(numbers), 'problem')}, at all depths",
+            f"at most {num_settings * num_tokens:,} generated tokens",
+        ]
     _print_plan({**plan, "folder": [folder], "answers": [_describe_answers(folder)]})
 
 
@@ -124,6 +143,26 @@ def _count_problems(task: Task | Group, limit: int | None) -> int:
     """Return the number of problems of a task. A limit is one of each task of a group."""
     sizes = [len(leaf.eval_docs) for leaf in leaves_of(task)]
     return sum(size if limit is None else min(size, limit) for size in sizes)
+
+
+def _count_tokens(task: Task | Group, limit: int | None, max_new_tokens: int | None) -> int:
+    """Return the largest number of tokens that one evaluation on a task generates."""
+    return sum(_count_problems(leaf, limit) * _longest_answer(leaf, max_new_tokens) for leaf in leaves_of(task))
+
+
+def _longest_answer(task: Task, max_new_tokens: int | None) -> int:
+    """Return the largest number of tokens of an answer, or 0 if a task compares log-likelihoods."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return 0
+    options = normalize_gen_kwargs(task.get_config("generation_kwargs") or {}, DEFAULT_MAX_NEW_TOKENS)
+    return max_new_tokens or options["max_gen_toks"]
+
+
+def _describe_task(task: Task | Group, limit: int | None, max_new_tokens: int | None) -> str:
+    """Return the number of problems of a task, and of the tokens of an answer at most."""
+    length = max(_longest_answer(leaf, max_new_tokens) for leaf in leaves_of(task))
+    answers = f"answers of at most {count(length, 'token')}" if length else "no generated answers"
+    return f"{name_of(task)}, {count(_count_problems(task, limit), 'problem')}, {answers}"
 
 
 def _is_done(setting: Setting, task: str, number: int, rows: Sequence[Mapping[str, Any]]) -> bool:

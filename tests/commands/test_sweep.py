@@ -22,6 +22,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
 from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer.errors import run_script
+from loopdropout_trainer.evaluation_costs import HOW_TO_TIME
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
 from loopdropout_trainer.results import read_run, write_results
@@ -447,6 +448,8 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "evaluation      2 final runs of each method:\n"
         "                evaluate arithmetic_hard\n"
         "                measure losses on held-out examples\n"
+        "answers         at most 2,012 problems and 160,960 generated tokens\n"
+        f"                {HOW_TO_TIME}\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
     )
 
@@ -483,11 +486,38 @@ def test_plan_counts_the_passes_of_a_rule(capsys):
         hours[len(hours)] = float(re.search(r"at most ([\d.]+) to ([\d.]+) hours", out)[1])
     assert hours[1] / hours[0] == pytest.approx(4, rel=0.03) and hours[2] / hours[0] == pytest.approx(5, rel=0.03)
     assert "20.1 to 80.5 GFLOP for a token in 1 to 4 passes" in out
+    assert "\npaper           1.84 hours in 1 of the 2 trainings: 110.6 minutes each, 45.36 GB on an H100" in out
     memory = re.search(r"memory +at most about ([\d.]+) GB on a GPU in bfloat16, as if each example had", out)[1]
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
-    assert f"it says at most {memory} GB" in page
+    assert f"the bound is {memory} GB" in page
     for recipe, minutes in re.findall(r"\| `(metamath_gsm/\w+.yaml)` \| ([\d.]+) \|", page):
         assert f"Costs: {float(minutes):.0f} minutes" in (ROOT / "recipes" / recipe).read_text(encoding="utf-8")
+
+
+def test_plan_has_the_costs_of_the_paper(capsys):
+    """Next to the bounds, with the reason of the difference, which the page has, too."""
+    sweep.main(["sweeps/metamath_gsm.yaml", "--dry_run", "true"])
+    assert (
+        "\npaper           104 hours in 35 trainings: 94.1 to 444.9 minutes each, 45.28 to 45.40 GB on an H100 80GB, as the "
+        "paper measured (Tables 3 and 8)\n                the bound is for examples of 1,024 tokens, and the estimate for "
+        "454 is 45.40 GB\n" in capsys.readouterr().out
+    )
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    assert "45.36 GB for 8 examples of 454 tokens" in page.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_answers_of_the_papers_sweeps_are_those_of_the_page(capsys):
+    numbers = []
+    for path in (ROOT / "recipes/sweeps").glob("*.yaml"):
+        sweep.main([f"sweeps/{path.name}", "--dry_run", "true"])
+        pattern = r"\nanswers +at most ([\d,]+) problems and ([\d,]+) generated tokens\n"
+        numbers.append(re.search(pattern, capsys.readouterr().out).groups())
+    problems, tokens = (
+        sum(int(number.replace(",", "")) for number in column) for column in zip(*numbers, strict=True)
+    )
+    page = (ROOT / "recipes/README.md").read_text(encoding="utf-8")
+    assert f"at most {problems:,} problems with {tokens:,} generated tokens" in page
 
 
 ALL_KEPT = " (set `save_total_limit` to keep fewer)"

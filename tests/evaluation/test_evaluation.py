@@ -370,15 +370,18 @@ def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
     out = capsys.readouterr().out
     assert not (tmp_path / "out").exists()
     lines = ["models      base, K = 2, gates: none\n            own, K = 2, gates: loop 1, loop 2\n"]
-    lines += ["tasks       own_gsm8k, 2 problems\n            arithmetic_test, 2 problems\n"]
+    length = "answers of at most 4 tokens"
+    lines += [f"tasks       own_gsm8k, 2 problems, {length}\n            arithmetic_test, 2 problems, {length}\n"]
     lines += [
-        "in all      12 problems, with 3 settings of model, depth and gates\n",
+        "in all      12 problems, with 3 settings of model, depth and gates\n            at most 48 generated tokens\n",
+        "time        not timed: `loopdropout evaluate` with `--benchmark_limit 64",
         f"folder      {tmp_path / 'out'}\n",
     ]
     lines += ["done        0 of 6 results with as many problems\n", "answers     none are kept in the folder\n"]
     assert [line for line in (*lines, "\nNext:\n  loopdropout evaluate ") if line not in out] == []
     assert "--dry_run" not in out
     SCRIPT.main(command)
+    assert re.search(r"\n12 problems in 0:\d\d:\d\d, without loading", capsys.readouterr().out)
     SCRIPT.main([*command, "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
@@ -407,10 +410,11 @@ def test_dry_run_without_the_model_has_all_that_needs_none(saved, tmp_path, caps
         SCRIPT.main(command)
     out = capsys.readouterr().out
     assert (
-        "models      base, K = 2, 4\ntasks       own_gsm8k, 2 problems\n            arithmetic_test, 2 problems\n"
-        in out
+        "models      base, K = 2, 4\ntasks       own_gsm8k, 2 problems, answers of at most 256 tokens\n            "
+        "arithmetic_test, 2 problems, answers of at most 80 tokens\n"
+        "in all      8 problems, at all depths\n            at most 1,344 generated tokens\n" in out
     )
-    assert "in all      8 problems, at all depths\n" in out and "answers     none are kept in the folder\n" in out
+    assert "answers     none are kept in the folder\n" in out
     assert f"folder      {tmp_path / 'out'}\n" in out and not (tmp_path / "out").exists()
     place = command.index("arithmetic_test")
     with user_error("The model nobody/no-model cannot be loaded"):

@@ -20,10 +20,10 @@ FLOORS = """
 terminal | errors renames arithmetic plots memory published bounds | reruns
 files limits gate_state gate_texts gates library_fields read_yaml rewards field_hints
 looped fields means | help lora arguments tokenizers sweeps field_values | recipe
-models data results training_results handle | prompts recipe_changes result_choice
+models data results training_results handle | prompts recipe_changes result_choice evaluation_costs
 saving generation diagnostics imported_code
 training integrations comparing unfinished | evaluation progress serving
-lm_eval cli runs run_training workers sweep_methods sweep_scores costs | plan frames measuring
+lm_eval cli runs run_training workers sweep_methods sweep_scores costs | paper_costs | plan frames measuring
 tables sweep_plan final_results | figures table_files
 printing figure_files | saved_tables job sweep_summary sweep_losses | __main__
 """

@@ -1,10 +1,18 @@
 """The estimated memory of a training: published numbers of weights, and the page that prints it."""
 
+import re
+
 import pytest
+import yaml
 
 from helpers.files import ROOT, load_script
+from loopdropout_trainer.arguments import ScriptArguments
 from loopdropout_trainer.costs import ASSUMED_SHARE, MEASURED_SHARE, PEAK_FLOPS
+from loopdropout_trainer.evaluation_costs import count_answers
 from loopdropout_trainer.memory import count_operations, estimate_memory
+from loopdropout_trainer.paper_costs import find_paper_cost
+from loopdropout_trainer.published import PAPER_COSTS, PUBLISHED_TASKS
+from loopdropout_trainer.recipe import load_recipe
 
 
 SHAPES = load_script("benchmarks/memory.py").SHAPES
@@ -53,3 +61,48 @@ def test_share_of_the_peak_is_that_of_the_papers_run():
     operations = count_operations(SHAPES["Ouro-1.4B"], checkpointing=False) * 25e6
     assert operations / (128.9 * 60) / PEAK_FLOPS["H100"] == pytest.approx(MEASURED_SHARE, abs=0.005)
     assert count_operations({"model_type": "llama"}) is None
+
+
+def test_costs_of_the_paper_are_those_of_its_tables_and_recipes():
+    """For its settings only. The learning rate, the seed and the evaluation do not count."""
+    table = yaml.safe_load((ROOT / "recipes/tables/matched_expansion.yaml").read_text(encoding="utf-8"))
+    costs = {(f"{cost.shortest:.1f}", f"{cost.gigabytes:.2f}") for cost in PAPER_COSTS.values() if cost.gigabytes}
+    assert costs == {(minutes, gigabytes) for *_, minutes, gigabytes in table["rows"]}
+    for name, cost in PAPER_COSTS.items():
+        head = (ROOT / "recipes" / name).read_text(encoding="utf-8").replace("\n#", "")
+        minutes = re.search(r"Costs: (\d+)(?: to (\d+))? minutes", head).groups()
+        assert [round(cost.shortest), round(cost.longest)] == [int(minutes[0]), int(minutes[1] or minutes[0])]
+        recipe = {**load_recipe(name), "learning_rate": 1e-3, "seed": 3, "output_dir": "x", "benchmarks": ["gsm8k"]}
+        assert find_paper_cost(recipe) is cost
+    for change in ({"max_length": 512}, {"p": 0.3}, {"gradient_checkpointing": True}, {"lora_r": 4}, {"max_steps": 2}):
+        assert find_paper_cost({**load_recipe("metamath_gsm.yaml"), **change}) is None
+
+
+def test_published_tasks_have_the_answers_of_their_files():
+    """Numbers of the paper's problems are in no file of the package."""
+    folder = ROOT / "loopdropout_trainer/evaluation/tasks"
+    lengths = {}
+    for path in folder.glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        while not (found := re.search(r"max_gen_toks: (\d+)", text)):
+            text = (folder / re.search(r"^include: (.*)", text, re.MULTILINE)[1]).read_text(encoding="utf-8")
+        lengths[path.stem] = int(found[1])
+    assert lengths.pop("own") == 256
+    assert {name: PUBLISHED_TASKS[name].max_new_tokens for name in lengths} == lengths
+
+
+@pytest.mark.parametrize(("fields", "recipe", "text"), [
+    ({"benchmarks": ["gsm8k", "mmlu"]}, {}, "at most 15,361 problems and 337,664 generated tokens"),
+    ({"benchmarks": ["mmlu", "bbh"], "benchmark_limit": 2}, {}, "at most 168 problems and 55,296 generated tokens"),
+    ({"benchmarks": ["arithmetic_test"], "benchmark_limit": 900}, {}, "at most 900 problems and 72,000 generated tokens"),
+    ({"benchmarks": ["metamath_math500"], "eval_num_loops": [2, 4], "single_loop_accuracy": True}, {},
+     "at most 3,000 problems and 6,144,000 generated tokens"),  # K = 4, K = 2, and 4 single loops
+    ({"benchmarks": ["development"]}, {"preparation": "gsm8k"}, "at most 500 problems and 128,000 generated tokens"),
+    ({"benchmarks": ["mine", "gsm8k"], "own_benchmarks": {"mine": {"files": "x"}}}, {},
+     "at most 1,319 problems and 337,664 generated tokens\nnot counted before its problems are loaded: mine"),
+    ({"benchmarks": ["mine"], "own_benchmarks": {"mine": {"like": "metamath_gsm8k"}}, "benchmark_limit": 3}, {},
+     "at most 3 problems and 1,536 generated tokens"),
+    ({}, {}, ""),
+])  # fmt: skip
+def test_answers_of_evaluations_are_counted(fields, recipe, text):
+    assert count_answers(ScriptArguments(**fields), recipe, 4).describe() == text

@@ -1,0 +1,87 @@
+"""The largest numbers of problems and of generated tokens of the evaluations of trainings, before the tasks are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from loopdropout_trainer.arguments import ScriptArguments
+from loopdropout_trainer.data.arguments import count_held_out
+from loopdropout_trainer.data.preparations import SCORED_LIKE
+from loopdropout_trainer.published import PUBLISHED_TASKS, PublishedTask
+from loopdropout_trainer.results import DEVELOPMENT
+
+
+HOW_TO_TIME = "not timed: `loopdropout evaluate` with `--benchmark_limit 64 --output_dir outputs/try` prints a time"
+"""Way to measure the time, which depends on the device and on the lengths of the answers."""
+
+DEFAULT_MAX_NEW_TOKENS = 256
+"""Largest number of tokens of an answer to a task that does not say it, in lm-eval and in own benchmarks."""
+
+
+class Answers(NamedTuple):
+    """Largest numbers of problems and of generated tokens, and the tasks whose problems are not known yet."""
+
+    num_problems: int = 0
+    num_tokens: int = 0
+    uncounted: frozenset[str] = frozenset()
+
+    def times(self, number: int) -> Answers:
+        """Return the numbers of several equal evaluations."""
+        return Answers(self.num_problems * number, self.num_tokens * number, self.uncounted)
+
+    def describe(self) -> str:
+        """Return the numbers for a plan, or "" without any task."""
+        parts = []
+        if self.num_problems:
+            parts.append(f"at most {self.num_problems:,} problems and {self.num_tokens:,} generated tokens")
+        if self.uncounted:
+            names = ", ".join(sorted(self.uncounted))
+            parts.append(f"not counted before its problems are loaded: {names}")
+        return "\n".join(parts)
+
+
+def add_answers(parts: Iterable[Answers]) -> Answers:
+    """Return the sum of several evaluations."""
+    parts = [*parts]
+    return Answers(
+        sum(part.num_problems for part in parts),
+        sum(part.num_tokens for part in parts),
+        frozenset().union(*(part.uncounted for part in parts)),
+    )
+
+
+def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: int | None) -> Answers:
+    """Return the numbers of the evaluations after a training: all tasks, and the first one at other depths and in one loop.
+
+    Args:
+        options: Steps after the training.
+        recipe: Recipe of the training.
+        depth: Recurrence depth K of the training, or None if it is not known.
+    """
+    tasks = [_count_task(name, options, recipe) for name in options.benchmarks or ()]
+    num_settings = sum(other != depth for other in options.eval_num_loops or ())
+    if options.single_loop_accuracy:
+        num_settings += depth or 0
+    return add_answers([*tasks, *(task.times(num_settings) for task in tasks[:1])])
+
+
+def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) -> Answers:
+    """Return the numbers of one evaluation on a task."""
+    own = (options.own_benchmarks or {}).get(name)
+    like, limit = PUBLISHED_TASKS.get(name), options.benchmark_limit
+    number = like.num_problems if like else None
+    if own is not None:
+        max_new_tokens = own.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS
+        if own.get("like") in PUBLISHED_TASKS and not own.get("max_new_tokens"):
+            max_new_tokens = PUBLISHED_TASKS[own["like"]].max_new_tokens
+        like, number = PublishedTask(0, max_new_tokens), limit
+    elif name == DEVELOPMENT and recipe.get("preparation") in SCORED_LIKE:
+        like, number = PUBLISHED_TASKS[SCORED_LIKE[recipe["preparation"]]], count_held_out(recipe)
+    if like is None or not number:
+        return Answers(uncounted=frozenset([name]))
+    if limit is not None:
+        number = min(number, limit * like.num_parts)  # the limit is one of each task of a group
+        if name.startswith("arithmetic_"):
+            number = limit  # the problems are generated
+    return Answers(number, number * like.max_new_tokens)
