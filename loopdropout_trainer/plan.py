@@ -142,6 +142,7 @@ def describe_adapter(
         text += f", on {', '.join(adapter.lora_target_modules)}"
         number = count_on_modules(model, adapter)
     else:
+        text += ", on all linear projections of the looped layers"
         number = count_parameters(config, rank)
     if number is None or run.args.make_rule().lora_kind != "gated":
         return text

@@ -75,8 +75,8 @@ def load_recipe(path: str | Path, extended_by: tuple[Path, ...] = (), command: s
     written_by = recipe.pop("command", None)
     if None not in (command, written_by) and command != written_by:
         raise UserError(
-            f"The recipe {path} must be used with `loopdropout {written_by}`, because its line `command` names it, got "
-            f"`loopdropout {command}`."
+            f"The recipe {path} must be used with `loopdropout {written_by}` (in a sweep: `script: {written_by}`), as its "
+            f"line `command` says, got `{command}`."
         )
     base = recipe.pop("extends", None)
     if base is None:

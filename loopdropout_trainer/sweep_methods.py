@@ -117,7 +117,8 @@ def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
         path, own = definition, {}
     elif isinstance(definition, str):
         own = {"rule": definition}
-    recipe = {name: value for name, value in load_recipe(path).items() if name not in SET_BY_SWEEP}
+    read = load_recipe(path, command=sweep.script)
+    recipe = {name: value for name, value in read.items() if name not in SET_BY_SWEEP}
     return {**override(recipe, sweep.settings), "evaluate_base": False}, own
 
 

@@ -142,7 +142,9 @@ def test_override_drops_what_describes_the_replaced(recipe, changes, expected):
 def test_recipe_of_a_training_names_its_command(write):
     path = write("command: dpo\nlearning_rate: 1e-3\n")
     assert read_settings([LoopDropoutDPOConfig], [path]) == {"learning_rate": 1e-3}
-    message = f"The recipe .*{Path(path).name} must be used with `loopdropout dpo`, .*, got `loopdropout sft`."
+    message = (
+        f"The recipe .*{Path(path).name} must be used with `loopdropout dpo` .in a sweep: .script: dpo.*got `sft`."
+    )
     for words in ([path], [write(f"extends: {path}\n", "own.yaml")]):
         with user_error(message):
             read_settings([LoopDropoutConfig], words)

@@ -155,7 +155,9 @@ def test_plan_counts_parameters_and_estimates_memory_for_gpus_only(quickstart, t
     """The number of parameters is the trainer's. A recipe that may run on a GPU has an estimate of its memory."""
     folder, text = quickstart
     (number,) = {row["value"] for row in read_results(folder) if row["metric"] == "trainable_parameters"}
-    assert f"adapter     new, rank 16, alpha 32, {number:,.0f} parameters\n" in text and "memory " not in text
+    modules = "all linear projections of the looped layers"
+    assert f"adapter     new, rank 16, alpha 32, on {modules}, {number:,.0f} parameters\n" in text
+    assert "memory " not in text
     sizes = [
         path.stat().st_size for path in folder.glob("**/adapter_model.safetensors") if "checkpoint" not in str(path)
     ]
