@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from loopdropout_trainer.diagnostics import compare_answers
+from loopdropout_trainer.diagnostics import compare_answers, describe_profile
 from loopdropout_trainer.figures import overview_figure
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.results import BASE_MODEL, read_samples
@@ -105,6 +106,34 @@ def print_losses(results: pd.DataFrame, over_seeds: bool = False) -> None:
     for task, own in readouts.groupby("task", sort=False):
         title = f"Loss on {name_examples(task, own)}, read out after each loop, {unit}"
         print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}".format)
+
+
+def print_diagnostics(rows: list[dict[str, Any]]) -> None:
+    """Print a table of each diagnostic of `loopdropout diagnose`, and the profile of LoRA."""
+    results = pd.DataFrame(rows)
+    if "adapter" in results:
+        is_shared = results.groupby("method")["adapter"].transform("nunique") > 1
+        is_of_adapter = results["adapter"].notna()  # the base model has results of its own
+        results.loc[is_shared & is_of_adapter, "method"] += ", " + _shorten_folders(results["adapter"])
+    curvatures = results.query("metric == 'curvature'")
+    print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}".format)
+    print_losses(results)
+    print_loss_reductions(results)
+    reductions = results.query("metric == 'loss_reduction'")
+    for method, own in reductions.query("gates != 'unit'").groupby("method", sort=False):
+        is_lora = "LoRA" in method.split(", ")
+        has_recipe = own["seed"].notna().all()
+        if is_lora or not has_recipe:
+            print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean(), own['n'].iloc[0])}")
+
+
+def _shorten_folders(names: pd.Series) -> pd.Series:
+    """Return the names of adapters without the folder that all of them are in."""
+    folders = names.dropna().unique()
+    if not all(map(os.path.isabs, folders)):  # a repository on the Hub
+        return names
+    common = os.path.commonpath([os.path.dirname(folder) for folder in folders])
+    return names.map(lambda folder: os.path.relpath(folder, common), na_action="ignore")
 
 
 def show_results(runs: Sequence[Run]) -> None:

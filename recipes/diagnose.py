@@ -19,15 +19,14 @@ have means over seeds. The same command continues.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from accelerate import PartialState
 from peft import PeftModel
@@ -42,9 +41,9 @@ from loopdropout_trainer.arguments import (
 )
 from loopdropout_trainer.data import SFTDataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
+    Batch,
     curvature,
     depth_matrix,
-    describe_profile,
     label_batches,
     readouts,
     reference_examples,
@@ -109,10 +108,27 @@ def main(argv: list[str] | None = None) -> None:
         diagnose_sweep(sweep, argv[1:])
         return
     diagnosis = Diagnosis(argv)
-    rows = diagnosis.run(diagnosis.make_loader())
+    rows = diagnosis.run(diagnosis.make_shared())
     if diagnosis.state.is_main_process:
-        print_results(rows)
+        from loopdropout_trainer.printing import print_diagnostics
+
+        print_diagnostics(rows)
         print(f"All results, also those without a table here, are in {diagnosis.args.output_dir}/results.jsonl")
+
+
+@dataclass
+class Shared:
+    """Work that the measurements of one command share, which have the same options.
+
+    Attributes:
+        loader: Loader, which keeps the base model.
+        described: Texts of `describe_setup` that were printed, and are not printed again.
+        of_models: Results of models without an adapter by `key_of_model`.
+    """
+
+    loader: ModelLoader
+    described: set[str] = field(default_factory=set)
+    of_models: dict[tuple, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class Diagnosis:
@@ -149,19 +165,12 @@ class Diagnosis:
         except (OSError, ValueError):
             return False
 
-    def make_loader(self) -> ModelLoader:
-        """Return a loader for `run`, which keeps a base model that the next measurement shares."""
-        return ModelLoader(self.state.device, self.model_args.attn_implementation)
+    def make_shared(self) -> Shared:
+        """Return the argument of `run`, also for further measurements with the same options."""
+        return Shared(ModelLoader(self.state.device, self.model_args.attn_implementation))
 
-    def run(self, loader: ModelLoader, described: set[str] | None = None) -> list[dict[str, Any]]:
-        """Measure the models, write the results, and return them.
-
-        Args:
-            loader: Loader of this or another measurement with the same options.
-            described: Texts of `describe_setup` that another measurement has printed already. They are not printed again.
-        """
-        if described is None:
-            described = set()
+    def run(self, shared: Shared) -> list[dict[str, Any]]:
+        """Measure the models, write the results, and return them."""
         args, state = self.args, self.state
         dtypes = {source.name: self.model_args.dtype or source.dtype or "bfloat16" for source in self.sources}
         with state.main_process_first():
@@ -172,16 +181,28 @@ class Diagnosis:
         rows = []
         for source in self.sources:
             setup = source.describe_setup()
-            if state.is_main_process and setup not in described:
+            if state.is_main_process and setup not in shared.described:
                 print(source.describe())
-            described.add(setup)
-            model = loader.load(source, dtypes[source.name], self.model_args.num_loops)
-            measured = measure(args, source, model, data.batches(source))
+            shared.described.add(setup)
+            measured = self._measure_once(shared, source, dtypes[source.name], data.batches(source))
             if state.is_main_process:
                 write_results(args.output_dir, measured)
             rows += measured
         if state.is_main_process:
             write_file(Path(args.output_dir, FACTS_FILE), json.dumps(self.facts, indent=1) + "\n")
+        return rows
+
+    def _measure_once(self, shared: Shared, source: Source, dtype: str, batches: list[Batch]) -> list[dict[str, Any]]:
+        """Return the results of a model. One without an adapter is measured once for all runs with the same batches."""
+        key = None
+        if not source.is_adapter:
+            key = key_of_model(self.args, source, dtype, self.model_args.num_loops, batches)
+        if key in shared.of_models:
+            return shared.of_models[key]
+        model = shared.loader.load(source, dtype, self.model_args.num_loops)
+        rows = measure(self.args, source, model, batches)
+        if key is not None:
+            shared.of_models[key] = rows
         return rows
 
 
@@ -219,8 +240,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         if own:
             trainings = count(len(own), "training")
             print(f"{trainings} measured rho_t already, and `loopdropout report {sweep}` prints it.")
-    loader = first.make_loader()  # all runs share it, and the base model that it keeps
-    described: set[str] = set()
+    shared = first.make_shared()
     for number, run in enumerate(reasons, start=1):
         reason = reasons[run]
         if reason is None and diagnoses[run].is_done:
@@ -231,7 +251,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         if is_main_process:
             print(line, flush=True)
         if reason is None:
-            diagnoses[run].run(loader, described)
+            diagnoses[run].run(shared)
     if is_main_process:
         print_means(sweep, first.args.task, [diagnosis.args.output_dir for diagnosis in diagnoses.values()])
 
@@ -273,6 +293,30 @@ def measure(
         rows += curvature(model, batches)
     columns = {"method": BASE_MODEL} if source.kind == "base model" else source.columns
     return [{**columns, "task": args.task, **row} for row in rows]
+
+
+def key_of_model(
+    args: DiagnoseArguments, source: Source, dtype: str, num_loops: int | None, batches: list[Batch]
+) -> tuple:
+    """Return everything that the results of a model without an adapter depend on, except for the device, which is the same.
+
+    The batches are part of it by their content, so that it does not matter which settings of a recipe they come from.
+
+    Args:
+        args: Options of the measurement.
+        source: Model without an adapter.
+        dtype: Data type of the weights.
+        num_loops: Recurrence depth of the command line or the recipe.
+        batches: Batches of `DiagnosedData`.
+    """
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name, tensor in batch.items():
+            digest.update(f"{name} {tensor.dtype} {[*tensor.shape]} ".encode())
+            digest.update(tensor.numpy().tobytes())
+    model = (source.name, source.kind, source.base, source.revision, source.training_id, source.num_loops)
+    measured = (args.task, *args.diagnostics), tuple(args.eval_num_loops or ())
+    return model, dtype, num_loops, measured, digest.hexdigest()
 
 
 def find_sources(names: list[str], model_args: SourceArguments) -> list[Source]:
@@ -359,36 +403,6 @@ class DiagnosedData:
         if examples is None:
             raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
         return examples
-
-
-def shorten_folders(names: pd.Series) -> pd.Series:
-    """Return the names of adapters without the folder that all of them are in."""
-    folders = names.dropna().unique()
-    if not all(map(os.path.isabs, folders)):  # a repository on the Hub
-        return names
-    common = os.path.commonpath([os.path.dirname(folder) for folder in folders])
-    return names.map(lambda folder: os.path.relpath(folder, common), na_action="ignore")
-
-
-def print_results(rows: list[dict]) -> None:
-    """Print a table of each diagnostic, and the profile of LoRA."""
-    from loopdropout_trainer.printing import print_by_method, print_loss_reductions, print_losses
-
-    results = pd.DataFrame(rows)
-    if "adapter" in results:
-        is_shared = results.groupby("method")["adapter"].transform("nunique") > 1
-        is_of_adapter = results["adapter"].notna()  # the base model has results of its own
-        results.loc[is_shared & is_of_adapter, "method"] += ", " + shorten_folders(results["adapter"])
-    curvatures = results.query("metric == 'curvature'")
-    print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}".format)
-    print_losses(results)
-    print_loss_reductions(results)
-    reductions = results.query("metric == 'loss_reduction'")
-    for method, own in reductions.query("gates != 'unit'").groupby("method", sort=False):
-        is_lora = "LoRA" in method.split(", ")
-        has_recipe = own["seed"].notna().all()
-        if is_lora or not has_recipe:
-            print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean(), own['n'].iloc[0])}")
 
 
 if __name__ == "__main__":

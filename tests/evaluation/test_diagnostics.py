@@ -366,6 +366,30 @@ def test_diagnose_loads_the_base_model_of_a_sweep_once(sweep, monkeypatch):
     assert len(names) == 1
 
 
+def test_diagnose_measures_the_base_model_of_a_sweep_once(sweep, monkeypatch):
+    """Once for all runs with the same examples. Each run has its results, as if it was measured alone."""
+    other = sweep / "lora/lr_0.001/seed_2"
+    text = (other / "recipe.yaml").read_text()
+    (other / "recipe.yaml").write_text(text.replace("num_eval_examples: 6", "num_eval_examples: 2"))
+    script, kinds = load_script("recipes/diagnose.py"), []
+
+    def measure(args, source, *more):
+        kinds.append(source.kind)
+        return own_measure(args, source, *more)
+
+    own_measure = script.measure
+    monkeypatch.setattr(script, "measure", measure)
+    options = ["--diagnostics", "readouts", "--num_examples", "3"]
+    script.main([str(sweep), *options])
+    assert kinds.count("adapter") == 4 and kinds.count("base model") == 2
+    last = sweep / "loop_dropout/lr_0.001/seed_2"
+    for run in (last, other):
+        rows = read_results(run / "diagnostics")
+        shutil.rmtree(run / "diagnostics")
+        script.main([str(run), *options])
+        assert read_results(run / "diagnostics") == rows
+
+
 def test_diagnosed_seeds_of_a_sweep_are_measured_alike(sweep, capsys):
     """The run that chose the learning rate has losses of fewer examples, for which the final recipe does not ask."""
     run = sweep / "lora/lr_0.001/seed_1"
