@@ -98,8 +98,9 @@ def merged_state_dict(model: PeftModel, scale: float = 1.0) -> dict[str, Tensor]
     adapter = find_active_adapter(model)
     base = model.get_base_model()
     skipped = re.compile(r"\.lora_|\.weight\.")  # constants of a quantized weight are named `weight.absmax`, ...
+    dequantized = _dequantized_weights(base)
     merged = {name: tensor for name, tensor in base.state_dict().items() if not skipped.search(name)}
-    merged |= (dequantized := _dequantized_weights(base))
+    merged |= dequantized
     for name, layer in base.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
@@ -220,14 +221,18 @@ def _write_merged(
 ) -> None:
     """Write the files of a merged model with `weights`. The other arguments are those of `merge_and_save`."""
     base = model.get_base_model()
-    saved = base if getattr(base.config, "quantization_config", None) is None else _without_quantization(base)
+    saved = base
+    if getattr(base.config, "quantization_config", None) is not None:
+        saved = _without_quantization(base)
     saved.save_pretrained(output_dir, state_dict=weights)
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))
     auto_map = config.pop("auto_map", None) or {}
     own_map = write_code(base, output_dir) if standalone else {}
     auto_map = own_map or _copy_code(auto_map, base_name(model), output_dir)
-    config |= {"auto_map": auto_map} if auto_map else {}
-    config |= {"use_cache": True} if "use_cache" in config else {}  # training sets it to False
+    if auto_map:
+        config["auto_map"] = auto_map
+    if "use_cache" in config:
+        config["use_cache"] = True  # training sets it to False
     (output_dir / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if processing_class is not None:
         processing_class.save_pretrained(output_dir)
@@ -316,8 +321,10 @@ def list_pushed_files(source: Source) -> dict[str, int]:
 
 def _locate_adapters(source: Source) -> tuple[Path, list[str]]:
     """Return the folder that a push of an adapter uploads, and the names of adapters in subfolders that go with it."""
-    folder = source.saved_in
-    return folder, [] if source.folder == folder else [source.folder.name]
+    folder, adapters = source.saved_in, []
+    if source.folder != folder:
+        adapters = [source.folder.name]
+    return folder, adapters
 
 
 def push_adapter(source: Source, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> str:
