@@ -154,8 +154,12 @@ def _has_word(command: str, described: str, word: str) -> bool:
     """Return whether a recipe has a word. The name of a command selects the recipes of this command only."""
     if word.lower() in scripts():
         return word.lower() == command.split()[0]
-    described, word = (re.sub(r"[\s_-]+", " ", text).strip().lower() for text in (described, word))
-    return re.search(rf"(?<!\w){re.escape(word)}", described) is not None
+    return re.search(rf"(?<!\w){re.escape(_spell_alike(word))}", _spell_alike(described)) is not None
+
+
+def _spell_alike(text: str) -> str:
+    """Return a text in lower case, with spaces in place of hyphens and underscores."""
+    return re.sub(r"[\s_-]+", " ", text).strip().lower()
 
 
 def _read_recipe(name: str) -> str:
@@ -169,11 +173,12 @@ def show_recipes(words: Sequence[str]) -> None:
         UserError: If there is no such recipe.
     """
     names = recipe_names()
-    for name in (*words, *(f"{word}.yaml" for word in words)):
-        if len(words) == 1 and name in names:
-            print(_read_recipe(name), end="")
-            _hint_at_others(name)
-            return
+    if len(words) == 1:
+        for name in (words[0], f"{words[0]}.yaml"):
+            if name in names:
+                print(_read_recipe(name), end="")
+                _hint_at_others(name)
+                return
     found = find_recipes(words)
     if not found:
         wanted = " ".join(words)
