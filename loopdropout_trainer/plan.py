@@ -19,7 +19,7 @@ from loopdropout_trainer.costs import (
     describe_tokens,
 )
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
-from loopdropout_trainer.data.arguments import count_held_out
+from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.evaluation_costs import add_answers, count_answers
@@ -226,8 +226,8 @@ def describe_device(run: Run) -> str:
 
 def describe_samples(run: Run) -> str:
     """Return which completions are printed during the training, or "" without held-out examples or for DPO and GRPO."""
-    recipe, number = run.recipe, getattr(run.script_args, "num_sample_completions", 0)
-    if not number or not (recipe.get("eval_files") or count_held_out(recipe)):
+    number = getattr(run.script_args, "num_sample_completions", 0)  # only `sft` has the field
+    if not number or not has_held_out(run.recipe):
         return ""
     when = "after the last step"
     if word_of(run.args.eval_strategy) != "no":

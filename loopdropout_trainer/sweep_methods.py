@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.arguments import BenchmarkArguments, names_of
-from loopdropout_trainer.data.arguments import count_held_out
+from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import make_rule
 from loopdropout_trainer.recipe import load_recipe, override
@@ -92,22 +92,22 @@ def make_recipes(sweep: Any, definition: str | dict) -> Recipes:
         UserError: If there are no held-out examples to choose by, the rule does not exist, or a field is set by the sweep.
     """
     recipe, own = _read_method(sweep, definition)
-    has_held_out = _has_held_out(override(recipe, own))
-    if sweep.loss_chooses_by_default and not sweep.full_grid and not has_held_out:
+    holds_out = has_held_out(override(recipe, own))
+    if sweep.loss_chooses_by_default and not sweep.full_grid and not holds_out:
         raise UserError(
             "`num_eval_examples` or `eval_files` must be set, because without `benchmarks` the held-out loss chooses the "
             "learning rate."
         )
-    if has_held_out and (sweep.script == "dpo" or sweep.select_on == "eval_loss"):
+    if holds_out and (sweep.script == "dpo" or sweep.select_on == "eval_loss"):
         recipe.setdefault("eval_strategy", "epoch")  # the held-out loss chooses, or breaks ties, and is reported
     final = _make_final_recipe(sweep, recipe, own)
-    if has_held_out and _scores_loops(sweep) and final.get("single_loop_batches") is None:
+    if holds_out and _scores_loops(sweep) and final.get("single_loop_batches") is None:
         # The run that chose the learning rate has these losses. Without them, the other seeds would be missing in reports.
         final["single_loop_batches"] = LOSS_BATCHES
     for name in SET_BY_SWEEP & final.keys():
         raise UserError(f"`{name}` is set by the sweep. Remove it from `methods` and `settings`.")
     make_rule(final.get("rule", "loop_dropout"))  # raises UserError if there is no such rule
-    return Recipes(_make_selecting_recipe(sweep, override(recipe, own), has_held_out), final)
+    return Recipes(_make_selecting_recipe(sweep, override(recipe, own), holds_out), final)
 
 
 def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
@@ -127,14 +127,14 @@ def _make_final_recipe(sweep: Any, recipe: dict, own: dict) -> dict:
     return override({**recipe, **sweep.measure}, own)
 
 
-def _make_selecting_recipe(sweep: Any, recipe: dict, has_held_out: bool) -> dict:
+def _make_selecting_recipe(sweep: Any, recipe: dict, holds_out: bool) -> dict:
     """Return the recipe of the runs that choose a learning rate, which are measured on what chooses only."""
     first = {name: value for name, value in recipe.items() if name not in FINAL_ONLY}
     first["evaluate_base"] = False
     first["benchmarks"] = [] if sweep.select_on == "eval_loss" else [sweep.select_on]
     if "own_benchmarks" in sweep.measure:
         first["own_benchmarks"] = sweep.measure["own_benchmarks"]
-    if has_held_out and _scores_loops(sweep):
+    if holds_out and _scores_loops(sweep):
         first["single_loop_batches"] = LOSS_BATCHES  # the held-out loss chooses, or breaks ties
     return first
 
@@ -142,8 +142,3 @@ def _make_selecting_recipe(sweep: Any, recipe: dict, has_held_out: bool) -> dict
 def _scores_loops(sweep: Any) -> bool:
     """Return whether the training script of a sweep can measure the held-out loss of each loop, which only `sft` does."""
     return sweep.script not in ("dpo", "grpo")
-
-
-def _has_held_out(recipe: dict) -> bool:
-    """Return whether a training with this recipe has held-out examples. Some preparations hold out examples by default."""
-    return bool(recipe.get("eval_files") or count_held_out(recipe))

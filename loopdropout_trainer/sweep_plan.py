@@ -28,7 +28,7 @@ from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDP
 from loopdropout_trainer.workers import describe_left
 
 
-CONFIGS = {"sft": LoopDropoutConfig, "dpo": LoopDropoutDPOConfig, "grpo": LoopDropoutGRPOConfig}
+CONFIGS = {config.command: config for config in (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig)}
 """Settings of the trainings by the training script."""
 
 

@@ -143,6 +143,11 @@ def count_held_out(recipe: Mapping[str, Any]) -> int:
     return 0  # the training raises an error for an unknown preparation
 
 
+def has_held_out(recipe: Mapping[str, Any]) -> bool:
+    """Return whether a training with a recipe has held-out examples. Some preparations hold out examples by default."""
+    return bool(recipe.get("eval_files") or count_held_out(recipe))
+
+
 class SFTDataArguments(DataArguments):
     """The fields of a recipe about the examples of SFT."""
 
