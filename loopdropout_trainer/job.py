@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
-from loopdropout_trainer.data import DataArguments, LeftOut, load_examples
+from loopdropout_trainer.data import DataArguments, LeftOut, Losses, load_examples
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
@@ -166,7 +166,7 @@ class Job:
         lines = []
         try:
             with self._plan_without_network():
-                loaded = load_examples(self.data_args, tokenizer, max_length, left_out)
+                loaded = load_examples(self.data_args, tokenizer, max_length, left_out, Losses.of(self.args))
             self._check_held_out(loaded.datasets)
             check_assistant_loss(self.args, loaded.datasets["train"][0])
             num_rows = count_rows(loaded, self.args)

@@ -315,7 +315,9 @@ def describe_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
     for source in loaded.sources:
         line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
-        lines.append(f"{line}, {source.num_held_out:,} held out" if data.num_held_out else line)
+        if data.num_held_out:
+            line += f", {source.num_held_out:,} held out"
+        lines.append(f"{line}, loss on {source.loss}" if source.loss else line)
     return titled("examples", lines)
 
 

@@ -399,7 +399,8 @@ class DiagnosedData:
             (task,) = load_benchmarks([args.task], args.own_benchmarks, args.benchmark_revisions)
             return reference_examples(task, args.num_examples)
         with PartialState().main_process_first():
-            examples = load_datasets(self.data_args, tokenizer, args.max_length).get("eval")
+            losses = args.completion_only_loss, args.assistant_only_loss
+            examples = load_datasets(self.data_args, tokenizer, args.max_length, *losses).get("eval")
         if examples is None:
             raise UserError("`num_eval_examples`, `eval_files` or `task` must be set, because no example is held out.")
         return examples

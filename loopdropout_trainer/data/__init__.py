@@ -21,6 +21,7 @@ from loopdropout_trainer.data.holding_out import (
     random_order,
 )
 from loopdropout_trainer.data.loading import LoadedExamples, load_datasets, load_examples
+from loopdropout_trainer.data.mixing import Losses
 from loopdropout_trainer.data.preparations import (
     FIELD,
     PREPARATIONS,
@@ -53,6 +54,7 @@ __all__ = [
     "Indices",
     "LeftOut",
     "LoadedExamples",
+    "Losses",
     "Preparation",
     "Row",
     "SFTDataArguments",

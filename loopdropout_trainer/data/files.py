@@ -41,7 +41,7 @@ def load_rows(source: DataSource) -> Dataset:
             ] or other  # `other` can have the first file's columns, too
             raise UserError(
                 f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
-                "another one."
+                "another one. Give each file an item of `datasets` instead, such as `- path: a.jsonl`."
             ) from None
         reason = str(error.__cause__ or error)
         if not reason:

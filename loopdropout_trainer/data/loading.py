@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
-from loopdropout_trainer.data.caching import examples_key, step_key
+from loopdropout_trainer.data.caching import examples_key
 from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import (
@@ -28,6 +28,17 @@ from loopdropout_trainer.data.formats import (
     wrong_columns,
 )
 from loopdropout_trainer.data.holding_out import interleave, random_order
+from loopdropout_trainer.data.mixing import (
+    OWN_COLUMNS,
+    Losses,
+    add_labels,
+    check_formats,
+    concatenate,
+    differ_in_format,
+    have_one_format,
+    is_mixed,
+    mix,
+)
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, Row, find_columns, keep_all
 from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.tokenizing import tokenize
@@ -38,9 +49,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 logger = logging.get_logger(__name__)
-
-_OWN_COLUMNS = ("order", "is_one_text", "source", "num_tokens")
-"""Columns of examples that no trainer reads."""
 
 _OPTIONAL_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of conversations that some data sets of a mixture may lack."""
@@ -68,34 +76,44 @@ class MixedSource(NamedTuple):
         num_train: Number of its training examples.
         num_held_out: Number of its held-out examples.
         size: Number of its usable examples, of which the mixture may have a part.
+        loss: Tokens that are trained on, if the data sets have several formats, else "".
     """
 
     title: str
     num_train: int
     num_held_out: int
     size: int
+    loss: str
 
 
 def load_datasets(
-    args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
 ) -> DatasetDict:
     """Return training examples in source order (`train`) and held-out examples (`eval`, if there are any).
 
     The choice of held-out examples depends on the rows and `split_seed` alone. Training examples that repeat a held-out
     example are left out. Examples have the columns of one of TRL's formats: `prompt` and `completion`, `messages`, `text`, or
     `chosen` and `rejected`. Pairs of texts are also tokenized, with `input_ids` and `completion_mask` of `tokenize`.
+    Examples of several formats have only `input_ids` and `labels`, as in trainings on each of them alone.
 
     Args:
         args: Source of the rows, and how they become examples.
         tokenizer: Tokenizer with the chat template of the training.
         max_length: Longest example in tokens, end token included. Longer examples are left out, not cut.
+        completion_only_loss: As in `SFTConfig`, for the labels of examples of several formats.
+        assistant_only_loss: As in `SFTConfig`, for the same labels.
 
     Raises:
         UserError: if the data cannot be loaded, or if too few examples are left.
     """
     left_out: list[LeftOut] = []
+    losses = Losses(completion_only_loss, assistant_only_loss)
     try:
-        return load_examples(args, tokenizer, max_length, left_out).datasets
+        return load_examples(args, tokenizer, max_length, left_out, losses).datasets
     finally:
         if PartialState().is_main_process:
             for part in left_out:
@@ -103,15 +121,19 @@ def load_datasets(
 
 
 def load_examples(
-    args: DataArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None, left_out: list[LeftOut]
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    left_out: list[LeftOut],
+    losses: Losses,
 ) -> LoadedExamples:
     """Return the examples of `load_datasets` with their numbers, and add to `left_out` which ones are left out, and why."""
     from datasets import DatasetDict
 
     with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
-        mixture = _load_mixture(args, tokenizer, left_out)
+        mixture = _load_mixture(args, tokenizer, left_out, losses)
         splits = {}
-        for name, examples in _split(args, mixture.examples, tokenizer, left_out).items():
+        for name, examples in _split(args, mixture.examples, tokenizer, left_out, losses).items():
             noun = "examples" if name == "train" else "held-out examples"
             splits[name] = _complete(examples, tokenizer, max_length, left_out, noun)
     if not len(splits["train"]):
@@ -124,11 +146,11 @@ def load_examples(
         num_held_out = [0] * len(mixture.sizes)
         if not args.eval_files:
             num_held_out = _count_by_source(splits["eval"], len(mixture.sizes))
-        sources = [*map(MixedSource, mixture.titles, num_train, num_held_out, mixture.sizes)]
+        sources = [*map(MixedSource, mixture.titles, num_train, num_held_out, mixture.sizes, mixture.losses)]
     datasets = DatasetDict()
     for name, split in splits.items():
         if len(split):
-            datasets[name] = split.remove_columns([own for own in split.column_names if own in _OWN_COLUMNS])
+            datasets[name] = split.remove_columns([own for own in split.column_names if own in OWN_COLUMNS])
     return LoadedExamples(datasets, lengths, sources)
 
 
@@ -144,21 +166,27 @@ class Mixture(NamedTuple):
         examples: Examples that training and held-out examples are chosen from.
         titles: Names of the sources.
         sizes: Number of usable examples of each source, of which the mixture may have a part.
+        losses: Tokens of each source that are trained on, if the sources have several formats, else "".
     """
 
     examples: Examples
     titles: list[str]
     sizes: list[int]
+    losses: list[str]
 
 
-def _load_mixture(args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_out: list[LeftOut]) -> Mixture:
+def _load_mixture(
+    args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_out: list[LeftOut], losses: Losses
+) -> Mixture:
     """Return the usable examples of the data set, the files or the problems to train on, or of a mixture of `datasets`."""
     preparation = PREPARATIONS[args.preparation]
     if preparation.problems:
         num_problems = (args.num_train_examples or preparation.num_train_examples) + args.num_held_out
         rows = arithmetic_problems(preparation.problems, num_problems, args.split_seed, args.arithmetic_steps)
         source = DataSource(args.preparation)
-        return Mixture(_make_examples(rows, source, args, tokenizer, left_out), [args.preparation], [num_problems])
+        return Mixture(
+            _make_examples(rows, source, args, tokenizer, left_out), [args.preparation], [num_problems], [""]
+        )
     sources = args.train_sources
     rows = [load_rows(source) for source in sources]
     optional = [name for name in _OPTIONAL_COLUMNS if any(name in part.column_names for part in rows)]
@@ -170,66 +198,21 @@ def _load_mixture(args: DataArguments, tokenizer: PreTrainedTokenizerBase, left_
         parts.append(_make_examples(part, source, own_args, tokenizer, left_out, title, number, optional))
     sizes = [len(part.rows) for part in parts]
     if len(parts) == 1:
-        return Mixture(parts[0], titles, sizes)
-    return Mixture(_concatenate(parts, titles).select(interleave(sizes, find_shares(sources))), titles, sizes)
-
-
-def _concatenate(parts: Sequence[Examples], titles: Sequence[str]) -> Examples:
-    """Return the examples of several sources one behind the other."""
-    from datasets import concatenate_datasets
-
-    first = parts[0].rows.features
-    for part, title in zip(parts, titles, strict=True):
-        if part.rows.features != first:
-            names = [", ".join(features) for features in (_format_of(first), _format_of(part.rows.features))]
-            raise UserError(
-                f"`datasets` must have the same columns, got {names[0]} in {titles[0]}, and {names[1]} in {title}."
-                f"{_hint_at_conversations({titles[0]: first, title: part.rows.features})}"
-            )
-    rows, key = concatenate_datasets([part.rows for part in parts]), step_key(*[part.key for part in parts])
-    sources, origins, num_sources = [], [], 0
-    for part in parts:
-        sources += part.sources
-        origins.append(part.origins + [num_sources, 0])
-        num_sources = len(sources)
-    return Examples(rows, key, sources, np.concatenate(origins))
-
-
-def _hint_at_conversations(features: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the end of the message about a mixture of conversations and pairs, with the line to write for a pair, or "".
-
-    Pairs are not converted here. A conversation has the chat template around its turns, and all of its tokens are trained on
-    unless `assistant_only_loss` is set, so it is another training than the pair's.
-
-    Args:
-        features: Columns of the examples of two sources by the names of the sources.
-    """
-    pairs = [title for title, columns in features.items() if {"prompt", "completion"} <= {*columns}]
-    if len(pairs) != 1 or not any("messages" in columns for columns in features.values()):
-        return ""
-    turns = '[{"role": "user", "content": PROMPT}, {"role": "assistant", "content": COMPLETION}]'
-    if _format_of(features[pairs[0]])[0] == "prompt (messages)":
-        turns = "PROMPT + COMPLETION"
-    return (
-        f' Write each example of {pairs[0]} as {{"messages": {turns}}}. With `assistant_only_loss: true`, only answers are '
-        "trained on, as of pairs."
-    )
-
-
-def _format_of(features: Mapping[str, Any]) -> list[str]:
-    """Return the names of the columns of examples, with the kinds of their values."""
-    names = []
-    for name, feature in features.items():
-        if name not in _OWN_COLUMNS:
-            kind = getattr(feature, "dtype", "messages")
-            if kind == "string":
-                kind = "text"
-            names.append(f"{name} ({kind})")
-    return names
+        return Mixture(parts[0], titles, sizes, [""])
+    trained = [""] * len(parts)
+    if not have_one_format(parts):
+        check_formats(parts, titles, args.formats)
+        trained = [losses.describe(part.rows.features, title) for part, title in zip(parts, titles, strict=True)]
+        parts = [mix(part, losses) for part in parts]
+    return Mixture(concatenate(parts).select(interleave(sizes, find_shares(sources))), titles, sizes, trained)
 
 
 def _split(
-    args: DataArguments, examples: Examples, tokenizer: PreTrainedTokenizerBase, left_out: list[LeftOut]
+    args: DataArguments,
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    left_out: list[LeftOut],
+    losses: Losses,
 ) -> dict[str, Examples]:
     """Return the training and the held-out examples, which may be none."""
     preparation = PREPARATIONS[args.preparation]
@@ -241,6 +224,9 @@ def _split(
     if args.eval_files:
         source = DataSource("json", data_files=args.eval_files)
         eval_examples = _make_examples(load_rows(source), source, args, tokenizer, left_out, "`eval_files`")
+        if is_mixed(examples) or differ_in_format(examples, eval_examples, args.formats):
+            losses.describe(eval_examples.rows.features, "`eval_files`")  # raises UserError for texts without turns
+            eval_examples = mix(eval_examples, losses)
     is_repeated = np.isin(orders[train], eval_examples.rows["order"])
     if is_repeated.any():
         left_out.append(LeftOut(int(is_repeated.sum()), "examples", "they repeat a held-out example"))
@@ -353,7 +339,9 @@ def _complete(
     noun: str,
 ) -> Dataset:
     """Return examples with the tokens of pairs of texts and the numbers of tokens, without examples that are too long."""
-    if len(examples.rows) and isinstance(examples.rows[0].get("completion"), str):
+    if is_mixed(examples):
+        examples = add_labels(examples, tokenizer)
+    elif len(examples.rows) and isinstance(examples.rows[0].get("completion"), str):
         examples = examples.add(_add_tokens, tokenizer=tokenizer)
     elif max_length is not None:
         examples = examples.add(_count_tokens, tokenizer=tokenizer)

@@ -132,6 +132,8 @@ def label_example(
         completion_only_loss: As in `SFTConfig`. Default: for examples with a prompt.
         assistant_only_loss: As in `SFTConfig`.
     """
+    if "labels" in example:  # of a mixture of formats
+        return {"input_ids": example["input_ids"], "labels": example["labels"]}
     columns = example if "input_ids" in example else tokenize(example, tokenizer, assistant_only_loss)
     labels = list(columns["input_ids"])
     masks = []

@@ -34,7 +34,7 @@ from loopdropout_trainer.training.batches import (
 )
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training.distributed import IGNORED, EveryExampleOnceMixin
-from loopdropout_trainer.training.examples import name_datasets
+from loopdropout_trainer.training.examples import name_datasets, read_first
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.start import describe_what_trains, find_start, log_start
@@ -293,8 +293,18 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     def formats(self, args: LoopDropoutConfig) -> Collection[Sequence[str]]:
         return ("prompt", "completion"), ("messages",), (args.dataset_text_field,)
 
+    def before_init(self, arguments: dict[str, Any]) -> None:
+        super().before_init(arguments)
+        self._assistant_only_loss = arguments["args"].assistant_only_loss
+        examples = [read_first(dataset) for _, dataset in name_datasets(arguments) if dataset is not None]
+        if all(example is not None and "labels" in example for example in examples):
+            arguments[
+                "args"
+            ].assistant_only_loss = False  # labels decide the loss, and TRL refuses the field without turns
+
     def after_init(self) -> None:
         super().after_init()
+        self.args.assistant_only_loss = self._assistant_only_loss
         if self.padding_free:
             self.data_collator = functools.partial(collate_with_example_ids, self.data_collator)
         self._check_lengths()

@@ -13,11 +13,13 @@ from trl import pack_dataset
 
 from helpers.errors import user_error
 from helpers.files import load_script, write_lines
-from loopdropout_trainer.data import DataArguments, load_datasets
+from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
+from loopdropout_trainer.data import DataArguments, GRPODataArguments, SFTDataArguments, label_example, load_datasets
 from loopdropout_trainer.data.holding_out import interleave
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.plan import count_packed_rows
 from loopdropout_trainer.results import read_recipe, read_results, read_run
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer
 
 
@@ -164,17 +166,6 @@ WRONG = [
         "renames columns .for one data set, in its item of `datasets`., for example `column_mapping: {prompt: question, "
         "completion: answer}`, and",
     ),
-    (
-        [A, {"path": "a_chat.jsonl"}],
-        r"must have the same columns, got prompt \(text\), completion \(text\) in a.jsonl, and messages .* in a_chat.jsonl. "
-        r'Write each example of a.jsonl as {"messages": \[{"role": "user", "content": PROMPT}, {"role": "assistant", .*}\]}. '
-        "With `assistant_only_loss: true`, only answers",
-    ),
-    (
-        [{"path": "b_chat.jsonl"}, {"path": "turns.jsonl"}],
-        r'Write each example of turns.jsonl as {"messages": PROMPT \+ COMPLETION}. With',
-    ),
-    ([A, {"path": "text.jsonl"}], r"got prompt \(text\), completion \(text\) in a.jsonl, and text .* in text.jsonl.$"),
     ([A, {"path": "empty.jsonl"}], "The data of empty.jsonl must have an example with text in completion, got ' '"),
     (None, "`dataset_name` or `train_files` must be set, or `datasets` for several"),
 ]
@@ -186,8 +177,86 @@ def test_wrong_mixtures_raise(ouro_tokenizer, datasets, message):
         load_datasets(DataArguments(datasets=datasets), ouro_tokenizer, 100)
 
 
+FORMATS = ["a.jsonl", "a_chat.jsonl", "turns.jsonl", "text.jsonl"]
+
+
+def labeled(examples):
+    return sorted((example["input_ids"], example["labels"]) for example in examples)
+
+
+@pytest.mark.parametrize(("files", "losses"), [
+    (FORMATS, (None, False)), (FORMATS, (False, False)), (FORMATS[:3], (None, True)), (FORMATS[1:3], (False, True)),
+])  # fmt: skip
+def test_formats_in_a_mixture_are_trained_as_alone(ouro_tokenizer, files, losses):
+    """TRL would read all examples in the format of the first one."""
+    items = [{"path": file} for file in files]
+    mixed = load_datasets(DataArguments(datasets=items), ouro_tokenizer, 100, *losses)["train"]
+    assert mixed.column_names == ["input_ids", "labels"]
+    alone = []
+    for file in files:
+        rows = load_datasets(DataArguments(train_files=[file]), ouro_tokenizer, 100)["train"]
+        alone += [label_example(row, ouro_tokenizer, *losses) for row in rows]
+    assert labeled(mixed) == labeled(alone)
+    assert label_example(mixed[0], ouro_tokenizer) == mixed[0]
+
+
+def test_mixed_formats_have_the_tokens_and_labels_of_trl(ouro_tokenizer, tmp_path):
+    args = {"max_length": 100, "bf16": False, "report_to": "none", "assistant_only_loss": True}
+    datasets = {}
+    for name, files, changes in (
+        ("mixed", ["b.jsonl", "b_chat.jsonl"], {}),
+        ("pairs", ["b.jsonl"], {"assistant_only_loss": False}),
+        ("chats", ["b_chat.jsonl"], {}),
+    ):
+        data = DataArguments(datasets=[{"path": file} for file in files])
+        rows = load_datasets(data, ouro_tokenizer, 100, assistant_only_loss=True)["train"]
+        config = LoopDropoutConfig(str(tmp_path), **{**args, **changes})
+        trainer = LoopDropoutSFTTrainer("tiny-ouro", config, train_dataset=rows, processing_class=ouro_tokenizer)
+        datasets[name] = [*trainer.train_dataset]
+    assert labeled(datasets["mixed"]) == labeled(datasets["pairs"] + datasets["chats"])
+
+
+def test_held_out_file_of_another_format_has_its_own_labels(ouro_tokenizer):
+    for train, held_out in (("a.jsonl", "b_chat.jsonl"), ("b_chat.jsonl", "b.jsonl")):
+        data = load_datasets(DataArguments(train_files=[train], eval_files=[held_out]), ouro_tokenizer, 100)
+        alone = load_datasets(DataArguments(train_files=[held_out]), ouro_tokenizer, 100)["train"]
+        assert labeled(data["eval"]) == labeled([label_example(row, ouro_tokenizer) for row in alone])
+        assert "labels" not in data["train"].column_names
+
+
+@pytest.mark.parametrize(("kind", "files", "losses", "message"), [
+    (GRPODataArguments, ["a.jsonl", "turns.jsonl"], (), r"must have the same columns, got prompt \(text\), completion .text. "
+     r"in a.jsonl, and prompt \(messages\), completion \(messages\) in turns.jsonl.$"),
+    (SFTDataArguments, ["a_chat.jsonl", "text.jsonl"], (None, True), "`assistant_only_loss` must be false for the examples of "
+     "text.jsonl, which are texts without turns."),
+])  # fmt: skip
+def test_formats_that_do_not_mix_raise(ouro_tokenizer, kind, files, losses, message):
+    with user_error(message):
+        load_datasets(kind(datasets=[{"path": file} for file in files]), ouro_tokenizer, 100, *losses)
+
+
+def test_plan_says_which_loss_each_format_gets(capsys):
+    chats = {
+        "chat_template": "tulu2",
+        "datasets": [{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}],
+        "num_eval_examples": 1,
+    }
+    sft({**RECIPE, **chats}, "--dry_run", "true")
+    printed = capsys.readouterr().out
+    assert re.search(r"of the 10 examples of b.jsonl, \d held out, loss on the completion\n", printed)
+    assert re.search(
+        r"b_chat.jsonl, \d held out, loss on all tokens \(`assistant_only_loss: true`: the ass.* turns\)\n", printed
+    )
+    sft({**RECIPE, **chats}, "--assistant_only_loss", "true", "--max_steps", "1")
+    printed = capsys.readouterr().out
+    assert re.search(r"b_chat.jsonl, \d held out, loss on the assistant's turns\n", printed)
+    assert find_source("run").choose_prompt_format(load_tokenizer("tiny-ouro", chat_template="tulu2")).text is None
+
+
 def test_files_with_other_columns_raise(tokenizer):
-    columns = "got prompt, completion in one file and question, answer in another one"
+    columns = (
+        "got prompt, completion in one file and question, answer in another one. Give each file an item of `datasets`"
+    )
     with user_error(f"a.jsonl, other.jsonl must have the same columns and types, {columns}"):
         load_datasets(DataArguments(train_files=["a.jsonl", "other.jsonl"]), tokenizer, 100)
 
