@@ -69,13 +69,19 @@ def describe_recipe(name: str, num_fitting_examples: int | None = None) -> dict[
     num_examples = num_fitting_examples or recipe["num_train_examples"]
     steps = recipe["num_train_epochs"] * math.ceil(num_examples / batch)
     values: dict[str, set] = {"learning_rates": set(), "seeds": set(), "benchmarks": set()}
-    for sweep in map(load_recipe, recipe_names()):
-        if sweep.get("recipe") == name and "measure" in sweep:
+    for sweep in _measuring_sweeps():
+        if sweep.get("recipe") == name:
             settings = {**sweep, **sweep["measure"]}
             for field, used in values.items():
                 used.update(settings[field])
     texts = {field: ", ".join(map(str, sorted(used))) for field, used in values.items()}
     return {**recipe, "batch": batch, "steps": steps, **texts}
+
+
+@cache
+def _measuring_sweeps() -> list[dict[str, Any]]:
+    """Return the sweeps of the package that measure their final runs. It reads all recipes, which takes a second."""
+    return [recipe for recipe in map(load_recipe, recipe_names()) if "measure" in recipe]
 
 
 def fill_cell(

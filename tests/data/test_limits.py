@@ -27,17 +27,20 @@ from loopdropout_trainer.tokenizers import end_token_ids, load_tokenizer
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ENDLESS = {
-    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 seconds"),
+    "loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "more than 0.3 seconds",
+    ),
     "range": ("{% for i in range(9999999999) %}{% endfor %}", "Range too big"),
     "memory": (
         "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "more than (256 MB of memory|1 seconds)",  # a busy machine may need a second for the memory
+        "more than (256 MB of memory|0.3 seconds)",  # a busy machine may need the time for the memory
     ),
     "product": ("{{ 'a' * 10 ** 14 }}", "more than 256 MB of memory"),
     "length": ("{{ 'a' * 10 ** 6 }}a", "makes 1,000,001 characters of the conversation"),
     "power": (
         "{{ 10 ** (10 ** 9) }}",
-        "more than (256 MB of memory|1 seconds)",
+        "more than (256 MB of memory|0.3 seconds)",
     ),  # jinja2 itself ignores its first error
     "type": ("{{ 1 + 'a' }}", "unsupported operand"),
     "end": ("{{ raise_exception('No system turns') }}", "cannot render .*: No system turns"),
@@ -73,6 +76,11 @@ def low_limits(monkeypatch):
     monkeypatch.setattr(limits, "MAX_CHARACTERS", 10**6)
 
 
+def seconds_until(reason):
+    """A short time where it is the limit. The other limits must be reached before it, also on a busy machine."""
+    return 0.3 if "seconds" in reason else 1
+
+
 def state():
     return (
         resource.getrlimit(resource.RLIMIT_AS),
@@ -83,7 +91,8 @@ def state():
 
 @pytest.mark.parametrize("render", RENDERERS.values(), ids=RENDERERS)
 @pytest.mark.parametrize(("template", "reason"), ENDLESS.values(), ids=ENDLESS)
-def test_endless_templates_end_in_a_sentence(tmp_path, low_limits, template, reason, render):
+def test_endless_templates_end_in_a_sentence(tmp_path, low_limits, monkeypatch, template, reason, render):
+    monkeypatch.setattr(limits, "RENDER_SECONDS", seconds_until(reason))
     tokenizer = load_tokenizer(TINY_OURO_PATH)
     tokenizer.chat_template = template
     before, began = state(), time.monotonic()
@@ -97,6 +106,7 @@ def test_templates_of_trl_end_in_a_sentence(low_limits, monkeypatch):
     tokenizer = load_tokenizer(TINY_OURO_PATH)
     for template, reason in (ENDLESS[name] for name in ("loops", "product", "length")):
         tokenizer.chat_template = template
+        monkeypatch.setattr(limits, "RENDER_SECONDS", seconds_until(reason))
         with user_error(f"`chat_template` .*{reason}"):
             tokenizer.apply_chat_template(TURNS, return_dict=True)
     with pytest.raises(TemplateError, match="No system turns"):  # TRL and lm-eval catch it

@@ -97,6 +97,7 @@ def _serve(connection):
     It answers each call with `(number, None)`, and tells `(number, exit code)` when the process has ended.
     """
     gc.freeze()
+    gc.enable()  # the process of the tests does it after its collection
     running = {}  # processes by their sentinels, which are ready when they end
     while True:
         for ready in wait([connection, *running]):

@@ -317,11 +317,12 @@ REFUSED = {
     ("export", "run of main"): "requires `revision`",
     ("export", "added tokens"): "authors",
 }
-RUN_HERE = ["base folder", "run", "checkpoint", "merged", "run of main", "independent", "moved", "authors", "named"]
-RUN_HERE += ["added tokens", "adapter on the Hub", "merged on the Hub"]
+RUN_HERE = ["base folder", "checkpoint", "run of main", "independent", "authors", "added tokens", "merged on the Hub"]
+SAME_FILES = ["run", "merged", "moved", "named", "adapter on the Hub"]
+"""Other places of such files. The tests of `TABLE` tell them apart."""
 
 
-@pytest.mark.parametrize("kind", RUN_HERE)
+@pytest.mark.parametrize("kind", [*RUN_HERE, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SAME_FILES)])
 def test_every_command_runs_a_name_in_the_same_way(places, tmp_path, capsys, kind):
     source = find(places, kind)
     for command, words in COMMANDS.items():

@@ -63,7 +63,7 @@ def train_and_resume(folder, environment, strategy):
     Version(transformers.__version__) < Version("5.18"),
     reason="It cannot load an optimizer in two processes on a CPU.",
 )
-@pytest.mark.parametrize("strategy", ["group_by_length", "random"])
+@pytest.mark.parametrize("strategy", ["group_by_length", pytest.param("random", marks=pytest.mark.slow)])
 def test_two_processes_train_each_example_once(tmp_path, strategy):
     programs = [fork(train_and_resume, tmp_path, environment, strategy) for environment in ranks(2)]
     assert [ended(program) for program in programs] == [0, 0]
