@@ -17,8 +17,8 @@ from rich.table import Table
 
 from loopdropout_trainer.diagnostics import compare_answers, describe_profile
 from loopdropout_trainer.figures import overview_figure
-from loopdropout_trainer.frames import load_results
-from loopdropout_trainer.results import BASE_MODEL, read_samples
+from loopdropout_trainer.frames import load_results, order_labels
+from loopdropout_trainer.results import read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
 from loopdropout_trainer.tables import OWN_FAMILY, name_examples
 from loopdropout_trainer.terminal import format_value, join_numbers
@@ -139,11 +139,12 @@ def _shorten_folders(names: pd.Series) -> pd.Series:
 def show_results(runs: Sequence[Run]) -> None:
     """Print tables of the results of a job's runs, and draw them if they have other depths or single loops.
 
-    Figures need plotnine.
+    The methods are in the order of reports. Figures need plotnine.
     """
     folders = [run.args.output_dir for run in runs]
     rows = pd.DataFrame([row for folder in folders for row in read_card_fields(folder)["results"]])
-    rows = rows.sort_values("method", key=lambda method: method != BASE_MODEL, kind="stable")
+    places = order_labels(rows.assign(label=rows["method"], run=None, variant=None))
+    rows = rows.sort_values("method", key=lambda methods: methods.map(places), kind="stable")
     training = rows.query("task == 'training'")
     depth = training["num_loops"].iloc[0]
     print_by_method(f"Training at K = {depth}", training, "metric", partial(format_value, digits=5))
@@ -155,7 +156,8 @@ def show_results(runs: Sequence[Run]) -> None:
     columns = scores["task"].where(scores["metric"] == "accuracy", scores["metric"])
     print_by_method(f"Accuracy at the training depth K = {depth}, in %", scores, columns)
     accuracy = rows.query("metric == 'accuracy'").sort_values("num_loops", kind="stable")
-    print_differences(accuracy.query("gates == 'unit'"))
+    has_lora = any(run.title == "LoRA" for run in runs)
+    print_differences(accuracy.query("gates == 'unit'"), "LoRA" if has_lora else runs[-1].title)
     for task, own in accuracy.groupby("task", sort=False):
         by_depth = own.query("gates == 'unit'")
         if by_depth["num_loops"].nunique() > 1:
@@ -173,12 +175,11 @@ def show_results(runs: Sequence[Run]) -> None:
         save_figure(overview_figure(results[results["checkpoint"].isna()]), folder / "figure")
 
 
-def print_differences(accuracy: pd.DataFrame) -> None:
-    """Print the differences in accuracy to LoRA, or to the last method, on the same problems: one table for each method."""
+def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
+    """Print the differences in accuracy to a method, on the same problems: one table for each other method."""
     lines = []
     for (task, num_loops), rows in accuracy.groupby(["task", "num_loops"], sort=False):
         samples = {row["method"]: read_samples(row) for row in rows.to_dict("records")}
-        baseline = "LoRA" if "LoRA" in samples else [*samples][-1]
         for method in samples:
             if method != baseline:
                 difference = compare_answers(samples[method], samples[baseline])

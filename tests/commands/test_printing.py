@@ -50,6 +50,32 @@ def test_differences_of_few_problems_have_no_interval(accuracy, capsys):
     assert "too few" not in capsys.readouterr().out
 
 
+def test_methods_of_a_training_have_the_order_of_reports(tmp_path, capsys):
+    """Base model, LoRA, then by name, whatever was trained first. Without LoRA, the last run is the baseline."""
+    titles = ["Loop Dropout", "CoTo", "LoRA"]
+    runs = []
+    for title in titles:
+        folder = tmp_path / title
+        row = {"method": title, "seed": 1, "step": 2, "num_loops": 4, "gates": "unit"}
+        rows = [{**row, "task": "training", "metric": "eval_loss", "value": 2.0}]
+        rows += [{**row, "task": "quiz", "metric": "accuracy", "value": 50.0, "n": 20, "samples": "answers.jsonl"}]
+        base = {**rows[0], "method": "base model", "gates": "none", "seed": None}
+        write_results(folder, [*rows, base])
+        write_lines(folder / "answers.jsonl", [{"correct": 1, "answered": 1}] * 20)
+        options = SimpleNamespace(eval_num_loops=None, single_loop_accuracy=False)
+        runs.append(SimpleNamespace(args=SimpleNamespace(output_dir=str(folder)), script_args=options, title=title))
+    for chosen, order, baseline in (
+        (runs, ["base", "LoRA", "CoTo", "Loop"], "LoRA"),
+        (runs[:2], ["base", "CoTo", "Loop"], "CoTo"),
+        (runs[1::-1], ["base", "CoTo", "Loop"], "Loop Dropout"),
+    ):
+        show_results(chosen)
+        out = capsys.readouterr().out
+        table = out[out.index("Training at K = 4") :].split("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in table[2:]] == order
+        assert f" minus {baseline}, accuracy" in out and out.count(" minus ") == len(chosen) - 1
+
+
 def test_whole_numbers_of_a_training_have_all_digits(tmp_path, capsys):
     """As in the lines of its log."""
     row = {"task": "training", "method": "LoRA", "seed": 1, "step": 2, "num_loops": 4, "gates": "unit"}
