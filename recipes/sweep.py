@@ -264,7 +264,7 @@ class Sweep:
         return self.scores.get(run.name)
 
     def is_done(self, run: SweepRun) -> bool:
-        """Return whether a run has finished with its settings, or need not.
+        """Return whether a run has finished with its settings, or need not finish.
 
         It need not if it only serves the choice and has its score, or if its loss is not finite. `Run.is_complete` of a
         training script is stricter: a run with a damaged adapter is not complete. The sweep still has its results. A run that

@@ -35,14 +35,14 @@ def explain_push(
 ) -> Iterator[None]:
     """Raise UserError if a push inside of the block fails.
 
+    Without a connection, the message also says if no token was found, which would be the next error.
+
     Args:
         repo_id: Repository.
         saved: Sentence on what is saved on this computer.
         token: Hub token of the push, which the message must not show.
         retry: What to do after the cause is fixed.
         otherwise: What to do else, as the end of a sentence.
-
-    Without a connection, the message also says if no token was found, which would be the next error.
     """
     try:
         yield
