@@ -26,6 +26,7 @@ from loopdropout_trainer.saving.pushing import (
     create_branch,
     explain_push,
     find_repository,
+    keep_card,
     name_on_card,
     push_run,
     upload,
@@ -206,7 +207,8 @@ class AdapterFilesMixin:
             revision: Branch in the commands of the card. Default: `hub_revision`.
         """
         if self.is_world_process_zero():
-            repository = {"repo_id": self.args.hub_model_id, "revision": revision or self.args.hub_revision}
+            repo_id = self.hub_model_id or self.args.hub_model_id  # the first one, of a push, has its user
+            repository = {"repo_id": repo_id, "revision": revision or self.args.hub_revision}
             self._write_card(model_name, dataset_name, tags, **repository)
 
     def _write_card(
@@ -274,13 +276,15 @@ class AdapterFilesMixin:
             return None
         tags = [tags] if isinstance(tags, str) else tags or []
         tags = [*tags, *(getattr(self.model, "model_tags", None) or ())]
-        self._write_card(model_name, dataset_name, tags)
+        self._write_card(model_name, dataset_name, tags)  # the card that stays if the push fails
         self._finish_current_push()
         explained = explain_push(self._hub_name, f"The adapter is saved in {args.output_dir}.", token)
-        named = name_on_card(args.output_dir, self.hub_model_id, revision, keeps_title=model_name is not None)
-        with explained, named:
+        with explained, keep_card(args.output_dir):
+            # A subclass may write a card of its own.
+            self.create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
             create_branch(self.hub_model_id, revision, token)
-            return self._push(commit_message, token, revision, background=not blocking)
+            with name_on_card(args.output_dir, self.hub_model_id, revision, keeps_title=True):
+                return self._push(commit_message, token, revision, background=not blocking)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the adapter of a checkpoint in the background, without the folders of other runs."""

@@ -655,19 +655,33 @@ def test_failed_push_leaves_the_card(trained, broken_uploads):
     assert card_of(trained) == before
 
 
-@pytest.mark.parametrize("repository", [None, "me/x"])
+@pytest.mark.parametrize("repository", [None, "x", "me/x"])
 @pytest.mark.parametrize("saves", [False, True])
-def test_failed_push_of_a_trainer_leaves_its_card(make_sft, broken_uploads, tmp_path, repository, saves):
+def test_failed_push_of_a_trainer_leaves_its_card(make_sft, broken_uploads, tmp_path, monkeypatch, repository, saves):
     """Also with a name in `hub_model_id`, which does not mean that the repository has the adapter."""
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: SimpleNamespace(repo_id="me/x"))
+    monkeypatch.setattr(HfApi, "create_branch", lambda self, name, **options: None)
     trainer = make_sft(output_dir=str(tmp_path / "x"), hub_model_id=repository)
     if saves:
         trainer.save_model()
     with pytest.raises((KeyboardInterrupt, UserError)):
-        trainer.push_to_hub(tags="sums")
+        trainer.push_to_hub(tags="sums", revision="v1")
     (uploaded,) = broken_uploads
-    assert f"\n# {repository or 'x'}\n" in uploaded and f"loopdropout chat {repository or 'x'}\n" in uploaded
+    assert "\n# me/x\n" in uploaded and "loopdropout chat me/x@v1\n" in uploaded
     assert "- sums\n" in uploaded and "loopdropout chat .\n" in card_of(trainer.args.output_dir)
     assert "me/x" not in card_of(trainer.args.output_dir)
+
+
+class OwnCard(LoopDropoutSFTTrainer):
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        Path(self.args.output_dir, "README.md").write_text(f"A card of mine for {self.hub_model_id}.")
+
+
+def test_push_uploads_the_card_of_a_subclass(make_sft, broken_uploads, tmp_path):
+    trainer = make_sft(cls=OwnCard, output_dir=str(tmp_path / "x"), hub_model_id="me/x")
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        trainer.push_to_hub()
+    assert broken_uploads == ["A card of mine for me/x."]
 
 
 def test_failed_push_of_a_merged_model_leaves_its_card(trained, broken_uploads):
