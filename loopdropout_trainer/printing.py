@@ -28,26 +28,31 @@ if TYPE_CHECKING:
     from loopdropout_trainer.runs import Run
 
 
-def print_table(title: str, table: pd.DataFrame, format_cell: Callable[[Any], Any] = str) -> None:
-    """Print a table in the columns of the terminal, from 80 to 120, and to a file or a pipe in 80.
+NARROWEST, WIDEST = 40, 120
+"""Smallest and largest number of columns of a printed table."""
 
-    In a wider table, texts and heads are wrapped, but never a number with its SD or interval. If it still does not fit, it is
-    printed in parts, one below the other.
+LINE_WIDTHS = range(18, 11, -1)
+"""Numbers of characters of a line in a cell of a table that is too wide, from the first to try to the last."""
+
+
+def print_table(title: str, table: pd.DataFrame, format_cell: Callable[[Any], Any] = str) -> None:
+    """Print a table in the columns of the terminal, from 40 to 120, and to a file or a pipe in 80.
+
+    In a wider table, a key that all lines share is in the title, and texts and heads are wrapped, but never a number with its
+    SD or interval. If it still does not fit, it is printed in parts, one below the other.
 
     Args:
         title: Text above the table.
         table: Texts or numbers. The index names the lines, and each part repeats it.
         format_cell: Function from a text or number to the text of its cell.
     """
-    width = min(max(shutil.get_terminal_size().columns, 80), 120)
+    width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+    table = table.map(format_cell, na_action="ignore").fillna("")
+    if measure_columns(cell_texts(table)).sum() > width + 2:
+        title, table = move_keys_to_title(title, table)
     keys = [*range(table.index.nlevels)]
-    texts = table.map(format_cell, na_action="ignore").fillna("").reset_index()
-    texts = texts.T.reset_index().T.map(str)  # the heads are the first line
-    for limit in (width, 18, 12, 18):  # the last one is for a table in parts
-        cells = texts.map(wrap_cell, width=limit)
-        widths = cells.map(lambda text: max(map(len, text.split("\n")))).max() + 2
-        if widths.sum() <= width + 2:
-            break
+    cells = fit_cells(cell_texts(table), keys, width)
+    widths = measure_columns(cells)
     parts = [keys]
     for place in cells.columns[len(keys) :]:
         if len(parts[-1]) > len(keys) and widths[[*parts[-1], place]].sum() > width + 2:
@@ -62,7 +67,50 @@ def print_table(title: str, table: pd.DataFrame, format_cell: Callable[[Any], An
             grid.add_column(justify="left" if place in keys else "right", overflow="fold")
         for row in cells[part].itertuples(index=False):
             grid.add_row(*row)
-        Console(width=width, markup=False, highlight=False, emoji=False).print(grid)
+        own_width = max(width, widths[part].sum())  # a part that is too wide is not folded, which would cut numbers
+        Console(width=own_width, markup=False, highlight=False, emoji=False).print(grid)
+
+
+def cell_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the keys and cells of a table as texts. The heads are the first line."""
+    return table.reset_index().T.reset_index().T.map(str)
+
+
+def move_keys_to_title(title: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """Return a title with the keys that all lines of a table share, and the table without them. Its last key stays."""
+    shared = [name for name in table.index.names[:-1] if table.index.get_level_values(name).nunique() == 1]
+    if not shared:
+        return title, table
+    values = [f"{name} = {table.index.get_level_values(name)[0]}" for name in shared]
+    return f"{title}, for {', '.join(values)}", table.droplevel(shared)
+
+
+def fit_cells(texts: pd.DataFrame, keys: Sequence[int], width: int) -> pd.DataFrame:
+    """Return the texts of `cell_texts` in lines, so that they fit into a width with the fewest lines.
+
+    The whole table fits if it can. Else each column fits next to the keys.
+    """
+    for limit in (width, *LINE_WIDTHS):
+        cells = wrap_cells(texts, limit)
+        if measure_columns(cells).sum() <= width + 2:
+            return cells
+    for limit in LINE_WIDTHS:
+        cells = wrap_cells(texts, limit)
+        widths = measure_columns(cells)
+        if widths[keys].sum() + widths.drop(keys).max() <= width + 2:
+            break
+    return cells
+
+
+def wrap_cells(texts: pd.DataFrame, width: int) -> pd.DataFrame:
+    """Return texts in lines of at most `width` characters, or as long as a longer number or word in their column."""
+    longest = measure_columns(texts.map(wrap_cell, width=1)) - 2
+    return texts.apply(lambda column: column.map(partial(wrap_cell, width=max(width, longest[column.name]))))
+
+
+def measure_columns(cells: pd.DataFrame) -> pd.Series:
+    """Return the width of each column with the two spaces behind it, from texts in lines."""
+    return cells.map(lambda text: max(map(len, text.split("\n")))).max() + 2
 
 
 def wrap_cell(text: str, width: int) -> str:

@@ -997,7 +997,7 @@ def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
 
 
 def test_printed_table_has_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", "80")
     heads = [f"adapter, K = {depth}" for depth in range(1, 10)]
     table = pd.DataFrame([range(9)], ["arithmetic_easy_test, lr 0.001, lora_dropout = 0.1"], heads).rename_axis("task")
     printing.print_table("Results", table, "{:.1f}".format)
@@ -1006,6 +1006,34 @@ def test_printed_table_has_80_columns(capsys, monkeypatch):
     assert [part.count(" K =") for part in parts] == [3, 3, 3, 4]
     assert all(len(line) <= 80 for part in parts for line in part.splitlines())
     assert re.search("arithmetic_easy_test, +6.0 +7.0 +8.0 *\nlr 0.001, *\nlora_dropout = 0.1", parts[2])
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40, 20])
+def test_printed_table_keeps_numbers_and_labels_in_a_narrow_terminal(columns, capsys, monkeypatch):
+    """A label has as few lines as fit, a task that all lines share is in the title, and no number is cut."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    labels = ["Keep two, lr 0.001", "Loop Dropout, lr 0.003"]
+    keys = pd.MultiIndex.from_product([["arithmetic_easy_test"], ["4"], labels], names=["task", "K", "method"])
+    gain = "-17.5 [-139.3, +124.3]"
+    table = pd.DataFrame({"accuracy": "40.00 ± 13.25", "minus LoRA": f"{gain}, not significant", "p": "0.205"}, keys)
+    printing.print_table("Accuracy", table)
+    title, *lines = capsys.readouterr().out.strip().splitlines()
+    assert title == "Accuracy, for task = arithmetic_easy_test, K = 4"
+    text = "\n".join(lines)
+    for number in (
+        "40.00 ± 13.25",
+        gain,
+        "0.205",
+        "lr 0.001",
+        "lr 0.003",
+        "Keep two,",
+        "Loop Dropout,",
+        "not significant",
+    ):
+        assert text.count(number) >= 1
+    assert max(map(len, lines)) <= max(columns, 40)
+    if columns == 80:
+        assert len(lines) == 5 and "Keep two, lr 0.001" in text
 
 
 def test_printed_table_of_two_rates_has_one_part(capsys, monkeypatch):
