@@ -182,9 +182,7 @@ def test_early_stop_is_at_the_same_step_after_a_kill(tmp_path, make_trainer, log
     fields = {"early_stopping_patience": 2, "eval_strategy": strategy, "eval_steps": 2, "greater_is_better": True}
     steps = 2 if strategy == "steps" else 3  # of an epoch of 48 examples
     fields |= {"max_steps": 20, "save_steps": 2, "save_strategy": strategy, "lr_scheduler_type": "constant"}
-    make = functools.partial(
-        make_trainer, output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=4, **fields
-    )
+    make = functools.partial(make_trainer, output_dir=str(tmp_path), per_device_train_batch_size=16, **fields)
     whole = make()
     whole.train()
     assert whole.state.global_step == 3 * steps and whole.state.best_global_step == steps
@@ -311,11 +309,12 @@ def test_best_checkpoint_of_any_adapter_is_loaded(make_trainer, adapter):
     torch.testing.assert_close(now, best, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 5])
-def test_training_is_not_continued_to_fewer_steps(make_trainer, micro_batches):
-    """An epoch of 12 micro-batches of 4 examples has 12 steps, or 3 steps of which the last one is short."""
-    fields = {"gradient_accumulation_steps": micro_batches, "max_steps": -1, "save_steps": 1}
-    steps = 12 // micro_batches + (12 % micro_batches > 0)
+@pytest.mark.parametrize(("micro_batches", "size"), [(1, 16), (5, 4)])
+def test_training_is_not_continued_to_fewer_steps(make_trainer, micro_batches, size):
+    """An epoch of 48 examples has 3 steps of 16 examples, or 3 steps of 5 micro-batches of which the last one is short."""
+    fields = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": size}
+    fields |= {"max_steps": -1, "save_steps": 1}
+    steps = 3
     trainer = make_trainer(num_train_epochs=1, **fields)
     trainer.train()
     folder = Path(trainer.args.output_dir)
