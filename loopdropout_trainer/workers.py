@@ -123,6 +123,11 @@ class Workers:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
+            except OSError as error:
+                raise UserError(
+                    f"`output_dir` must be on a file system with `flock`, which keeps two workers from training one run, got "
+                    f"{folder} ({error.strerror})."
+                ) from None
             if self.runs.is_done(run):
                 return False
             self._train(run, gpu, lock.fileno())

@@ -1,7 +1,9 @@
 """recipes/sweep.py: order, choice of learning rates, finished runs, locks, and continuation after a kill."""
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -935,6 +937,37 @@ def test_killed_sweep_continues(lab):
     (lab.folder / "hold").unlink()
     worker.join()
     assert len(lab.log) == 5 and Counter(lab.runs)["lora/lr_0.01/seed_101"] == 1
+
+
+@pytest.mark.parametrize(("code", "submitted"), [(0, ""), (2, ""), (143, "--array=3 job.sh\n")])
+def test_job_of_an_array_ends_as_its_sweep(tmp_path, code, submitted):
+    """The script of the page, with stand-ins for SLURM. Only a stopped sweep is submitted again."""
+    page = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    (script,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "#SBATCH --array" in block]
+    (tmp_path / "job.sh").write_text(script)
+    stand_ins = {
+        "srun": '"$@"',
+        "sbatch": 'echo "$@" >> submitted',
+        "loopdropout": f'echo "$@" > command; exit {code}',
+    }
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "3"}
+    job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, check=False)
+    assert job.returncode == code and (tmp_path / "command").read_text() == "sweep mine.yaml\n"
+    assert "".join(path.read_text() for path in tmp_path.glob("submitted")) == submitted
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_file_system_without_locks_is_named(lab, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with user_error(r"`output_dir` must be on a file system with `flock`, .*, got .* \(Function not implemented\)"):
+        lab.run()
+    assert lab.log == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
