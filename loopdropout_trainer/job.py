@@ -168,7 +168,7 @@ class Job:
             with self._plan_without_network():
                 loaded = load_examples(self.data_args, tokenizer, max_length, left_out, Losses.of(self.args))
             self._check_held_out(loaded.datasets)
-            check_assistant_loss(self.args, loaded.datasets["train"][0])
+            check_assistant_loss(self.args, loaded.datasets["train"][0], tokenizer)
             num_rows = count_rows(loaded, self.args)
             lines += self.plan
             if self.trainings:

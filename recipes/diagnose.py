@@ -177,7 +177,7 @@ class Diagnosis:
             check_curvature(args.diagnostics, dtypes)
             check_depths(args, self.sources)
             check_data(args, self.sources, self.settings)
-            data = DiagnosedData(args, self.data_args, self.model_args.chat_template)
+            data = DiagnosedData(args, self.data_args, self.model_args.chat_template, self.sources)
         rows = []
         for source in self.sources:
             setup = source.describe_setup()
@@ -373,10 +373,13 @@ class DiagnosedData:
         args: Task and number of examples.
         data_args: Data of the training.
         chat_template: Chat template instead of the trainings'.
+        sources: All models. One without a chat template, such as the base model, reads chats as the first one that has it.
     """
 
-    def __init__(self, args: DiagnoseArguments, data_args: SFTDataArguments, chat_template: str | None) -> None:
-        self.args, self.data_args, self.chat_template = args, data_args, chat_template
+    def __init__(
+        self, args: DiagnoseArguments, data_args: SFTDataArguments, chat_template: str | None, sources: list[Source]
+    ) -> None:
+        self.args, self.data_args, self.chat_template, self.sources = args, data_args, chat_template, sources
         self._batches: dict[tuple, list] = {}
 
     def batches(self, source: Source) -> list:
@@ -384,6 +387,9 @@ class DiagnosedData:
         key = (source.tokenizer, source.chat_template)
         if key not in self._batches:
             tokenizer = source.load_tokenizer(self.chat_template)
+            if not tokenizer.chat_template:
+                templates = (other.load_tokenizer().chat_template for other in self.sources if other.is_adapter)
+                tokenizer.chat_template = next(filter(None, templates), None)
             self._batches[key] = label_batches(
                 islice(self._examples(tokenizer), self.args.num_examples),
                 tokenizer,

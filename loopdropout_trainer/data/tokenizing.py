@@ -59,15 +59,31 @@ def _tokenize_turns(
     template = {"tools": tools or None, **(example.get("chat_template_kwargs") or {})}
     options = dict(template)
     if assistant_only_loss:
-        from trl import get_training_chat_template  # takes seconds
-
-        options["chat_template"] = get_training_chat_template(tokenizer)  # None if the own template marks these turns
+        options["chat_template"] = find_training_template(tokenizer)
         options[_MASK] = True
     if prompt is None:
         return _render(tokenizer, turns, **options)
     columns = _render(tokenizer, prompt + turns, **options)
     start = _render(tokenizer, prompt, add_generation_prompt=True, **template)["input_ids"]
     return _mask_prompt(columns, start)
+
+
+def find_training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return TRL's chat template that marks the assistant's turns, or None if the tokenizer's own one marks them.
+
+    Raises:
+        UserError: If the tokenizer has no chat template, or one that marks no turns and that TRL does not know.
+    """
+    from trl import get_training_chat_template  # takes seconds
+
+    check_chat_template(tokenizer)
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:
+        raise UserError(
+            "`assistant_only_loss` must be false, or the chat template must write each answer with its end token between "
+            "`{% generation %}` and `{% endgeneration %}`, which this one does not."
+        ) from None
 
 
 def _read_tools(text: str) -> Any:

@@ -25,6 +25,7 @@ from loopdropout_trainer.data.formats import (
     write_numbers,
     wrong_columns,
 )
+from loopdropout_trainer.data.tokenizing import find_training_template
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, set_chat_template, unknown_template
@@ -253,8 +254,16 @@ def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedToken
         check_chat_template(tokenizer)
 
 
-def check_assistant_loss(args: TrainingArguments, example: Mapping[str, Any] | None) -> None:
-    """Raise UserError if only the assistant's turns are to be trained on, and an example is a text without turns."""
+def check_assistant_loss(
+    args: TrainingArguments, example: Mapping[str, Any] | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise UserError if only the assistant's turns are to be trained on, and an example is a text or has unmarked turns.
+
+    Args:
+        args: Settings of the training.
+        example: First example, or None.
+        tokenizer: Tokenizer, whose chat template must mark the turns unless TRL knows it.
+    """
     if not getattr(args, "assistant_only_loss", False) or example is None:
         return
     texts = [name for name in ("prompt", "completion", "text") if isinstance(example.get(name), str)]
@@ -263,6 +272,9 @@ def check_assistant_loss(args: TrainingArguments, example: Mapping[str, Any] | N
             f"`assistant_only_loss` must be false for examples without turns of an assistant, got the text `{texts[0]}`. Of a "
             "pair of texts, only the completion is trained on."
         )
+    copies_template = getattr(args, "chat_template_path", None) is not None  # of another tokenizer
+    if has_conversations(example) and not copies_template:
+        find_training_template(tokenizer)
 
 
 def check_token_ids(title: str, dataset: Any, num_tokens: int) -> None:

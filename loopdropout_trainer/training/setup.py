@@ -219,7 +219,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         if self._template_path is None and getattr(args, "eos_token", None) is None:
             check_end_token(tokenizer)
         check_columns(arguments, self.formats(args))
-        check_assistant_loss(args, read_first(arguments.get("train_dataset")))
+        check_assistant_loss(args, read_first(arguments.get("train_dataset")), tokenizer)
         if getattr(args, "chat_template_path", None) is None:  # else TRL copies another tokenizer's template
             check_conversations(arguments, tokenizer)
             check_rows(arguments, self.formats(args), tokenizer.chat_template)

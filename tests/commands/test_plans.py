@@ -17,6 +17,9 @@ def plan(tmp_path, monkeypatch, capsys):
 
     def dry_run(rows, *words, error=None):
         write_lines(tmp_path / "rows.jsonl", rows)
+        (tmp_path / "own.jinja").write_text(
+            "{% for turn in messages %}{{ turn.role }}: {{ turn.content }} {% endfor %}"
+        )
         fixed = (
             "--model_name_or_path tiny-ouro --chat_template tulu2 --train_files rows.jsonl --bf16 false --dry_run true"
         )
@@ -46,6 +49,7 @@ PAIRS = [{"prompt": f"{number} =", "completion": f" {number}"} for number in ran
     (PAIRS, "--num_eval_examples 20", "`num_eval_examples` must be at most 19"),
     (PAIRS, "--eval_strategy epoch", "`num_eval_examples` must be at least 1, or `eval_files` must be set"),
     (PAIRS, "--assistant_only_loss true", "`assistant_only_loss` must be false"),
+    ([chat("user", "assistant")] * 2, "--assistant_only_loss true --chat_template own.jinja", "must write each answer with"),
     (PAIRS, "--max_length 2", "`max_length` must be larger"),
 ])  # fmt: skip
 def test_mistakes_in_data_come_without_a_plan(plan, rows, words, error):

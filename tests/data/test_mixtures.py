@@ -251,6 +251,10 @@ def test_plan_says_which_loss_each_format_gets(capsys):
     printed = capsys.readouterr().out
     assert re.search(r"b_chat.jsonl, \d held out, loss on the assistant's turns\n", printed)
     assert find_source("run").choose_prompt_format(load_tokenizer("tiny-ouro", chat_template="tulu2")).text is None
+    # The base model has no chat template of its own.
+    load_script("recipes/diagnose.py").main(["run", "--diagnostics", "single_loop", "--use_cpu", "true"])
+    measured = read_results(Path("run/diagnostics"))
+    assert {row["method"] for row in measured} == {"base model", "Loop Dropout"}
 
 
 def test_files_with_other_columns_raise(tokenizer):
