@@ -1,13 +1,16 @@
-"""Compare the accuracy of two runs on the same problems."""
+"""Compare the accuracy of runs on the same problems."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from loopdropout_trainer.diagnostics import Comparison, compare_answers
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.results import is_of_training, read_run_results, read_samples
+from loopdropout_trainer.results import DEVELOPMENT, is_of_training, read_run_results, read_samples
 
 
 def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops: int | None = None) -> Comparison:
@@ -25,7 +28,7 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
         UserError: if a run was not measured on the task at this depth, or the problems differ.
     """
     samples, others = (read_samples(_find_accuracy(place, task, num_loops)) for place in (folder, baseline))
-    if [sample.get("target") for sample in samples] != [sample.get("target") for sample in others]:
+    if not _have_same_problems(samples, others):
         raise UserError(
             f"Both runs must be measured on the same problems of {task}, but {folder} has {len(samples)} and {baseline} has "
             f"{len(others)} problems, which are not the same. Evaluate both with the same `benchmark_limit`."
@@ -33,12 +36,60 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
     return compare_answers(samples, others)
 
 
+def _have_same_problems(samples: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    return [sample.get("target") for sample in samples] == [sample.get("target") for sample in others]
+
+
+def _list_accuracies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the accuracies of an adapter with all gates on, whose answers are known."""
+    return [row for row in rows if row["metric"] == "accuracy" and row["gates"] == "unit" and row.get("samples")]
+
+
+def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
+    """Return the accuracies of runs, and their differences to the last run on the same problems, as `compare_runs` does.
+
+    Held-out examples are left out, because they may have chosen a learning rate.
+
+    Args:
+        folders: Folders of runs. The last one is the baseline.
+
+    Returns:
+        One line for each task, depth and run that was measured there, if the baseline was measured there, too. The index is
+        `task`, `K` and `run`, and the columns are `method`, `seed`, `num_problems`, `accuracy` in %, and `comparison`. It is
+        None for the baseline and for a run with other problems. There is no line if a folder has no accuracies of its own.
+    """
+    measured = {}
+    for folder in dict.fromkeys(folders):
+        accuracies = [row for row in _list_accuracies(read_run_results(folder)) if row["task"] != DEVELOPMENT]
+        measured[folder] = {(row["task"], row["num_loops"]): row for row in accuracies}
+    lines = []
+    baseline = measured[folders[-1]] if all(measured.values()) else {}
+    for place in sorted(baseline):
+        others = read_samples(baseline[place])
+        rows = {folder: own[place] for folder, own in measured.items() if place in own}
+        if len(rows) == 1:  # of the baseline alone
+            continue
+        for folder, row in rows.items():
+            samples, comparison = read_samples(row), None
+            if folder != folders[-1] and _have_same_problems(samples, others):
+                comparison = compare_answers(samples, others)
+            facts = {
+                "method": row["method"],
+                "seed": row["seed"],
+                "num_problems": len(samples),
+                "accuracy": row["value"],
+            }
+            lines.append({"task": place[0], "K": str(place[1]), "run": folder, **facts, "comparison": comparison})
+    columns = ["task", "K", "run", "method", "seed", "num_problems", "accuracy", "comparison"]
+    return pd.DataFrame(lines, columns=columns).set_index(columns[:3])
+
+
 def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict[str, Any]:
     """Return the accuracy of a run on a task with all gates on."""
     if not Path(folder).is_dir():
         raise UserError(f"The folder {folder} does not exist.")
     rows = read_run_results(folder)
-    own = [row for row in rows if row["metric"] == "accuracy" and row["gates"] == "unit" and row.get("samples")]
+    own = _list_accuracies(rows)
     depth = num_loops
     if depth is None:
         depth = next((row["num_loops"] for row in [*filter(is_of_training, rows), *own]), None)

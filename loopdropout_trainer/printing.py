@@ -162,7 +162,7 @@ def print_diagnostics(rows: list[dict[str, Any]]) -> None:
     if "adapter" in results:
         is_shared = results.groupby("method")["adapter"].transform("nunique") > 1
         is_of_adapter = results["adapter"].notna()  # the base model has results of its own
-        results.loc[is_shared & is_of_adapter, "method"] += ", " + _shorten_folders(results["adapter"])
+        results.loc[is_shared & is_of_adapter, "method"] += ", " + shorten_folders(results["adapter"])
     curvatures = results.query("metric == 'curvature'")
     print_by_method("curvature (nats per token) by loop", curvatures, "loop", "{:.4g}".format)
     print_losses(results)
@@ -175,7 +175,7 @@ def print_diagnostics(rows: list[dict[str, Any]]) -> None:
             print(f"\n{method}: {describe_profile(own.groupby('loop')['value'].mean(), own['n'].iloc[0])}")
 
 
-def _shorten_folders(names: pd.Series) -> pd.Series:
+def shorten_folders(names: pd.Series) -> pd.Series:
     """Return the names of adapters without the folder that all of them are in."""
     folders = names.dropna().unique()
     if not all(map(os.path.isabs, folders)):  # a repository on the Hub

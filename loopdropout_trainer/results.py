@@ -80,18 +80,21 @@ def write_results(
 
 
 def read_results(*folders: str | Path) -> list[dict[str, Any]]:
-    """Return all results below the folders.
+    """Return all results below the folders, once if a folder contains another one.
 
     Each result gets the column `folder` and one column `recipe_<field>` for each field of the `recipe.yaml` next to it.
 
     Raises:
         UserError: if a folder does not exist, or a file is not readable.
     """
-    rows = []
+    rows, seen = [], set()
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"The folder {folder} does not exist.")
         for path in sorted(Path(folder).rglob(RESULTS_FILE)):
+            if path.resolve() in seen:
+                continue
+            seen.add(path.resolve())
             columns = {f"recipe_{name}": value for name, value in read_recipe(path.parent).items()}
             rows += [{**columns, **row, "folder": str(path.parent)} for row in _read_rows(path)]
     return rows

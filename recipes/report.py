@@ -1,20 +1,23 @@
 """Make tables and figures from finished runs.
 
     loopdropout report outputs/quickstart
+    loopdropout report outputs/quickstart outputs/quickstart/lora
     loopdropout report outputs/sweeps --tables math_main figure_teaser
     loopdropout report outputs --tables all
 
 Without `--tables` it summarizes all runs below the folders: tables of costs,
 held-out losses, accuracies by depth and loss reductions, with differences to LoRA
-and their 95% intervals, and the figures `overview` and `losses`. A table or
-figure of the paper is a YAML file in recipes/tables/, which has the paper's
-numbers too. Tables are written as Markdown, LaTeX and CSV, figures as PNG, PDF
-and SVG, by default to `report` in the folder of the runs. Missing runs are
-listed.
+and their 95% intervals, and the figures `overview` and `losses`. If two or more
+folders are those of single runs, each run is also compared with the last one, on
+the same problems. A table or figure of the paper is a YAML file in recipes/tables/,
+which has the paper's numbers too. Tables are written as Markdown, LaTeX and CSV,
+figures as PNG, PDF and SVG, by default to `report` in the folder of the runs.
+Missing runs are listed.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +26,15 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.arguments import option
+from loopdropout_trainer.comparing import compare_folders
+from loopdropout_trainer.diagnostics import Comparison
 from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.figure_files import build_figure
 from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figure
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.frames import load_results
+from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state
@@ -39,6 +45,7 @@ from loopdropout_trainer.tables import (
     CHOICE_TITLE,
     COSTS,
     LOSS_TITLE,
+    OWN_FAMILY,
     REDUCTION_TITLE,
     accuracy_numbers,
     accuracy_table,
@@ -94,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         make_named(name, final, output_dir)
     if not names:
         summarize(final, output_dir)
+        report_comparison(args.folders, output_dir)
 
 
 def find_output_dir(args: ReportArguments) -> Path:
@@ -213,6 +221,34 @@ def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:
         text = TableText(fit_title(REDUCTION_TITLE.format(examples), numbers))
         save_table(numbers, reduction_table(numbers), text, output_dir / name)
     return bool(groups)
+
+
+def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
+    """Make the table that compares two or more runs on the same problems, if all folders are runs that answered some."""
+    compared = compare_folders(folders)
+    if compared.empty:
+        return
+    names = dict(zip(folders, shorten_folders(pd.Series([*map(os.path.abspath, folders)])), strict=True))
+    comparisons = compared.pop("comparison")
+    numbers = compared.join(pd.DataFrame([*comparisons.map(as_numbers)], compared.index))
+    texts = compared.rename(names, level="run").rename(columns={"num_problems": "n"})
+    texts["accuracy"] = texts["accuracy"].map("{:.2f}".format)
+    texts["difference"] = [*comparisons.map(lambda comparison: "" if comparison is None else str(comparison))]
+    is_other = comparisons.isna() & (compared.index.get_level_values("run") != folders[-1])
+    texts.loc[[*is_other], "difference"] = "other problems"
+    about = [
+        "Differences are in points on the same n problems. Their 95% intervals are over problems (McNemar's exact test), "
+        f"without the spread over seeds. {OWN_FAMILY}"
+    ]
+    text = TableText(f"Accuracy of the runs in %, and difference to {names[folders[-1]]}", about)
+    save_table(numbers, texts, text, output_dir / "comparison")
+
+
+def as_numbers(comparison: Comparison | None) -> dict[str, float]:
+    """Return a comparison as columns of a CSV file."""
+    if comparison is None:
+        return {}
+    return {"difference": comparison.gain, "low": comparison.low, "high": comparison.high, "p": comparison.p}
 
 
 def draw_figure(plot: Any, path: Path) -> None:

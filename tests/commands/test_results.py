@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from helpers.errors import user_error
-from helpers.files import read_lines, write_lines
+from helpers.files import load_script, read_lines, write_lines
 from helpers.processes import ended, fork
 from loopdropout_trainer import results
 from loopdropout_trainer.comparing import compare_runs
@@ -221,6 +221,31 @@ def test_runs_are_compared_on_one_task_and_depth(tmp_path):
         compare_runs(ours, tmp_path / "empty", "quiz")
     with user_error("The folder nowhere does not exist"):
         compare_runs("nowhere", other, "quiz")
+
+
+def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch):
+    """With the last one, on the same problems of each task and depth, as `compare_runs` does. A run can be in another one."""
+    report, ours = load_script("recipes/report.py"), tmp_path / "ours"
+    other, third = ours / "lora", tmp_path / "third"
+    for folder, solves, seed in ((ours, 1, 5), (other, 0, 6), (third, 1, 7)):
+        monkeypatch.setitem(ANSWERS, "seed", seed)
+        write_answers(folder, "development", 4, [1 - solves] * 12)
+        write_answers(folder, "quiz", 4, [solves] * 11 + [0] * (1 if folder != third else 2))
+    monkeypatch.setattr(report, "draw_figure", lambda plot, path: None)
+    report.main([*map(str, (ours, third, other)), "--output_dir", str(tmp_path / "report")])
+    table = pd.read_csv(tmp_path / "report/comparison.csv").set_index("run")
+    assert {*table["task"]} == {"quiz"} and [*table["seed"]] == [5, 7, 6] and [*table["num_problems"]] == [12, 13, 12]
+    assert read_results(ours, other) == read_results(ours)
+    found = compare_runs(ours, other, "quiz")
+    numbers = table.loc[str(ours), ["difference", "low", "high", "p"]]
+    assert [*numbers] == pytest.approx([found.gain, found.low, found.high, found.p])
+    assert table.loc[[str(third), str(other)], "difference"].isna().all()
+    lines = capsys.readouterr().out.split("Accuracy of the runs in %, and difference to ours/lora")[1].splitlines()
+    assert lines[2].startswith("quiz  4  ours ") and lines[2].endswith(f" 5  12     91.67  {found}")
+    assert lines[3].startswith("quiz  4  third ") and lines[3].rstrip().endswith("other problems")
+    report.report_comparison([str(ours), str(tmp_path)], tmp_path / "report")
+    report.report_comparison([str(ours)], tmp_path / "report")
+    assert capsys.readouterr().out == ""
 
 
 def test_base_model_is_found_in_results_and_data_frames():
