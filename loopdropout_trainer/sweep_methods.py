@@ -10,7 +10,7 @@ from loopdropout_trainer.arguments import BenchmarkArguments, names_of
 from loopdropout_trainer.data.arguments import has_held_out
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.gates import make_rule
-from loopdropout_trainer.recipe import load_recipe, override
+from loopdropout_trainer.recipe import TRAININGS, load_recipe, override
 
 
 SET_BY_SWEEP = {"output_dir", "run_name", "learning_rate", "seed", "resume_from_checkpoint", "compare_with", "dry_run"}
@@ -117,7 +117,8 @@ def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
         path, own = definition, {}
     elif isinstance(definition, str):
         own = {"rule": definition}
-    read = load_recipe(path, command=sweep.script)
+    command = sweep.script if sweep.script in TRAININGS else None  # else a user's own script
+    read = load_recipe(path, command=command)
     recipe = {name: value for name, value in read.items() if name not in SET_BY_SWEEP}
     return {**override(recipe, sweep.settings), "evaluate_base": False}, own
 

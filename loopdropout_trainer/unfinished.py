@@ -29,6 +29,8 @@ def read_unfinished(folders: Iterable[str | Path]) -> tuple[list[dict[str, Any]]
         if checkpoint is None:
             continue
         source, state = find_source(checkpoint), load_state(checkpoint)
+        if source.training_id is None:  # of another trainer
+            continue
         row = {f"recipe_{name}": value for name, value in read_recipe(run).items()}
         row |= {"method": source.columns.get("method"), "seed": source.columns.get("seed"), "folder": str(run)}
         row |= {"metric": UNFINISHED, "value": state.global_step, "unit": "step", "task": "training", "gates": "unit"}

@@ -207,14 +207,13 @@ def _held_out_loss(results: Iterable[Mapping[str, Any]], of_base: bool) -> str |
     return f"{losses[-1]:.4f}" if losses else None
 
 
-def name_repository(folder: str | Path, repo_id: str, revision: str | None = None, keeps_title: bool = False) -> bool:
+def name_repository(folder: str | Path, repo_id: str, revision: str | None = None) -> bool:
     """Name a repository in the title and the commands of a card that was written for a folder.
 
     Args:
         folder: Folder of the card.
         repo_id: `user/name` on the Hub.
         revision: Branch of the repository. Default: `main`.
-        keeps_title: Whether the title stays.
 
     Returns:
         Whether the card names the repository now.
@@ -223,7 +222,7 @@ def name_repository(folder: str | Path, repo_id: str, revision: str | None = Non
     if not file.is_file():
         return True
     text = read_text(file)
-    named = _name_repository(text, repo_id, revision, keeps_title)
+    named = _name_repository(text, repo_id, revision)
     if named != text:
         file.write_text(named, encoding="utf-8")
     return repo_id in named

@@ -63,9 +63,7 @@ def explain_push(
 
 
 @contextmanager
-def name_on_card(
-    folder: str | Path, repo_id: str, revision: str | None = None, keeps_title: bool = False
-) -> Iterator[None]:
+def name_on_card(folder: str | Path, repo_id: str, revision: str | None = None) -> Iterator[None]:
     """Name a repository on the card of a folder for a push inside of the block, and restore the card if the push fails.
 
     The arguments are those of `name_repository`.
@@ -73,7 +71,7 @@ def name_on_card(
     from loopdropout_trainer.saving.cards import name_repository
 
     with keep_card(folder):
-        if not name_repository(folder, repo_id, revision, keeps_title):
+        if not name_repository(folder, repo_id, revision):
             logger.warning(f"The model card does not name {repo_id}, because it was written for another repository.")
         yield
 

@@ -283,7 +283,7 @@ class AdapterFilesMixin:
             # A subclass may write a card of its own.
             self.create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
             create_branch(self.hub_model_id, revision, token)
-            with name_on_card(args.output_dir, self.hub_model_id, revision, keeps_title=True):
+            with name_on_card(args.output_dir, self.hub_model_id, revision):
                 return self._push(commit_message, token, revision, background=not blocking)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -889,6 +889,13 @@ def test_sweep_rejects_invalid_fields(lab, fields, message):
         lab.sweep(**fields)
 
 
+def test_sweep_must_have_the_command_of_its_recipe(lab, tmp_path):
+    recipe = tmp_path / "dpo.yaml"
+    recipe.write_text("command: dpo\n")
+    with user_error("with `loopdropout dpo` .in a sweep: `script: dpo`., as its line `command` says, got `sft`"):
+        lab.sweep(script="sft", recipe=str(recipe))
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "", "/tmp/x", "a\nb", " a", 1])
 def test_names_of_methods_are_names_of_folders(lab, name):
     with user_error("The names of `methods` must be names of folders without a slash"):
