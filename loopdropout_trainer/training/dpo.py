@@ -22,7 +22,8 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
 
     The chosen and the rejected completion of a pair share their gates, so that one thinned model scores both. The reference
     keeps unit gates: the base model, the frozen copy "ref" of a pretrained adapter, or `ref_model`. It takes the arguments of
-    [`~trl.DPOTrainer`] in the same order, and `peft_config` defaults to the paper's adapter.
+    [`~trl.DPOTrainer`] in the same order, and `peft_config` defaults to the paper's adapter. A [`~trl.DPOConfig`] as `args`
+    keeps its values and gets the fields of the method, with p = 0.5.
     """
 
     config_class = LoopDropoutDPOConfig

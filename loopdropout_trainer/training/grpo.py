@@ -21,7 +21,8 @@ class LoopDropoutGRPOTrainer(ReferenceMixin, GateSamplingMixin, GRPOTrainer):
 
     Completions are sampled at unit gates, and each completion is trained on under its own gates. The reference keeps unit
     gates. It takes the arguments of [`~trl.GRPOTrainer`] in the same order, and `peft_config` defaults to the paper's
-    adapter. `reward_funcs` may also have the names of this package's rewards, such as "last_number". Each batch of
+    adapter. A [`~trl.GRPOConfig`] as `args` keeps its values and gets the fields of the method, with p = 0.5. `reward_funcs`
+    may also have the names of this package's rewards, such as "last_number". Each batch of
     completions trains once (`num_iterations=1`), because TRL computes old log-probabilities at unit gates and the importance
     ratio would clip many tokens.
     """
