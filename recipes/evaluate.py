@@ -145,10 +145,12 @@ def main(argv: list[str] | None = None) -> None:
     # Evaluation, with the models over one base model in a row
     loader = ModelLoader(state.device, model_args.attn_implementation)
     rows, seconds = [], 0.0
-    for name in sorted(sources, key=lambda name: (sources[name].base, sources[name].revision or "")):
+    in_order = sorted(sources, key=lambda name: (sources[name].base, sources[name].revision or ""))
+    for number, name in enumerate(in_order, start=1):
         source = sources[name]
         if state.is_main_process:
-            print(source.describe())
+            place = f"{number} of {len(sources)}: " if len(sources) > 1 else ""
+            print(f"{place}{source.describe()}", flush=True)
             system_turn = source.describe_system_turn()
             is_chat = any(asks_in_chat(task, args.apply_chat_template) for task in tasks)
             if is_chat and args.system_instruction is None and system_turn:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,28 @@ def load_skeleton(name_or_path: str, revision: str = "main") -> PreTrainedModel:
     return model
 
 
+BAR_DELAY = 3.0
+"""Seconds after which the loading of one of several models shows a progress bar."""
+
+
+@contextmanager
+def delay_bars() -> Iterator[None]:
+    """Show progress bars of transformers inside the block only if they take longer than `BAR_DELAY`.
+
+    The bars of many small models would push the lines about the models off the screen.
+    """
+
+    def make_bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = {"delay": BAR_DELAY, **kwargs}
+        return factory(*args, **kwargs) if previous is None else previous(factory, args, kwargs)
+
+    previous = logging.set_tqdm_hook(make_bar)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(previous)
+
+
 class ModelLoader:
     """Load sources one after the other, and keep a base model that the next source shares.
 
@@ -178,7 +200,7 @@ class ModelLoader:
 
     def _load_base(self, source: Source, dtype: str) -> None:
         self._key = self._base = self._adapted = None  # frees the memory first
-        with explain_loading(source.name):
+        with explain_loading(source.name), delay_bars():
             base = load_base(find_base(source), dtype=dtype, attn_implementation=self.attn_implementation)
         self._base = base.to(self.device).eval()
         self._own_depth = attach_looped_model(base).num_loops

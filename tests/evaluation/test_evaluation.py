@@ -353,6 +353,7 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     assert all(len(read_lines(tmp_path / row["samples"])) == row["n"] == 2 for row in rows)
     assert len({row["samples"] for row in rows}) == len(rows)
     printed = capsys.readouterr().out
+    assert re.search(r"^1 of 2: .*: base model, ", printed) and re.search(r"\n2 of 2: .*: adapter of ", printed)
     assert "own, K = 4, loop 3" in printed and "Average " in printed and "own_gsm8k, missing" in printed
     with user_error(r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])

@@ -10,6 +10,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging
 
 from helpers.errors import user_error
 from helpers.files import TINY_OURO_PATH, load_script
@@ -17,6 +18,7 @@ from helpers.tiny import DORY, TINY, tiny_hrm
 from loopdropout_trainer import load_adapter, load_model, merge_and_save
 from loopdropout_trainer.evaluation import LoopedLM
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.saving import loading
 from loopdropout_trainer.saving.facts import ALL_KINDS
 from loopdropout_trainer.saving.loading import ModelLoader, load
 from loopdropout_trainer.saving.source import find_base, find_source, find_source_of
@@ -376,6 +378,23 @@ def test_loader_shares_a_base_model_and_changes_nothing(places):
     assert find_looped_model(loader.load(run, "float32")).run_folder
     base = find_looped_model(loader.load(find_base(run), "float32"))
     assert not base.trained_with and base.run_folder is None
+
+
+def test_loader_has_bars_for_long_loading_only(monkeypatch, capfd):
+    """The bars of many small models hide the lines about them. Another hook of the user stays, and is back afterwards."""
+    source, seen = find_source("tiny-ouro"), []
+
+    def hook(factory, args, kwargs):
+        seen.append(kwargs)
+        return factory(*args, **kwargs)
+
+    for delay, is_shown in ((3.0, False), (0.0, True)):
+        monkeypatch.setattr(loading, "BAR_DELAY", delay)
+        ModelLoader("cpu").load(source, "float32")
+        assert ("Loading weights" in capfd.readouterr().err) == is_shown
+    logging.set_tqdm_hook(hook)
+    ModelLoader("cpu").load(source, "float32")
+    assert logging.set_tqdm_hook(None) is hook and seen[0]["delay"] == 0
 
 
 def test_trained_base_model_has_its_commit_in_every_file(places):
