@@ -286,7 +286,8 @@ def _make_examples(
     )
     if len(examples.rows) < len(rows):
         first = int(np.setdiff1d(origins[:, 1], examples.origins[:, 1])[0])
-        found = _describe_turns(_read_row(rows[first], args), columns)
+        row = _read_row(rows[first], args)
+        found = _describe_turns(row, columns) or _describe_other_format(row, columns, args.formats)
         first_row = f". The first one is {everything.describe_row(first)}{found}"
         left_out[-1] = left_out[-1]._replace(reason=reason + first_row)
     if not len(examples.rows):
@@ -329,6 +330,16 @@ def _describe_turns(row: Row, columns: Sequence[str]) -> str:
     roles = dict.fromkeys(str(turn["role"]) for turn in turns) if isinstance(turns, list) else {}
     found = f"the roles {', '.join(roles)}" if roles else f"no turns in `{name}`"
     return f", which has {found}"
+
+
+def _describe_other_format(row: Row, columns: Sequence[str], formats: Sequence[Sequence[str]]) -> str:
+    """Return that a row without text has the columns of another format, as the end of a sentence, or "" if it has none."""
+    for others in formats:
+        is_filled = all(row.get(name) for name in others)
+        if is_filled and not {*others} & {*columns}:
+            names = " and ".join(f"`{name}`" for name in others)
+            return f", which has {names}. Put such rows into a file of their own, as an item of `datasets`"
+    return ""
 
 
 def _complete(

@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl import pack_dataset
 
 from helpers.errors import user_error
-from helpers.files import load_script, write_lines
+from helpers.files import load_script, read_lines, write_lines
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, GRPODataArguments, SFTDataArguments, label_example, load_datasets
 from loopdropout_trainer.data.holding_out import interleave
@@ -233,6 +233,14 @@ def test_held_out_file_of_another_format_has_its_own_labels(ouro_tokenizer):
 def test_formats_that_do_not_mix_raise(ouro_tokenizer, kind, files, losses, message):
     with user_error(message):
         load_datasets(kind(datasets=[{"path": file} for file in files]), ouro_tokenizer, 100, *losses)
+
+
+def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log):
+    rows = [*read_lines(Path("a.jsonl"))[:2], *read_lines(Path("b_chat.jsonl"))[:1]]
+    data = DataArguments(train_files=[write_lines(Path("both.jsonl"), rows)])
+    assert len(load_datasets(data, ouro_tokenizer, 100)["train"]) == 2
+    fix = "The first one is row 3 of both.jsonl, which has `messages`. Put such rows into a file of their own, as an item of"
+    assert any(fix in text for text in log.messages)
 
 
 def test_plan_says_which_loss_each_format_gets(capsys):
