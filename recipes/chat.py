@@ -113,8 +113,10 @@ def main(argv: list[str] | None = None) -> None:
         else:
             try:
                 chats.ask(prompt)
-            except UserError as error:  # such as a conversation that is too long, which another line can replace
-                print(f"{error} `{NEW}` begins another conversation.\n")
+            except (
+                UserError
+            ) as error:  # such as a conversation that is too long. Another line can replace its last one
+                print(f"{error}\n")
             if prompt_format.text is not None:
                 chats.clear()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import yaml
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -15,17 +13,16 @@ from transformers.utils import logging
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key
+from loopdropout_trainer.data.columns import check_columns, describe_other_format, warn_about_images
 from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import (
     TARGETS,
     check_contents,
     check_roles,
-    guess_columns,
     has_text,
     to_messages,
     to_text,
-    wrong_columns,
 )
 from loopdropout_trainer.data.holding_out import interleave, random_order
 from loopdropout_trainer.data.mixing import (
@@ -275,8 +272,8 @@ def _make_examples(
     of_source = f" of {title}" if title else ""  # in the plan, which names a single source already
     is_mixture = len(args.datasets or ()) > 1
     template_fields = FIELD.findall(args.template) if args.prompt_template else []
-    _check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture)
-    _warn_about_images({*rows.column_names} - {*columns, *mapping.values()}, data)
+    check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture)
+    warn_about_images({*rows.column_names} - {*columns, *mapping.values()}, data)
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"
@@ -287,7 +284,7 @@ def _make_examples(
     if len(examples.rows) < len(rows):
         first = int(np.setdiff1d(origins[:, 1], examples.origins[:, 1])[0])
         row = _read_row(rows[first], args)
-        found = _describe_turns(row, columns) or _describe_other_format(row, columns, args.formats)
+        found = _describe_turns(row, columns) or describe_other_format(row, columns, args.formats)
         first_row = f". The first one is {everything.describe_row(first)}{found}"
         left_out[-1] = left_out[-1]._replace(reason=reason + first_row)
     if not len(examples.rows):
@@ -300,18 +297,6 @@ def _make_examples(
         if not len(examples.rows):
             raise UserError(f"The data of {data} must have examples that `preparation: {args.preparation}` keeps.")
     return examples.replace(_make_example, args=args, source=source, optional=optional)
-
-
-def _warn_about_images(unused: Collection[str], data: DataSource) -> None:
-    """Log that a column of images is ignored, because the examples would often make no sense without it.
-
-    Args:
-        unused: Columns of the data that examples are not made of.
-        data: Source of the data, which the message names.
-    """
-    for name in ("image", "images"):
-        if name in unused and PartialState().is_main_process:
-            logger.warning(f"The column `{name}` of the data of {data} is ignored, because the models read text only.")
 
 
 def _describe_missing_text(columns: Sequence[str]) -> str:
@@ -332,16 +317,6 @@ def _describe_turns(row: Row, columns: Sequence[str]) -> str:
     return f", which has {found}"
 
 
-def _describe_other_format(row: Row, columns: Sequence[str], formats: Sequence[Sequence[str]]) -> str:
-    """Return that a row without text has the columns of another format, as the end of a sentence, or "" if it has none."""
-    for others in formats:
-        is_filled = all(row.get(name) for name in others)
-        if is_filled and not {*others} & {*columns}:
-            names = " and ".join(f"`{name}`" for name in others)
-            return f", which has {names}. Put such rows into a file of their own, as an item of `datasets`"
-    return ""
-
-
 def _complete(
     examples: Examples,
     tokenizer: PreTrainedTokenizerBase,
@@ -360,45 +335,6 @@ def _complete(
         reason = f"they have more than {max_length:,} tokens"
         examples = examples.keep(_fits, left_out, noun, reason, max_length=max_length)
     return examples.rows
-
-
-def _check_columns(
-    columns: Sequence[str],
-    formats: Sequence[Sequence[str]],
-    mapping: Mapping[str, str],
-    template_fields: Sequence[str],
-    rows: Dataset,
-    data: DataSource,
-    is_mixture: bool,
-) -> None:
-    """Raise UserError unless the data has the columns that examples are made of, or the columns that are renamed to them.
-
-    Args:
-        columns: Columns that examples are made of, or none if the data has no format.
-        formats: Columns of each format that the data can have.
-        mapping: Columns of the data by their new names.
-        template_fields: Columns in the user's `prompt_template`.
-        rows: Rows of the data.
-        data: Source of the data, which the message names.
-        is_mixture: Whether there are several data sets, each of which can have a mapping.
-    """
-    names = rows.column_names
-    needed = ({*columns} - {*mapping}) | {*mapping.values()}
-    missing = sorted(needed.difference(names))
-    if columns and not missing:
-        return
-    wanted = [missing] if missing else formats
-    place = " (for one data set, in its item of `datasets`)" if is_mixture else ""
-    unused = {}
-    if len(rows):
-        unused = {name: value for name, value in rows[0].items() if name not in needed}
-    guess = {} if mapping else guess_columns(unused, wanted)
-    line = yaml.safe_dump({"column_mapping": guess}, default_flow_style=None, sort_keys=False, width=math.inf).strip()
-    example = f", for example `{line}`" if guess else ""
-    fix = f"`column_mapping` renames columns{place}{example}, and `prompt_template` makes prompts from them."
-    typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
-    typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
-    raise wrong_columns(f"The data of {data}", wanted, names, fix, typed)
 
 
 def _read_row(row: Row, args: DataArguments) -> Row:

@@ -113,8 +113,6 @@ def mix(examples: Examples, losses: Losses) -> Examples:
     Each example is trained on as in a training on its own format: of pairs the completion, of chats the turns that `losses`
     says. TRL would take the format of the first example for all of them.
     """
-    if is_mixed(examples):
-        return examples
     return examples.replace(_mix, losses=losses)
 
 
