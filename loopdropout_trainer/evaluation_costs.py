@@ -67,21 +67,31 @@ def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: in
 
 
 def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) -> Answers:
-    """Return the numbers of one evaluation on a task."""
-    own = (options.own_benchmarks or {}).get(name)
-    like, limit = PUBLISHED_TASKS.get(name), options.benchmark_limit
-    number = like.num_problems if like else None
-    if own is not None:
-        max_new_tokens = own.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS
-        if own.get("like") in PUBLISHED_TASKS and not own.get("max_new_tokens"):
-            max_new_tokens = PUBLISHED_TASKS[own["like"]].max_new_tokens
-        like, number = PublishedTask(0, max_new_tokens), limit
-    elif name == DEVELOPMENT and recipe.get("preparation") in SCORED_LIKE:
-        like, number = PUBLISHED_TASKS[SCORED_LIKE[recipe["preparation"]]], count_held_out(recipe)
-    if like is None or not number:
+    """Return the numbers of one evaluation on a task. A wrong value gives none, because loading the task raises its error."""
+    own_benchmarks, limit = options.own_benchmarks or {}, options.benchmark_limit
+    scored_like = SCORED_LIKE.get(str(recipe.get("preparation")))
+    if name in own_benchmarks:
+        task = _find_own_task(own_benchmarks[name], limit)
+    elif name == DEVELOPMENT and scored_like is not None:
+        task = PUBLISHED_TASKS[scored_like]._replace(num_problems=count_held_out(recipe))
+    elif name.startswith("arithmetic_") and name in PUBLISHED_TASKS and limit is not None:
+        task = PUBLISHED_TASKS[name]._replace(num_problems=limit)  # the problems are generated
+    else:
+        task = PUBLISHED_TASKS.get(name)
+    if task is None or not task.num_problems:
         return Answers(uncounted=frozenset([name]))
+    number = task.num_problems
     if limit is not None:
-        number = min(number, limit * like.num_parts)  # the limit is one of each task of a group
-        if name.startswith("arithmetic_"):
-            number = limit  # the problems are generated
-    return Answers(number, number * like.max_new_tokens)
+        number = min(number, limit * task.num_parts)  # the limit is one of each task of a group
+    return Answers(number, number * task.max_new_tokens)
+
+
+def _find_own_task(fields: Any, limit: int | None) -> PublishedTask | None:
+    """Return the size of an own benchmark by its fields, or None if only its files say it."""
+    if not isinstance(fields, Mapping) or limit is None:
+        return None
+    like = PUBLISHED_TASKS.get(str(fields.get("like")))
+    length = fields.get("max_new_tokens")
+    if length is None:
+        length = like.max_new_tokens if like else DEFAULT_MAX_NEW_TOKENS
+    return PublishedTask(limit, length) if isinstance(length, int) else None

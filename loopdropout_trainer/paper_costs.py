@@ -9,6 +9,7 @@ from typing import Any
 from loopdropout_trainer.arguments import names_of
 from loopdropout_trainer.costs import Training, estimate_training_memory, name_range
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.files import recipes_folder
 from loopdropout_trainer.published import PAPER_COSTS, PaperCost
 from loopdropout_trainer.recipe import load_recipe
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
@@ -28,8 +29,8 @@ def find_paper_cost(recipe: Mapping[str, Any]) -> PaperCost | None:
 
 @cache
 def _load_own_recipe(name: str) -> dict[str, Any]:
-    """Return a recipe of the package, which is read once for all methods of a sweep."""
-    return load_recipe(name)
+    """Return a recipe of the package, also if the working folder has a file of this name, once for all methods of a sweep."""
+    return load_recipe(recipes_folder() / name)
 
 
 def describe_paper_costs(trainings: Sequence[tuple[Training, int]]) -> str:

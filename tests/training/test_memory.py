@@ -10,7 +10,7 @@ from loopdropout_trainer.arguments import ScriptArguments
 from loopdropout_trainer.costs import ASSUMED_SHARE, MEASURED_SHARE, PEAK_FLOPS
 from loopdropout_trainer.evaluation_costs import count_answers
 from loopdropout_trainer.memory import count_operations, estimate_memory
-from loopdropout_trainer.paper_costs import find_paper_cost
+from loopdropout_trainer.paper_costs import _load_own_recipe, find_paper_cost
 from loopdropout_trainer.published import PAPER_COSTS, PUBLISHED_TASKS
 from loopdropout_trainer.recipe import load_recipe
 
@@ -63,8 +63,11 @@ def test_share_of_the_peak_is_that_of_the_papers_run():
     assert count_operations({"model_type": "llama"}) is None
 
 
-def test_costs_of_the_paper_are_those_of_its_tables_and_recipes():
-    """For its settings only. The learning rate, the seed and the evaluation do not count."""
+def test_costs_of_the_paper_are_those_of_its_tables_and_recipes(tmp_path, monkeypatch):
+    """For its settings only. The learning rate, the seed and the evaluation do not count, nor a file of the user's."""
+    _load_own_recipe.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k.yaml").write_text("max_length: 3")
     table = yaml.safe_load((ROOT / "recipes/tables/matched_expansion.yaml").read_text(encoding="utf-8"))
     costs = {(f"{cost.shortest:.1f}", f"{cost.gigabytes:.2f}") for cost in PAPER_COSTS.values() if cost.gigabytes}
     assert costs == {(minutes, gigabytes) for *_, minutes, gigabytes in table["rows"]}
@@ -72,7 +75,13 @@ def test_costs_of_the_paper_are_those_of_its_tables_and_recipes():
         head = (ROOT / "recipes" / name).read_text(encoding="utf-8").replace("\n#", "")
         minutes = re.search(r"Costs: (\d+)(?: to (\d+))? minutes", head).groups()
         assert [round(cost.shortest), round(cost.longest)] == [int(minutes[0]), int(minutes[1] or minutes[0])]
-        recipe = {**load_recipe(name), "learning_rate": 1e-3, "seed": 3, "output_dir": "x", "benchmarks": ["gsm8k"]}
+        recipe = {
+            **load_recipe(ROOT / "recipes" / name),
+            "learning_rate": 1e-3,
+            "seed": 3,
+            "output_dir": "x",
+            "benchmarks": ["gsm8k"],
+        }
         assert find_paper_cost(recipe) is cost
     for change in ({"max_length": 512}, {"p": 0.3}, {"gradient_checkpointing": True}, {"lora_r": 4}, {"max_steps": 2}):
         assert find_paper_cost({**load_recipe("metamath_gsm.yaml"), **change}) is None
@@ -102,6 +111,11 @@ def test_published_tasks_have_the_answers_of_their_files():
      "at most 1,319 problems and 337,664 generated tokens\nnot counted before its problems are loaded: mine"),
     ({"benchmarks": ["mine"], "own_benchmarks": {"mine": {"like": "metamath_gsm8k"}}, "benchmark_limit": 3}, {},
      "at most 3 problems and 1,536 generated tokens"),
+    ({"benchmarks": ["mine"], "own_benchmarks": {"mine": 3}, "benchmark_limit": 3}, {},
+     "not counted before its problems are loaded: mine"),  # loading it raises an error
+    ({"benchmarks": ["mine"], "own_benchmarks": {"mine": {"like": ["a"], "max_new_tokens": "b"}}, "benchmark_limit": 3}, {},
+     "not counted before its problems are loaded: mine"),
+    ({"benchmarks": ["development"]}, {"preparation": ["a"]}, "not counted before its problems are loaded: development"),
     ({}, {}, ""),
 ])  # fmt: skip
 def test_answers_of_evaluations_are_counted(fields, recipe, text):
