@@ -46,6 +46,7 @@ def describe_paper_costs(trainings: Sequence[tuple[Training, int]]) -> str:
     if not known:
         return ""
     first, training, _ = known[0]
+    known = [(cost, training, number) for cost, training, number in known if cost.place == first.place]
     shortest, longest = min(cost.shortest for cost, _, _ in known), max(cost.longest for cost, _, _ in known)
     text = f"{name_range([f'{shortest:g}', f'{longest:g}'])} minutes"
     num_known, num_all = sum(number for _, _, number in known), sum(number for _, number in trainings)

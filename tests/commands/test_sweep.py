@@ -504,6 +504,12 @@ def test_plan_has_the_costs_of_the_paper(capsys):
         "paper measured (Tables 3 and 8)\n                the bound is for examples of 1,024 tokens, and the estimate for "
         "454 is 45.40 GB\n" in capsys.readouterr().out
     )
+    methods = '{"a": "gsm8k/lora.yaml", "b": "metamath_gsm/lora.yaml", "c": "metamath_gsm/rank_4.yaml"}'
+    words = ["--recipe", "gsm8k.yaml", "--methods", methods, "--learning_rates", "1e-4", "--seeds", "1"]
+    sweep.main([*words, "--dry_run", "true"])
+    assert (
+        "0.2 to 0.233 hours in 1 of the 3 trainings: 12 to 14 minutes each on an H100, H2" in capsys.readouterr().out
+    )
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
     assert "45.36 GB for 8 examples of 454 tokens" in page.replace("\n", " ")
 
@@ -964,6 +970,21 @@ def test_job_of_an_array_ends_as_its_sweep(tmp_path, code, submitted):
     job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, check=False)
     assert job.returncode == code and (tmp_path / "command").read_text() == "sweep mine.yaml\n"
     assert "".join(path.read_text() for path in tmp_path.glob("submitted")) == submitted
+
+
+@pytest.mark.parametrize(("status", "is_submitted"), [("stopped", True), ("finished", False), ("training", False)])
+def test_job_of_a_training_ends_as_its_launcher(tmp_path, status, is_submitted):
+    """Also if the training has finished, whose status does not submit the job again."""
+    page = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    (script,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "tulu2.started" in block]
+    (tmp_path / "outputs/tulu2").mkdir(parents=True)
+    code = 0 if status == "finished" else 1
+    run = f"""echo '{{"status": "{status}"}}' > outputs/tulu2/run.json; sh -c 'exit {code}'"""
+    (tmp_path / "job.sh").write_text(
+        "sbatch() { touch submitted; }\n" + script.replace("srun ...", f"sleep 0.02; {run}")
+    )
+    job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, check=False)
+    assert job.returncode == code and (tmp_path / "submitted").exists() == is_submitted
 
 
 @pytest.mark.filterwarnings("ignore:flock not supported")
