@@ -701,9 +701,8 @@ def test_changed_code_of_an_import_is_named(lab, forks, capsys):
     """The results of a rule are not averaged with the results of its edited file, which may move. Other methods go on."""
     rule = lab.folder / "own.py"
     rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
-    lab.recipe.write_text(
-        yaml.safe_dump({**RECIPE, "benchmarks": None, "single_loop_batches": 0, "compare_with": None})
-    )
+    recipe = {"benchmarks": None, "single_loop_batches": 0, "compare_with": None, "num_train_examples": 8}
+    lab.recipe.write_text(yaml.safe_dump({**RECIPE, **recipe}))
     fields = {"recipe": str(lab.recipe), "output_dir": str(lab.out), "seeds": [1], "methods": ["broken", "lora"]}
     fields |= {"learning_rates": [0.01], "select_on": "eval_loss"}
     Path(lab.file).write_text(yaml.safe_dump(fields))
