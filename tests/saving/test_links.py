@@ -51,6 +51,7 @@ def measure(folder):
 
 def diagnose(folder):
     words = ["--model_name_or_path", "tiny-ouro", "--preparation", "arithmetic", "--output_dir", str(folder)]
+    words += ["--num_train_examples", "8", "--num_eval_examples", "4"]
     load_script("recipes/diagnose.py").main(words)
 
 
