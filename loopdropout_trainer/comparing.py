@@ -56,12 +56,15 @@ def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
     Returns:
         One line for each task, depth and run that was measured there, if the baseline was measured there, too. The index is
         `task`, `K` and `run`, and the columns are `method`, `seed`, `num_problems`, `accuracy` in %, and `comparison`. It is
-        None for the baseline and for a run with other problems. There is no line if a folder has no accuracies of its own.
+        None for the baseline and for a run with other problems. There is no line if a folder has no accuracies of its
+        own, or those of several adapters.
     """
     measured = {}
     for folder in dict.fromkeys(folders):
         accuracies = [row for row in _list_accuracies(read_run_results(folder)) if row["task"] != DEVELOPMENT]
         measured[folder] = {(row["task"], row["num_loops"]): row for row in accuracies}
+        if len(measured[folder]) < len(accuracies):  # of several adapters, as in a folder of `evaluate`
+            measured[folder] = {}
     lines = []
     baseline = measured[folders[-1]] if all(measured.values()) else {}
     for place in sorted(baseline):
@@ -93,9 +96,14 @@ def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict
     depth = num_loops
     if depth is None:
         depth = next((row["num_loops"] for row in [*filter(is_of_training, rows), *own]), None)
-    for row in own:
-        if row["task"] == task and row["num_loops"] == depth:
-            return row
+    found = [row for row in own if row["task"] == task and row["num_loops"] == depth]
+    if len(found) > 1:
+        raise UserError(
+            f"`folder` and `baseline` must be folders of runs, but {folder} has {len(found)} accuracies on {task} at K = "
+            f"{depth}, of several adapters."
+        )
+    if found:
+        return found[0]
     measured = ", ".join(f"{row['task']} at K = {row['num_loops']}" for row in own) or "no task"
     at_depth, option = (f" at K = {depth}", f" --eval_num_loops {depth}") if depth else ("", "")
     raise UserError(

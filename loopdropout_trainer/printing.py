@@ -78,11 +78,12 @@ def cell_texts(table: pd.DataFrame) -> pd.DataFrame:
 
 def move_keys_to_title(title: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     """Return a title with the keys that all lines of a table share, and the table without them. Its last key stays."""
-    shared = [name for name in table.index.names[:-1] if table.index.get_level_values(name).nunique() == 1]
+    keys = [table.index.get_level_values(level) for level in range(table.index.nlevels)]
+    shared = [level for level, values in enumerate(keys[:-1]) if values.nunique() == 1]
     if not shared:
         return title, table
-    values = [f"{name} = {table.index.get_level_values(name)[0]}" for name in shared]
-    return f"{title}, for {', '.join(values)}", table.droplevel(shared)
+    texts = [f"{keys[level].name} = {keys[level][0]}" for level in shared]
+    return f"{title}, for {', '.join(texts)}", table.droplevel(shared)
 
 
 def fit_cells(texts: pd.DataFrame, keys: Sequence[int], width: int) -> pd.DataFrame:

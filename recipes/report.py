@@ -225,6 +225,7 @@ def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:
 
 def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
     """Make the table that compares two or more runs on the same problems, if all folders are runs that answered some."""
+    folders = [os.path.normpath(folder) for folder in folders]
     compared = compare_folders(folders)
     if compared.empty:
         return
@@ -236,10 +237,12 @@ def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
     texts["difference"] = [*comparisons.map(lambda comparison: "" if comparison is None else str(comparison))]
     is_other = comparisons.isna() & (compared.index.get_level_values("run") != folders[-1])
     texts.loc[[*is_other], "difference"] = "other problems"
-    about = [
-        "Differences are in points on the same n problems. Their 95% intervals are over problems (McNemar's exact test), "
-        f"without the spread over seeds. {OWN_FAMILY}"
-    ]
+    about = []
+    if comparisons.notna().any():
+        about.append(
+            "Differences are in points on the same n problems. Their 95% intervals are over problems (McNemar's exact test), "
+            f"without the spread over seeds. {OWN_FAMILY}"
+        )
     text = TableText(f"Accuracy of the runs in %, and difference to {names[folders[-1]]}", about)
     save_table(numbers, texts, text, output_dir / "comparison")
 

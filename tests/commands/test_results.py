@@ -244,8 +244,18 @@ def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch
     assert lines[2].startswith("quiz  4  ours ") and lines[2].endswith(f" 5  12     91.67  {found}")
     assert lines[3].startswith("quiz  4  third ") and lines[3].rstrip().endswith("other problems")
     report.report_comparison([str(ours), str(tmp_path)], tmp_path / "report")
+    report.report_comparison([str(ours), f"{ours}/"], tmp_path / "report")
     report.report_comparison([str(ours)], tmp_path / "report")
+    several = tmp_path / "several"  # adapters that one `evaluate` has measured
+    for seed in (5, 6):
+        monkeypatch.setitem(ANSWERS, "seed", seed)
+        write_answers(several, "quiz", 4, [1] * 12)
+    report.report_comparison([str(ours), str(several)], tmp_path / "report")
+    with user_error(f"must be folders of runs, but {several} has 2 accuracies on quiz at K = 4, of several adapters"):
+        compare_runs(ours, several, "quiz")
     assert capsys.readouterr().out == ""
+    report.report_comparison([str(ours), str(third)], tmp_path / "report")
+    assert "Differences are" not in capsys.readouterr().out  # on other problems
 
 
 def test_base_model_is_found_in_results_and_data_frames():
