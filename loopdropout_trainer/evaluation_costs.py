@@ -30,11 +30,11 @@ class Answers(NamedTuple):
         """Return the numbers of several equal evaluations."""
         return Answers(self.num_problems * number, self.num_tokens * number, self.uncounted)
 
-    def describe(self) -> str:
-        """Return the numbers for a plan, or "" without any task."""
+    def describe(self, whose: str = "") -> str:
+        """Return the numbers for a plan, or "" without any task. `whose`: end of the line, such as ", without others"."""
         parts = []
         if self.num_problems:
-            parts.append(f"at most {self.num_problems:,} problems and {self.num_tokens:,} generated tokens")
+            parts.append(f"at most {self.num_problems:,} problems and {self.num_tokens:,} generated tokens{whose}")
         if self.uncounted:
             names = ", ".join(sorted(self.uncounted))
             parts.append(f"not counted before its problems are loaded: {names}")

@@ -188,7 +188,8 @@ def _describe_answers(sweep: Any, trainings: Mapping[str, Training], is_timed: b
         if not sweep.full_grid:
             num_rates = len(sweep.choice(method).rates)
             parts.append(count_answers(_read_options(recipes.selecting), recipes.selecting, depth).times(num_rates))
-    text = add_answers(parts).describe()
+    is_extended = sweep.extend_grid and not sweep.full_grid
+    text = add_answers(parts).describe(", without further learning rates" if is_extended else "")
     return f"{text}\n{HOW_TO_TIME}" if text and not is_timed else text
 
 

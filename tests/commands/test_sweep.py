@@ -450,7 +450,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "evaluation      2 final runs of each method:\n"
         "                evaluate arithmetic_hard\n"
         "                measure losses on held-out examples\n"
-        "answers         at most 2,012 problems and 160,960 generated tokens\n"
+        "answers         at most 2,012 problems and 160,960 generated tokens, without further learning rates\n"
         f"                {HOW_TO_TIME}\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
     )
