@@ -41,8 +41,9 @@ def _have_same_problems(samples: list[dict[str, Any]], others: list[dict[str, An
 
 
 def _list_accuracies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the accuracies of an adapter with all gates on, whose answers are known."""
-    return [row for row in rows if row["metric"] == "accuracy" and row["gates"] == "unit" and row.get("samples")]
+    """Return the accuracies of an adapter with all gates on, read out after the last loop, whose answers are known."""
+    own = [row for row in rows if row["metric"] == "accuracy" and row["gates"] == "unit" and row.get("samples")]
+    return [row for row in own if row.get("readout") is None]
 
 
 def compare_folders(folders: Sequence[str]) -> pd.DataFrame:

@@ -200,6 +200,9 @@ def test_runs_are_compared_on_one_task_and_depth(tmp_path):
     """Not on the first task of their results, such as the held-out examples that chose a learning rate."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     for folder, solves in ((ours, 1), (other, 0)):
+        write_results(
+            folder, [{**ANSWERS, "task": "quiz", "num_loops": 4, "readout": 2, "value": 1.0, "samples": "none"}]
+        )
         write_answers(folder, "development", 4, [1 - solves] * 12)
         write_answers(folder, "quiz", 2, [1] * 12)
         write_answers(folder, "quiz", 4, [solves] * 11 + [0])
