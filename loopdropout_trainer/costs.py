@@ -288,8 +288,9 @@ def _describe_checkpoints(trainings: Sequence[tuple[Training, int]], num_rows: i
 
 def describe_loaded_checkpoints(trainings: Sequence[Training], num_rows: int) -> str:
     """Return the checkpoints of trainings whose number of rows is known now, or "" if the plan has their number already."""
-    is_counted = None not in map(_count_checkpoints, trainings)
-    if is_counted or any(training.num_parameters is None for training in trainings):
+    was_counted = None not in map(_count_checkpoints, trainings)
+    is_counted = None not in (_count_checkpoints(training, num_rows) for training in trainings)
+    if was_counted or not is_counted or any(training.num_parameters is None for training in trainings):
         return ""
     return f"about {_describe_checkpoints([(training, 1) for training in trainings], num_rows)}"
 
@@ -305,6 +306,8 @@ def _count_checkpoints(training: Training, num_rows: int | None = None) -> int |
     strategy, limit = word_of(args.save_strategy), args.save_total_limit
     if strategy == "no":
         return 0
+    if strategy == "best":  # at the evaluations that were better than all before
+        return limit
     if strategy == "epoch":
         number = count_epochs(args, num_examples)
     elif strategy == "steps" and args.save_steps < 1:

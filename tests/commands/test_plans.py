@@ -70,6 +70,11 @@ def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
     lines = plan(PAIRS, words, "--save_total_limit 2")
     assert not any(line.startswith("checkpoints") for line in lines)
     assert "disk        about 0.2 MB for adapters, 0.9 MB for 2 checkpoints (`save_total_limit: 2`)" in lines
+    best = "--save_strategy best --eval_strategy epoch --metric_for_best_model eval_loss --num_eval_examples 2"
+    lines = plan(PAIRS, best)  # whose number the training finds out
+    assert not any(line.startswith("checkpoints") for line in lines) and any(
+        "MB for each checkp" in line for line in lines
+    )
 
 
 def test_plan_names_the_printed_completions(plan):

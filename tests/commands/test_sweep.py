@@ -529,6 +529,7 @@ def test_answers_of_the_papers_sweeps_are_those_of_the_page(capsys):
 
 
 ALL_KEPT = " (set `save_total_limit` to keep fewer)"
+BEST = {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "eval_loss"}
 
 
 @pytest.mark.parametrize(("settings", "checkpoints"), [
@@ -546,6 +547,8 @@ ALL_KEPT = " (set `save_total_limit` to keep fewer)"
         f"0.2 GB for each checkpoint{ALL_KEPT}",
     ),
     ({"save_strategy": "no"}, "no checkpoints"),
+    ({**BEST, "save_steps": 7}, f"0.2 GB for each checkpoint{ALL_KEPT}"),  # no `save_steps` in this strategy
+    ({**BEST, "save_total_limit": 2}, "0.4 GB for 2 checkpoints (`save_total_limit: 2`)"),
 ])  # fmt: skip
 def test_plan_counts_the_checkpoints_that_are_kept(capsys, settings, checkpoints):
     """An adapter of 60.6 MB has checkpoints of 181.7 MB, with the two moments of AdamW."""
