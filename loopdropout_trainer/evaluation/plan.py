@@ -36,10 +36,14 @@ class Setting(NamedTuple):
 def list_settings(
     name: str, columns: Mapping[str, Any], depths: Sequence[int | None], gates: Sequence[str], is_adapter: bool
 ) -> list[Setting]:
-    """Return the settings of a model: each depth under each of the gates."""
+    """Return the settings of a model: each depth under each of the gates.
+
+    At a depth that only the loaded model says, `single_loop` is one setting, because the number of loops is not known.
+    """
     settings = []
     for num_loops in depths:
-        for text in expand_gates(gates, num_loops or 0):
+        texts = (gates or [None]) if num_loops is None else expand_gates(gates, num_loops)
+        for text in texts:
             settings.append(Setting(name, columns, num_loops, text or ("unit" if is_adapter else "none")))
     return settings
 
@@ -71,15 +75,18 @@ def print_evaluation_plan(
         depths = _describe_depths([setting.num_loops for setting in own])
         lines[name] = f"{name}, {depths}, gates: {', '.join(gates)}"
     total = len(settings) * sum(numbers.values())
+    in_all = [
+        f"{count(total, 'problem')}, with {count(len(settings), 'setting')} of model, depth and gates",
+        f"at most {num_tokens:,} generated tokens",
+    ]
+    if any(setting.gates == "single_loop" for setting in settings):
+        in_all = [f"more than {in_all[0]}, because only the loaded model says its number of loops"]
     rows = read_own_results(folder)
     num_done = sum(_is_done(setting, task, number, rows) for setting in settings for task, number in numbers.items())
     plan = {
         "models": [*lines.values()],
         "tasks": [_describe_task(task, limit, max_new_tokens) for task in tasks],
-        "in all": [
-            f"{count(total, 'problem')}, with {count(len(settings), 'setting')} of model, depth and gates",
-            f"at most {num_tokens:,} generated tokens",
-        ],
+        "in all": in_all,
         "time": [HOW_TO_TIME],
         "folder": [folder],
         "done": [f"{num_done:,} of {count(len(settings) * len(numbers), 'result')} with as many problems"],

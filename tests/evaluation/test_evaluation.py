@@ -388,6 +388,16 @@ def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
     assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
 
 
+def test_dry_run_has_an_adapter_whose_depth_is_not_known(saved, tmp_path, capsys):
+    """`single_loop` has a setting for each of its loops, whose number the plan leaves open."""
+    shutil.copytree(saved / "adapter", tmp_path / "own", ignore=shutil.ignore_patterns("loop_dropout.json"))
+    command = words(saved, tmp_path / "out", "--adapter", f"own={tmp_path / 'own'}", gates="single_loop")
+    SCRIPT.main([*command, "--benchmark_limit", "2", "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "models      own, K = its own depth, gates: single_loop\n" in out and "generated tokens" not in out
+    assert "in all      more than 4 problems, with 1 setting of model, depth and gates, because only the loaded" in out
+
+
 def test_dry_run_counts_the_results_of_the_same_measurement(saved, tmp_path, capsys):
     """Also of an adapter whose folder has moved, but not those of another readout."""
     shutil.copytree(saved / "adapter", tmp_path / "own")
