@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,10 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     if not rows:
         raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
     runs = {row["training"]: row["folder"] for row in rows if row["task"] == "training" and row.get("training")}
+    read_once = cache(read_recipe)  # a run can have thousands of results
     for row in rows:
         row["run"] = training_folder(row, runs)
-        _set_recipe(row)
+        _set_recipe(row, read_once)
     rows, replaced = split_replaced(rows)
     rows, of_choice = split_choices(rows)
     rows, repeated = split_repeated(rows)
@@ -179,10 +181,15 @@ def _find_choosing(results: pd.DataFrame) -> pd.Series:
     return of_own_sweep | of_any_sweep
 
 
-def _set_recipe(row: dict[str, Any]) -> None:
-    """Give a result the columns `recipe_*` of its training. A result of the base model keeps those that it depends on."""
+def _set_recipe(row: dict[str, Any], read_once: Callable[[str], dict[str, Any]]) -> None:
+    """Give a result the columns `recipe_*` of its training. A result of the base model keeps those that it depends on.
+
+    Args:
+        row: Result with the column `run`.
+        read_once: `read_recipe` with a memory.
+    """
     if row.get("adapter"):
-        recipe = read_recipe(row["run"])
+        recipe = read_once(row["run"])
         if recipe:
             # The columns that the result has come from the recipe next to it, which is that of `evaluate` or `diagnose`.
             _empty_recipe(row)

@@ -1486,6 +1486,17 @@ def test_trainings_of_several_depths_have_their_own_lines(tmp_path, capsys):
     assert {*pd.read_csv(folder / "costs.csv")["method"]} == {"LoRA, K = 2", "LoRA, K = 4"}
 
 
+def test_recipe_of_a_training_is_read_once_for_all_its_results(tmp_path, monkeypatch):
+    rows = [{"metric": "eval_loss", "task": "training", "value": 4.0}]
+    write(tmp_path / "run", rows, {"rule": "lora", "p": 0.25}, training="a")
+    measured = [{"metric": "loss", "task": "quiz", "gates": f"loop {loop}", "value": 4.0} for loop in range(9)]
+    write(tmp_path / "diagnostics", measured, {"p": None}, adapter="run", training="a")
+    read, own_read = [], frames.read_recipe
+    monkeypatch.setattr(frames, "read_recipe", lambda folder: read.append(folder) or own_read(folder))
+    results = frames.load_results(tmp_path)
+    assert results["recipe_p"].tolist() == [0.25] * 10 and len(read) == 1
+
+
 def test_seeds_of_one_depth_have_one_line_if_one_recipe_names_it(tmp_path, capsys):
     """The other recipe leaves it out, because it is the model's own depth."""
     for seed, recipe in ((1, {"rule": "lora"}), (2, {"rule": "lora", "num_loops": 4})):
