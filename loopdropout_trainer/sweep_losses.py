@@ -29,13 +29,13 @@ def find_own_reductions(sweep: Path, task: str) -> set[str]:
     return {*shown[is_own].query("metric == 'loss_reduction' and task == @task")["run"]}
 
 
-def print_means(sweep: Path, task: str, folders: list[str]) -> None:
+def print_means(sweep: Path, folders: list[str], has_own_reductions: bool) -> None:
     """Print the losses and the loss reductions of a sweep as means over seeds, and the command for afterwards.
 
     Args:
         sweep: Folder of the sweep.
-        task: Task that was measured.
         folders: Folders of the results.
+        has_own_reductions: Whether `find_own_reductions` finds runs.
     """
     results = load_results(*folders)
     final = final_results(results)
@@ -54,7 +54,7 @@ def print_means(sweep: Path, task: str, folders: list[str]) -> None:
     print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
     if not groups:
         return
-    if find_own_reductions(sweep, task):
+    if has_own_reductions:
         print(
             f"`loopdropout report {sweep}` shows the loss reductions that the trainings themselves measured instead."
         )

@@ -235,9 +235,9 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         raise UserError(f"The sweep in {sweep} has no trained adapter yet.")
     is_main_process = PartialState().is_main_process
     first = next(iter(diagnoses.values()))
-    if is_main_process and "single_loop" in first.args.diagnostics:
+    if is_main_process:
         own = find_own_reductions(sweep, first.args.task)
-        if own:
+        if own and "single_loop" in first.args.diagnostics:
             trainings = count(len(own), "training")
             print(f"{trainings} measured rho_t already, and `loopdropout report {sweep}` prints it.")
     shared = first.make_shared()
@@ -253,7 +253,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
         if reason is None:
             diagnoses[run].run(shared)
     if is_main_process:
-        print_means(sweep, first.args.task, [diagnosis.args.output_dir for diagnosis in diagnoses.values()])
+        print_means(sweep, [diagnosis.args.output_dir for diagnosis in diagnoses.values()], bool(own))
 
 
 def check_sweep_options(options: list[str]) -> None:
