@@ -178,7 +178,10 @@ def _write_contents(dataset: Any, formats: Collection[Sequence[str]]) -> Any:
     columns = _find_columns(read_first(dataset), formats) if isinstance(dataset, Dataset) else ()
     if not columns:
         return dataset
-    if not re.search("int|float|Json", str([dataset.features[name] for name in columns])):  # types that hold numbers
+    features = str([dataset.features[name] for name in columns])
+    if not re.search(
+        r"Value\('u?(int|float)|Json\(", features
+    ):  # types that hold numbers. "points" can be a key of turns
         return dataset
     rows = dataset.select_columns(list(columns)).with_format(None)
     if all(_write_row(row, columns) == row for row in rows):

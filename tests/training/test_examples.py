@@ -20,6 +20,7 @@ from loopdropout_trainer.data import DataArguments, load_datasets, read_files
 from loopdropout_trainer.data.formats import TEXTS
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
+from loopdropout_trainer.training import examples
 from loopdropout_trainer.training.examples import check_rows
 from loopdropout_trainer.training.setup import with_gates
 
@@ -160,6 +161,15 @@ def test_numbers_of_turns_become_texts(tmp_path, num_texts, number, is_stream):
     for dataset in arguments.values():
         assert [row["messages"] for row in dataset] == own["messages"]
         assert next(iter(dataset))["messages"][0]["content"] == str(number)
+
+
+def test_rows_without_numbers_are_not_searched_for_them(monkeypatch):
+    """Also if the name of a key has the name of a type of numbers."""
+    monkeypatch.setattr(examples, "_write_row", None)
+    rows = Dataset.from_list([{"messages": [{**QUESTION, "points": "x", "floats": None}, ANSWER]}] * 2)
+    arguments = {"train_dataset": rows, "eval_dataset": None}
+    check_rows(arguments, TEXTS, None)
+    assert arguments["train_dataset"] is rows
 
 
 def test_parts_of_a_turn_need_a_template_that_reads_them(make, tokenizer, monkeypatch, tmp_path):
