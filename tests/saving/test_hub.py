@@ -670,6 +670,10 @@ def test_failed_push_of_a_trainer_leaves_its_card(make_sft, broken_uploads, tmp_
     assert "\n# me/x\n" in uploaded and "loopdropout chat me/x@v1\n" in uploaded
     assert "- sums\n" in uploaded and "loopdropout chat .\n" in card_of(trainer.args.output_dir)
     assert "me/x" not in card_of(trainer.args.output_dir)
+    trainer.save_model()
+    assert "me/x" not in card_of(trainer.args.output_dir)
+    trainer.create_model_card()  # which the user asks for, with the whole name from the push
+    assert "loopdropout chat me/x\n" in card_of(trainer.args.output_dir)
 
 
 class OwnCard(LoopDropoutSFTTrainer):
