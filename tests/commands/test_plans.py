@@ -77,6 +77,13 @@ def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
     )
 
 
+def test_plan_counts_the_answers_of_all_runs_and_of_the_base_model(plan):
+    """Two runs at K = 4 and 2 and in each of 4 loops, and the base model at K = 4."""
+    words = "--benchmarks arithmetic_test --benchmark_limit 10 --eval_num_loops 2 4 --single_loop_accuracy true"
+    lines = plan(PAIRS, words, "--compare_with lora --evaluate_base true")
+    assert "answers     at most 130 problems and 10,400 generated tokens" in lines
+
+
 def test_plan_names_the_printed_completions(plan):
     held_out = "--num_eval_examples 2"
     for words, line in {

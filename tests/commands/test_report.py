@@ -1594,8 +1594,19 @@ def test_losses_of_a_stopped_training_are_drawn(tmp_path, make_sft, capsys):
     fields = {"output_dir": str(folder), "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     with pytest.raises(KeyboardInterrupt):
         make_sft(callbacks=[StopAfterTwoSteps()], **fields).train()
+    shutil.copytree(
+        folder / "checkpoint-2",
+        tmp_path / "foreign/checkpoint-2",
+        ignore=shutil.ignore_patterns("loop_dropout.json", "checksums.json"),
+    )
+    (tmp_path / "empty/checkpoint-9").mkdir(parents=True)
+    dump_recipe({"p": 0.5}, folder / "recipe.yaml")  # as a command does at the beginning
+    write(tmp_path / "evaluated", [{"value": 50.0}])
     results = frames.load_results(tmp_path)
-    assert figures.loss_curves(results)["step"].tolist() == [1, 2] and [*results["metric"]] == ["unfinished_at"]
+    assert [*results["metric"]] == ["accuracy", "unfinished_at"]
+    assert figures.loss_curves(results)["step"].tolist() == [1, 2]
+    found = results.iloc[1]
+    assert (found["method"], found["trained_loops"], found["recipe_p"]) == ("Loop Dropout", 4, 0.5)
     report.main([str(folder)])
     text = capsys.readouterr().out
     assert (
@@ -1604,6 +1615,7 @@ def test_losses_of_a_stopped_training_are_drawn(tmp_path, make_sft, capsys):
     )
     assert "Wrote" in text and "There is no" not in text
     make_sft(**fields).train(resume_from_checkpoint=True)
+    shutil.rmtree(folder / "checkpoint-3")  # an ended training needs none
     results = frames.load_results(tmp_path)
     assert "unfinished_at" not in {*results["metric"]} and results.attrs["left_out"] == ""
     assert figures.loss_curves(results)["step"].tolist() == [1, 2, 3]

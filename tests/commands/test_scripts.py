@@ -218,6 +218,7 @@ def test_plan_without_network_has_all_that_needs_none(tmp_path):
     plan, error = dry_run("gsm8k.yaml --use_cpu true --output_dir", tmp_path)
     assert "The model ByteDance/Ouro-1.4B cannot be loaded" in error
     assert "training    2 epochs (at most 1,744 steps), 8 examples per step, learning rate 0.0001, seed 101\n" in plan
+    assert "\npaper       12 to 14 minutes on an H100, H200 or B200, as the paper says (section Compute)\n" in plan
     assert "data        gsm8k openai/gsm8k\n" in plan and "device " in plan and "afterwards " in plan
 
 
@@ -240,6 +241,7 @@ def test_finished_run_is_made_longer(copy):
 def test_recipes_keep_whole_numbers(quickstart, tmp_path):
     """Also of fields that take a share, such as `logging_steps`, and of trainings in Python."""
     text = (quickstart[0] / "recipe.yaml").read_text()
+    assert text.startswith("command: sft\n")
     assert "logging_steps: 1\n" in text and "weight_decay: 0\n" in text and "warmup_steps: 0.05\n" in text
     assert "logging_steps: 1\n" in (quickstart[0] / "merged/README.md").read_text()
     dump_recipe({"num_train_epochs": 3.0, "p": 0.5, "rule_args": {"scale": 2.0}}, tmp_path / "recipe.yaml")

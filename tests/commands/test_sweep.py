@@ -510,6 +510,12 @@ def test_plan_has_the_costs_of_the_paper(capsys):
     assert (
         "0.2 to 0.233 hours in 1 of the 3 trainings: 12 to 14 minutes each on an H100, H2" in capsys.readouterr().out
     )
+    lora = ["--recipe", "metamath_gsm.yaml", "--methods", "lora", "--learning_rates", "1e-4", "--seeds", "1"]
+    sweep.main([*lora, "--settings", '{"use_cpu": true}', "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "paper           110.6 minutes, 45.36 GB on an H100 80GB" in out and "the bound is" not in out
+    sweep.main([*lora, "--launcher", "accelerate launch", "--dry_run", "true"])
+    assert "\npaper " not in capsys.readouterr().out  # of one GPU
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
     assert "45.36 GB for 8 examples of 454 tokens" in page.replace("\n", " ")
 
@@ -556,6 +562,18 @@ def test_plan_counts_the_checkpoints_that_are_kept(capsys, settings, checkpoints
     words = ["--recipe", "metamath_gsm.yaml", "--learning_rates", "1e-4", "--seeds", "101", "--methods", "lora"]
     sweep.main([*words, "--settings", json.dumps(settings), "--dry_run", "true"])
     assert f"\ndisk            about 60.6 MB for adapters, {checkpoints}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("settings", "checkpoints"), [
+    ({}, f"1.1 GB for 6 checkpoints{ALL_KEPT}"),
+    ({"save_total_limit": 1}, "0.4 GB for 2 checkpoints (`save_total_limit: 1`)"),
+    ({"max_steps": 20, "num_train_examples": None}, f"0.4 GB for a checkpoint of each training{ALL_KEPT}"),
+])  # fmt: skip
+def test_plan_counts_the_checkpoints_of_all_trainings(capsys, settings, checkpoints):
+    settings = {"num_train_epochs": 3, "save_total_limit": None, "save_strategy": "epoch", **settings}
+    words = ["--recipe", "metamath_gsm.yaml", "--learning_rates", "1e-4", "--seeds", "101", "102", "--methods", "lora"]
+    sweep.main([*words, "--settings", json.dumps(settings), "--dry_run", "true"])
+    assert f", {checkpoints}\n" in capsys.readouterr().out
 
 
 def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
@@ -902,6 +920,7 @@ def test_sweep_must_have_the_command_of_its_recipe(lab, tmp_path):
     recipe.write_text("command: dpo\n")
     with user_error("with `loopdropout dpo` .in a sweep: `script: dpo`., as its line `command` says, got `sft`"):
         lab.sweep(script="sft", recipe=str(recipe))
+    lab.sweep(recipe=str(recipe), select_on="mine")  # a script of one's own reads each recipe
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "", "/tmp/x", "a\nb", " a", 1])

@@ -249,15 +249,16 @@ def test_plan_says_which_loss_each_format_gets(capsys):
         "datasets": [{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}],
         "num_eval_examples": 1,
     }
-    sft({**RECIPE, **chats}, "--dry_run", "true")
+    sft({**RECIPE, **chats}, "--dry_run", "true", "--completion_only_loss", "false")
     printed = capsys.readouterr().out
-    assert re.search(r"of the 10 examples of b.jsonl, \d held out, loss on the completion\n", printed)
+    assert re.search(r"of the 10 examples of b.jsonl, \d held out, loss on all tokens\n", printed)
     assert re.search(
         r"b_chat.jsonl, \d held out, loss on all tokens \(`assistant_only_loss: true`: the ass.* turns\)\n", printed
     )
     sft({**RECIPE, **chats}, "--assistant_only_loss", "true", "--max_steps", "1")
     printed = capsys.readouterr().out
     assert re.search(r"b_chat.jsonl, \d held out, loss on the assistant's turns\n", printed)
+    assert re.search(r"of the 10 examples of b.jsonl, \d held out, loss on the completion\n", printed)
     assert find_source("run").choose_prompt_format(load_tokenizer("tiny-ouro", chat_template="tulu2")).text is None
     # The base model has no chat template of its own.
     load_script("recipes/diagnose.py").main(["run", "--diagnostics", "single_loop", "--use_cpu", "true"])

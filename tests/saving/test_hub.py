@@ -30,7 +30,7 @@ from loopdropout_trainer.saving.cards import name_repository, write_model_card
 from loopdropout_trainer.saving.command_line import name_sources
 from loopdropout_trainer.saving.loading import save_adapter_metadata
 from loopdropout_trainer.saving.merging import merge_and_save, push_merged_to_hub
-from loopdropout_trainer.saving.pushing import explain_push, list_files, patterns_left_out
+from loopdropout_trainer.saving.pushing import explain_push, keep_card, list_files, patterns_left_out
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import write_code
 from loopdropout_trainer.tokenizers import end_tokens, load_tokenizer
@@ -678,14 +678,23 @@ def test_failed_push_of_a_trainer_leaves_its_card(make_sft, broken_uploads, tmp_
 
 class OwnCard(LoopDropoutSFTTrainer):
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        Path(self.args.output_dir, "README.md").write_text(f"A card of mine for {self.hub_model_id}.")
+        Path(self.args.output_dir, "README.md").write_text(
+            f"Mine: {self.hub_model_id}, {model_name}, {dataset_name}, {tags}"
+        )
 
 
 def test_push_uploads_the_card_of_a_subclass(make_sft, broken_uploads, tmp_path):
     trainer = make_sft(cls=OwnCard, output_dir=str(tmp_path / "x"), hub_model_id="me/x")
     with pytest.raises((KeyboardInterrupt, UserError)):
-        trainer.push_to_hub()
-    assert broken_uploads == ["A card of mine for me/x."]
+        trainer.push_to_hub(model_name="Sums", dataset_name="me/sums", tags="add")
+    assert [card[:34] for card in broken_uploads] == ["Mine: me/x, Sums, me/sums, ['add',"]
+
+
+def test_card_of_a_failed_push_goes_where_none_was(tmp_path):
+    with pytest.raises(KeyboardInterrupt), keep_card(tmp_path):
+        (tmp_path / "README.md").write_text("# me/x")
+        raise KeyboardInterrupt
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_failed_push_of_a_merged_model_leaves_its_card(trained, broken_uploads):

@@ -1,6 +1,7 @@
 """The estimated memory of a training: published numbers of weights, and the page that prints it."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ from loopdropout_trainer.arguments import ScriptArguments
 from loopdropout_trainer.costs import ASSUMED_SHARE, MEASURED_SHARE, PEAK_FLOPS
 from loopdropout_trainer.evaluation_costs import count_answers
 from loopdropout_trainer.memory import count_operations, estimate_memory
-from loopdropout_trainer.paper_costs import _load_own_recipe, find_paper_cost
+from loopdropout_trainer.paper_costs import _load_own_recipe, describe_paper_costs, find_paper_cost
 from loopdropout_trainer.published import PAPER_COSTS, PUBLISHED_TASKS
 from loopdropout_trainer.recipe import load_recipe
 
@@ -85,6 +86,8 @@ def test_costs_of_the_paper_are_those_of_its_tables_and_recipes(tmp_path, monkey
         assert find_paper_cost(recipe) is cost
     for change in ({"max_length": 512}, {"p": 0.3}, {"gradient_checkpointing": True}, {"lora_r": 4}, {"max_steps": 2}):
         assert find_paper_cost({**load_recipe("metamath_gsm.yaml"), **change}) is None
+    args = SimpleNamespace(world_size=2)
+    assert describe_paper_costs([(SimpleNamespace(args=args, recipe=load_recipe("metamath_gsm.yaml")), 1)]) == ""
 
 
 def test_published_tasks_have_the_answers_of_their_files():
@@ -106,6 +109,8 @@ def test_published_tasks_have_the_answers_of_their_files():
     ({"benchmarks": ["arithmetic_test"], "benchmark_limit": 900}, {}, "at most 900 problems and 72,000 generated tokens"),
     ({"benchmarks": ["metamath_math500"], "eval_num_loops": [2, 4], "single_loop_accuracy": True}, {},
      "at most 3,000 problems and 6,144,000 generated tokens"),  # K = 4, K = 2, and 4 single loops
+    ({"benchmarks": ["gsm8k", "metamath_math500"], "eval_num_loops": [2, 4]}, {},
+     "at most 3,138 problems and 1,699,328 generated tokens"),  # the first one at K = 2, too
     ({"benchmarks": ["development"]}, {"preparation": "gsm8k"}, "at most 500 problems and 128,000 generated tokens"),
     ({"benchmarks": ["mine", "gsm8k"], "own_benchmarks": {"mine": {"files": "x"}}}, {},
      "at most 1,319 problems and 337,664 generated tokens\nnot counted before its problems are loaded: mine"),
