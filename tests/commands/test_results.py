@@ -200,9 +200,13 @@ def test_runs_are_compared_on_one_task_and_depth(tmp_path):
     """Not on the first task of their results, such as the held-out examples that chose a learning rate."""
     ours, other = tmp_path / "ours", tmp_path / "other"
     for folder, solves in ((ours, 1), (other, 0)):
-        write_results(
-            folder, [{**ANSWERS, "task": "quiz", "num_loops": 4, "readout": 2, "value": 1.0, "samples": "none"}]
-        )
+        row = {**ANSWERS, "task": "quiz", "num_loops": 4, "value": 1.0, "samples": "none"}
+        others = [
+            {**row, "readout": 2},
+            {**row, "gates": "loop 1"},
+            {**row, "task": "unknown answers", "samples": None},
+        ]
+        write_results(folder, others)
         write_answers(folder, "development", 4, [1 - solves] * 12)
         write_answers(folder, "quiz", 2, [1] * 12)
         write_answers(folder, "quiz", 4, [solves] * 11 + [0])
@@ -243,10 +247,13 @@ def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch
     numbers = table.loc[str(ours), ["difference", "low", "high", "p"]]
     assert [*numbers] == pytest.approx([found.gain, found.low, found.high, found.p])
     assert table.loc[[str(third), str(other)], "difference"].isna().all()
-    lines = capsys.readouterr().out.split("Accuracy of the runs in %, and difference to ours/lora")[1].splitlines()
+    out = capsys.readouterr().out
+    assert "Differences are in points on the same n problems." in out
+    lines = out.split("Accuracy of the runs in %, and difference to ours/lora")[1].splitlines()
     assert lines[2].startswith("quiz  4  ours ") and lines[2].endswith(f" 5  12     91.67  {found}")
     assert lines[3].startswith("quiz  4  third ") and lines[3].rstrip().endswith("other problems")
     report.report_comparison([str(ours), str(tmp_path)], tmp_path / "report")
+    report.report_comparison([str(ours), str(tmp_path), str(other)], tmp_path / "report")
     report.report_comparison([str(ours), f"{ours}/"], tmp_path / "report")
     report.report_comparison([str(ours)], tmp_path / "report")
     several = tmp_path / "several"  # adapters that one `evaluate` has measured
@@ -259,6 +266,10 @@ def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch
     assert capsys.readouterr().out == ""
     report.report_comparison([str(ours), str(third)], tmp_path / "report")
     assert "Differences are" not in capsys.readouterr().out  # on other problems
+    for folder in (ours, third):
+        write_answers(folder, "quiz", 2, [1] * 12)
+    report.report_comparison([str(ours), str(third)], tmp_path / "report")
+    assert pd.read_csv(tmp_path / "report/comparison.csv")["K"].tolist() == [2, 2, 4, 4]
 
 
 def test_base_model_is_found_in_results_and_data_frames():

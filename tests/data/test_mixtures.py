@@ -16,6 +16,7 @@ from helpers.files import load_script, read_lines, write_lines
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, GRPODataArguments, SFTDataArguments, label_example, load_datasets
 from loopdropout_trainer.data.holding_out import interleave
+from loopdropout_trainer.data.mixing import Losses
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.plan import count_packed_rows
 from loopdropout_trainer.results import read_recipe, read_results, read_run
@@ -37,6 +38,7 @@ def place(tmp_path, monkeypatch):
     write_lines(Path("empty.jsonl"), [{"prompt": "1", "completion": " "}])
     write_lines(Path("turns.jsonl"), [{"prompt": turns[:1], "completion": turns[1:]}])
     write_lines(Path("text.jsonl"), [{"text": "1"}])
+    write_lines(Path("chosen.jsonl"), [{"prompt": "1", "chosen": "2", "rejected": "3"}])
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -177,6 +179,8 @@ def test_wrong_mixtures_raise(ouro_tokenizer, datasets, message):
         load_datasets(DataArguments(datasets=datasets), ouro_tokenizer, 100)
 
 
+PAIR = {"prompt": "1 =", "completion": " 1"}
+TURNS = {name: [{"role": "user", "content": text}] for name, text in PAIR.items()}
 FORMATS = ["a.jsonl", "a_chat.jsonl", "turns.jsonl", "text.jsonl"]
 
 
@@ -200,6 +204,15 @@ def test_formats_in_a_mixture_are_trained_as_alone(ouro_tokenizer, files, losses
     assert label_example(mixed[0], ouro_tokenizer) == mixed[0]
 
 
+def test_prefix_of_pairs_in_a_mixture_is_tokenized_as_alone(ouro_tokenizer):
+    """Together with the prompt, whose last token has the prefix in it here."""
+    one = write_lines(Path("one.jsonl"), [{"prompt": "a1", "completion": "3"}])
+    items = [{"path": one}, {"path": "b_chat.jsonl"}]
+    mixed = load_datasets(DataArguments(datasets=items, target_prefix="2"), ouro_tokenizer, 100)["train"]
+    (alone,) = load_datasets(DataArguments(train_files=[one], target_prefix="2"), ouro_tokenizer, 100)["train"]
+    assert alone["input_ids"] in [*mixed["input_ids"]]
+
+
 def test_mixed_formats_have_the_tokens_and_labels_of_trl(ouro_tokenizer, tmp_path):
     args = {"max_length": 100, "bf16": False, "report_to": "none", "assistant_only_loss": True}
     datasets = {}
@@ -213,20 +226,36 @@ def test_mixed_formats_have_the_tokens_and_labels_of_trl(ouro_tokenizer, tmp_pat
         config = LoopDropoutConfig(str(tmp_path), **{**args, **changes})
         trainer = LoopDropoutSFTTrainer("tiny-ouro", config, train_dataset=rows, processing_class=ouro_tokenizer)
         datasets[name] = [*trainer.train_dataset]
+        assert trainer.args.assistant_only_loss is {**args, **changes}["assistant_only_loss"]
     assert labeled(datasets["mixed"]) == labeled(datasets["pairs"] + datasets["chats"])
 
 
 def test_held_out_file_of_another_format_has_its_own_labels(ouro_tokenizer):
-    for train, held_out in (("a.jsonl", "b_chat.jsonl"), ("b_chat.jsonl", "b.jsonl")):
+    for train, held_out in (("a.jsonl", "b_chat.jsonl"), ("b_chat.jsonl", "b.jsonl"), ("a.jsonl", "turns.jsonl")):
         data = load_datasets(DataArguments(train_files=[train], eval_files=[held_out]), ouro_tokenizer, 100)
         alone = load_datasets(DataArguments(train_files=[held_out]), ouro_tokenizer, 100)["train"]
         assert labeled(data["eval"]) == labeled([label_example(row, ouro_tokenizer) for row in alone])
         assert "labels" not in data["train"].column_names
+    args = DataArguments(train_files=["b_chat.jsonl"], eval_files=["text.jsonl"])
+    with user_error(
+        "`assistant_only_loss` must be false for the examples of `eval_files`, which are texts without turns"
+    ):
+        load_datasets(args, ouro_tokenizer, 100, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize(("row", "losses", "text"), [
+    (TURNS, (None, False), "the completion"), (TURNS, (None, True), "the assistant's turns of the completion"),
+    (TURNS, (False, True), "the assistant's turns of the prompt and the completion"), (TURNS, (False, False), "all tokens"),
+    (PAIR, (None, True), "the completion"), (PAIR, (False, True), "all tokens"),
+])  # fmt: skip
+def test_losses_of_pairs_are_named(row, losses, text):
+    assert Losses(*losses).describe(Dataset.from_list([row]).features, "a.jsonl") == text
 
 
 @pytest.mark.parametrize(("kind", "files", "losses", "message"), [
     (GRPODataArguments, ["a.jsonl", "turns.jsonl"], (), r"must have the same columns, got prompt \(text\), completion .text. "
      r"in a.jsonl, and prompt \(messages\), completion \(messages\) in turns.jsonl.$"),
+    (DataArguments, ["a.jsonl", "chosen.jsonl"], (), r"must have the same columns, got .*, and prompt .text., chosen"),
     (SFTDataArguments, ["a_chat.jsonl", "text.jsonl"], (None, True), "`assistant_only_loss` must be false for the examples of "
      "text.jsonl, which are texts without turns."),
 ])  # fmt: skip
@@ -247,7 +276,7 @@ def test_plan_says_which_loss_each_format_gets(capsys):
     chats = {
         "chat_template": "tulu2",
         "datasets": [{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}],
-        "num_eval_examples": 1,
+        "num_eval_examples": 6,
     }
     sft({**RECIPE, **chats}, "--dry_run", "true", "--completion_only_loss", "false")
     printed = capsys.readouterr().out
@@ -264,6 +293,12 @@ def test_plan_says_which_loss_each_format_gets(capsys):
     load_script("recipes/diagnose.py").main(["run", "--diagnostics", "single_loop", "--use_cpu", "true"])
     measured = read_results(Path("run/diagnostics"))
     assert {row["method"] for row in measured} == {"base model", "Loop Dropout"}
+    args = DataArguments(
+        datasets=chats["datasets"], num_eval_examples=6, split_seed=read_recipe("run").get("split_seed", 0)
+    )
+    data = load_datasets(args, load_tokenizer("tiny-ouro", chat_template="tulu2"), None, assistant_only_loss=True)
+    num_tokens = sum(label != -100 for example in data["eval"] for label in example["labels"][1:])
+    assert {row["n"] for row in measured} == {num_tokens}
 
 
 def test_files_with_other_columns_raise(tokenizer):

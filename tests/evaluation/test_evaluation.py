@@ -24,6 +24,7 @@ from helpers.tiny import steady, tiny_ouro
 from loopdropout_trainer.diagnostics import answer_decomposition
 from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, own_benchmark, scorers
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
+from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
 from loopdropout_trainer.measuring import evaluate as measure_tasks
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.metadata import write_metadata
@@ -388,6 +389,13 @@ def test_dry_run_says_what_is_measured_and_what_exists(saved, tmp_path, capsys):
     assert "done        6 of 6 results with as many problems\nanswers     12 are kept in the folder, and used" in out
 
 
+def test_plan_of_log_likelihoods_has_no_generated_answers(tmp_path, capsys):
+    task = SimpleNamespace(task_name="choice", OUTPUT_TYPE="multiple_choice", eval_docs=["a", "b"])
+    print_evaluation_plan([Setting("own", {}, 4, "unit")], [task], None, None, str(tmp_path), "evaluate")
+    out = capsys.readouterr().out
+    assert "choice, 2 problems, no generated answers\n" in out and " at most 0 generated tokens\n" in out
+
+
 def test_dry_run_has_an_adapter_whose_depth_is_not_known(saved, tmp_path, capsys):
     """`single_loop` has a setting for each of its loops, whose number the plan leaves open."""
     shutil.copytree(saved / "adapter", tmp_path / "own", ignore=shutil.ignore_patterns("loop_dropout.json"))
@@ -406,6 +414,7 @@ def test_dry_run_counts_the_results_of_the_same_measurement(saved, tmp_path, cap
     place = tmp_path / "out"
     SCRIPT.main(words(saved, place, "--adapter", f"own={tmp_path / 'own'}", **fields))
     (tmp_path / "own").rename(tmp_path / "moved")
+    assert "1 of 1" not in capsys.readouterr().out  # of a single model
     moved = ("--adapter", f"own={tmp_path / 'moved'}", "--dry_run", "true")
     SCRIPT.main(words(saved, place, *moved, **fields))
     assert "done        2 of 2 results with as many problems\n" in capsys.readouterr().out
