@@ -208,6 +208,9 @@ def run(argv: list[str]) -> None:
             print_versions()
         case ["recipes"] | ["recipes", "-h" | "--help"]:
             print_recipes(recipe_names())
+            print(
+                "`loopdropout recipes gsm8k sweep` lists those with these words, and `loopdropout recipes NAME` prints one."
+            )
         case ["recipes", *words]:
             show_recipes(words)
         case [name, *arguments] if name in scripts():

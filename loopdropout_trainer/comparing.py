@@ -10,7 +10,7 @@ import pandas as pd
 
 from loopdropout_trainer.diagnostics import Comparison, compare_answers
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.results import DEVELOPMENT, is_of_training, read_run_results, read_samples
+from loopdropout_trainer.results import DEVELOPMENT, is_of_training, read_own_results, read_run_results, read_samples
 
 
 def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops: int | None = None) -> Comparison:
@@ -60,12 +60,7 @@ def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
         None for the baseline and for a run with other problems. There is no line if a folder has no accuracies of its
         own, or those of several adapters.
     """
-    measured = {}
-    for folder in dict.fromkeys(folders):
-        accuracies = [row for row in _list_accuracies(read_run_results(folder)) if row["task"] != DEVELOPMENT]
-        measured[folder] = {(row["task"], row["num_loops"]): row for row in accuracies}
-        if len(measured[folder]) < len(accuracies):  # of several adapters, as in a folder of `evaluate`
-            measured[folder] = {}
+    measured = {folder: _find_comparable(folder) for folder in folders}
     lines = []
     baseline = measured[folders[-1]] if all(measured.values()) else {}
     for place in sorted(baseline):
@@ -86,6 +81,39 @@ def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
             lines.append({"task": place[0], "K": str(place[1]), "run": folder, **facts, "comparison": comparison})
     columns = ["task", "K", "run", "method", "seed", "num_problems", "accuracy", "comparison"]
     return pd.DataFrame(lines, columns=columns).set_index(columns[:3])
+
+
+def explain_missing_runs(folders: Sequence[str], compared: pd.DataFrame) -> list[str]:
+    """Return a sentence about the runs that the user has named, but that `compare_folders` does not compare, or nothing.
+
+    Args:
+        folders: Folders. There is no sentence unless they are two or more, and all of them are those of trainings.
+        compared: From `compare_folders`.
+    """
+    are_runs = all(_count_trainings(folder) == 1 for folder in folders)
+    missing = [folder for folder in dict.fromkeys(folders) if folder not in compared.index.get_level_values("run")]
+    if len({*folders}) == 1 or not are_runs or not missing:
+        return []
+    unmeasured = [folder for folder in missing if not _find_comparable(folder)]
+    if not unmeasured:
+        return [f"Left out of the comparison, because no task and depth was measured for all: {', '.join(missing)}."]
+    return [
+        f"The accuracies are not compared, because there is none of a benchmark for {', '.join(unmeasured)}. Held-out "
+        "examples do not count, because they may have chosen a learning rate. `loopdropout evaluate "
+        f"{unmeasured[0]} --benchmarks TASK` measures one."
+    ]
+
+
+def _count_trainings(folder: str) -> int:
+    """Return the number of trainings with results in exactly this folder: one in the folder of a run."""
+    return len({(row["method"], row["seed"]) for row in filter(is_of_training, read_own_results(folder))})
+
+
+def _find_comparable(folder: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the accuracy of a run by task and depth, without held-out examples. There is none of several adapters."""
+    accuracies = [row for row in _list_accuracies(read_run_results(folder)) if row["task"] != DEVELOPMENT]
+    by_place = {(row["task"], row["num_loops"]): row for row in accuracies}
+    return by_place if len(by_place) == len(accuracies) else {}  # a folder of `evaluate` can have several adapters
 
 
 def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict[str, Any]:

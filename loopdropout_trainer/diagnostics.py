@@ -302,6 +302,23 @@ def describe_gain(gain: float, low: float, high: float, p: float, decimals: int 
     return text if p < 0.05 else f"{text}, not significant"
 
 
+def explain_disagreements(comparisons: Iterable[tuple[float, float, float]]) -> list[str]:
+    """Return a sentence if an interval over problems excludes 0 although McNemar's exact test does not, else nothing.
+
+    The interval approximates the distribution that the test has exactly, so it is narrower than the test's own one.
+
+    Args:
+        comparisons: Limits `low` and `high`, and p-value of each difference of `compare_answers`.
+    """
+    disagree = [(low > 0 or high < 0) and p >= 0.05 for low, high, p in comparisons]
+    if not any(disagree):
+        return []
+    return [
+        "McNemar's exact test alone decides what is significant. Near p = 0.05, an interval over problems can exclude 0 "
+        "although the test does not."
+    ]
+
+
 def compare_answers(samples: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]]) -> Comparison:
     """Test a difference in accuracy by the answers of both models to each problem.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from loopdropout_trainer.sweeps import (
 )
 
 
-def final_results(results: pd.DataFrame, with_checkpoints: bool = False) -> pd.DataFrame:
+def final_results(results: pd.DataFrame, with_checkpoints: bool = False, named: Collection[str] = ()) -> pd.DataFrame:
     """Return the results without checkpoints, and without the runs of a sweep that only chose a learning rate.
 
     The summary of the sweep says which learning rate it has chosen. Before the choice, all runs of a method are left out. In a
@@ -29,6 +30,7 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False) -> pd.D
     Args:
         results: From `load_results`.
         with_checkpoints: Whether results of checkpoints stay.
+        named: Folders that the user has named. The results of a run among them stay, also if it only chose a learning rate.
     """
     accuracy = results[(results["metric"] == "accuracy") & results["sweep"].notna()]
     is_test = accuracy["task"] != DEVELOPMENT
@@ -38,7 +40,8 @@ def final_results(results: pd.DataFrame, with_checkpoints: bool = False) -> pd.D
     seems_rejected |= ~is_measured & _has_fewer_seeds(results)
     is_rejected = results["run"].map(_read_rejected(results))
     is_rejected = is_rejected.where(is_rejected.notna(), seems_rejected).astype(bool)
-    is_final = ~is_rejected | is_of_base(results)
+    is_named = results["run"].isin([str(Path(folder).resolve()) for folder in named])
+    is_final = ~is_rejected | is_named | is_of_base(results)
     if not with_checkpoints:
         is_final &= results["checkpoint"].isna()
     return results[is_final]

@@ -15,7 +15,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from loopdropout_trainer.diagnostics import compare_answers, describe_profile
+from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, compare_answers, describe_profile, explain_disagreements
 from loopdropout_trainer.figures import overview_figure
 from loopdropout_trainer.frames import load_results, order_labels
 from loopdropout_trainer.results import read_samples
@@ -226,13 +226,15 @@ def show_results(runs: Sequence[Run]) -> None:
 
 def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
     """Print the differences in accuracy to a method, on the same problems: one table for each other method."""
-    lines = []
+    lines, intervals = [], []
     for (task, num_loops), rows in accuracy.groupby(["task", "num_loops"], sort=False):
         samples = {row["method"]: read_samples(row) for row in rows.to_dict("records")}
         for method in samples:
             if method != baseline:
                 difference = compare_answers(samples[method], samples[baseline])
                 lines.append([f"{method} minus {baseline}", task, num_loops, difference.n, str(difference)])
+                if difference.n >= FEWEST_PROBLEMS:
+                    intervals.append((difference.low, difference.high, difference.p))
     if not lines:
         return
     table = pd.DataFrame(lines, columns=["title", "task", "K", "n", "points [95% interval]"])
@@ -242,4 +244,5 @@ def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:
         if len(tasks) == 1:
             title, keys = f"{title} of {tasks[0]}", ["K"]
         print_table(title, own.set_index(keys)[["n", "points [95% interval]"]])
-    print(f"The intervals are over problems. They do not include other training seeds. {OWN_FAMILY}")
+    about = "The intervals are over problems. They do not include other training seeds."
+    print(" ".join([about, *explain_disagreements(intervals), OWN_FAMILY]))

@@ -16,6 +16,7 @@ from loopdropout_trainer.diagnostics import (
     answer_decomposition,
     compare_answers,
     describe_gain,
+    explain_disagreements,
 )
 from loopdropout_trainer.frames import average, find_baseline, has_seeds, is_base_label, labelled, select, tasks_of
 from loopdropout_trainer.results import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
@@ -164,6 +165,8 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
             "The 95% intervals and tests are over the problems of one seed (McNemar's exact test), without the spread over "
             "seeds."
         )
+    over_problems = numbers.loc[numbers["test"] == OVER_PROBLEMS, ["low", "high", "p"]]
+    sentences += explain_disagreements(over_problems.itertuples(index=False))
     if is_tested.sum() > 1:
         sentences.append(OWN_FAMILY)
     if "" in kinds:

@@ -26,8 +26,8 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.arguments import option
-from loopdropout_trainer.comparing import compare_folders
-from loopdropout_trainer.diagnostics import Comparison
+from loopdropout_trainer.comparing import compare_folders, explain_missing_runs
+from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, Comparison, explain_disagreements
 from loopdropout_trainer.errors import UserError, count, run_script
 from loopdropout_trainer.figure_files import build_figure
 from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figure
@@ -36,6 +36,7 @@ from loopdropout_trainer.final_results import describe_left_out_runs, final_resu
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
+from loopdropout_trainer.results import is_of_base
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state
 from loopdropout_trainer.table_files import Missing, build_table
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"`output_dir` must be a folder that can be written, got {output_dir} ({error.strerror})."
         ) from None
-    final = final_results(results, args.checkpoints)
+    final = final_results(results, args.checkpoints, args.folders)
     for line in filter(None, [results.attrs["left_out"], *describe_left_out_runs(results, final)]):
         print(line)
     names = args.tables
@@ -144,10 +145,18 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
     ]
     curves = loss_curves(results)
     if not any(made) and curves.empty:
-        metrics = ", ".join(sorted(results["metric"].unique()))
-        print(f"There is no accuracy, loss or cost of a training to report, only {metrics}.")
+        print(describe_rest(results))
     if len(curves):
         draw_figure(loss_figure(curves), output_dir / "losses")
+
+
+def describe_rest(results: pd.DataFrame) -> str:
+    """Return a sentence about results without a table: those of trained models have others, or there are none of them."""
+    trained = results[~is_of_base(results)]
+    if trained.empty:
+        return "There is no result of a training to report yet, only measurements of the base model."
+    metrics = ", ".join(sorted(trained["metric"].unique()))
+    return f"There is no accuracy, held-out loss or cost of a training to report, only {metrics}."
 
 
 def report_costs(results: pd.DataFrame, output_dir: Path) -> bool:
@@ -227,6 +236,8 @@ def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
     """Make the table that compares two or more runs on the same problems, if all folders are runs that answered some."""
     folders = [os.path.normpath(folder) for folder in folders]
     compared = compare_folders(folders)
+    for line in explain_missing_runs(folders, compared):
+        print(line)
     if compared.empty:
         return
     names = dict(zip(folders, shorten_folders(pd.Series([*map(os.path.abspath, folders)])), strict=True))
@@ -239,10 +250,14 @@ def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
     texts.loc[[*is_other], "difference"] = "other problems"
     about = []
     if comparisons.notna().any():
-        about.append(
+        intervals = numbers.loc[numbers["num_problems"] >= FEWEST_PROBLEMS, ["low", "high", "p"]]
+        sentences = [
             "Differences are in points on the same n problems. Their 95% intervals are over problems (McNemar's exact test), "
-            f"without the spread over seeds. {OWN_FAMILY}"
-        )
+            "without the spread over seeds.",
+            *explain_disagreements(intervals.itertuples(index=False)),
+            OWN_FAMILY,
+        ]
+        about.append(" ".join(sentences))
     text = TableText(f"Accuracy of the runs in %, and difference to {names[folders[-1]]}", about)
     save_table(numbers, texts, text, output_dir / "comparison")
 

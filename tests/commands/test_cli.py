@@ -48,7 +48,8 @@ def test_show_prints_valid_names_before_the_error_of_a_wrong_one(tmp_path, capsy
 
 def test_recipes_are_listed_by_command(capsys):
     cli.run(["recipes", "--help"])
-    lines = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("`loopdropout recipes gsm8k sweep` lists those with these words, and ")
     assert lines[0] == "loopdropout sft" and re.match("  quickstart.yaml +Loop Dropout against LoRA", lines[1])
     assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == recipe_names()
     commands = [line.removeprefix("loopdropout ") for line in lines if not line.startswith("  ")]

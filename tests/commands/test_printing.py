@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from helpers.files import write_lines
+from helpers.files import load_script, write_lines
+from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.printing import print_differences, show_results
 from loopdropout_trainer.results import write_results
 
@@ -48,6 +49,31 @@ def test_differences_of_few_problems_have_no_interval(accuracy, capsys):
     assert capsys.readouterr().out.count("+100.0, too few problems\n") == 2
     print_differences(accuracy(10, "quiz"))
     assert "too few" not in capsys.readouterr().out
+
+
+def test_interval_that_the_exact_test_contradicts_is_explained(tmp_path, capsys):
+    """Of 50 problems, one model alone solves 7 and the other one 1: +12.0 [+0.3, +22.8], but p = 0.070. Also in reports."""
+    note = "McNemar's exact test alone decides what is significant. Near p = 0.05, an interval over problems can exclude 0"
+    for num_better, is_explained in ((7, True), (9, False)):
+        rows = []
+        for method, correct in (("Loop Dropout", [1] * num_better + [0]), ("LoRA", [0] * num_better + [1])):
+            folder = tmp_path / f"{method} {num_better}"
+            row = {"method": method, "seed": 1, "step": 2, "num_loops": 4, "gates": "unit", "task": "quiz", "n": 50}
+            row |= {"metric": "accuracy", "value": 2.0 * sum(correct), "samples": "s.jsonl", "unit": "%"}
+            write_results(folder, [row])
+            write_lines(
+                folder / "s.jsonl", [{"correct": value, "answered": 1, "target": 1} for value in correct + [0] * 42]
+            )
+            rows.append({**row, "folder": str(folder)})
+        print_differences(pd.DataFrame(rows))
+        printed = capsys.readouterr().out
+        report = load_script("recipes/report.py")
+        report.report_accuracy(load_results(*(row["folder"] for row in rows)), tmp_path)
+        of_report = capsys.readouterr().out
+        report.report_comparison([row["folder"] for row in rows], tmp_path)
+        of_comparison = capsys.readouterr().out
+        for text in (printed, of_report, of_comparison):
+            assert (note in text) == ("not significant" in " ".join(text.split()).split(note)[0]) == is_explained
 
 
 def test_methods_of_a_training_have_the_order_of_reports(tmp_path, capsys):

@@ -973,7 +973,7 @@ def test_report_of_an_evaluation_has_no_costs(tmp_path, capsys):
     write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "curvature"}])
     report.main([str(tmp_path / "diagnostics"), "--output_dir", str(tmp_path / "report")])
     out = capsys.readouterr().out
-    assert out.endswith("There is no accuracy, loss or cost of a training to report, only curvature.\n")
+    assert out.endswith("There is no accuracy, held-out loss or cost of a training to report, only curvature.\n")
     write(tmp_path / "diagnostics", [{"value": 50.0, "metric": "loss_reduction"}])
     report.main([str(tmp_path / "diagnostics"), "--output_dir", str(tmp_path / "report")])
     assert "There is no" not in capsys.readouterr().out and (tmp_path / "report/loss_reduction.csv").is_file()

@@ -9,8 +9,10 @@ from helpers.processes import ended, fork
 from loopdropout_trainer import results
 from loopdropout_trainer.comparing import compare_runs
 from loopdropout_trainer.progress import finish_run
+from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import is_finished, is_of_base, read_results, read_run, write_results, write_run
+from loopdropout_trainer.sweeps import update_summary
 
 
 ROW = {
@@ -270,6 +272,33 @@ def test_report_compares_the_runs_that_it_is_given(tmp_path, capsys, monkeypatch
         write_answers(folder, "quiz", 2, [1] * 12)
     report.report_comparison([str(ours), str(third)], tmp_path / "report")
     assert pd.read_csv(tmp_path / "report/comparison.csv")["K"].tolist() == [2, 2, 4, 4]
+
+
+def test_report_says_why_a_run_is_not_compared(tmp_path, capsys, monkeypatch):
+    """Runs that the user names are shown, also if a sweep has not chosen their learning rate. None is left out in silence."""
+    report = load_script("recipes/report.py")
+    monkeypatch.setattr(report, "draw_figure", lambda plot, path: None)
+    runs = [tmp_path / f"mine/lora/lr_0.00{rate}/seed_1" for rate in (1, 2, 3)]
+    first, second, third = runs
+    update_summary(tmp_path / "mine", choices={"lora": {"rates": [0.001, 0.002], "best": None}})
+    training = {"metric": "eval_loss", "unit": "nats", "task": "training", "method": "LoRA", "seed": 1, "n": 1}
+    for rate, run in zip((0.001, 0.002, 0.003), runs, strict=True):
+        write_results(run, [{**training, "value": rate, "step": 10, "num_loops": 4, "gates": "unit"}])
+        dump_recipe({"run_name": f"mine/lora/lr_{rate}/seed_1", "learning_rate": rate}, run / "recipe.yaml")
+        write_answers(run, "development" if run == second else "quiz", 8 if run == third else 4, [1] * 12)
+    words = ["--output_dir", str(tmp_path / "report")]
+    for named, reason in (
+        ((first, second), f"The accuracies are not compared, because there is none of a benchmark for {second}. "),
+        ((first, third), f"no task and depth was measured for all: {first}, {third}."),
+    ):
+        report.main([*map(str, named), *words])
+        printed = capsys.readouterr().out
+        assert reason in printed and "Left out: 2 runs" not in printed
+        losses = pd.read_csv(tmp_path / "report/held_out_loss.csv")
+        assert len(losses) == 2
+    report.main([str(tmp_path / "mine"), *words])
+    printed = capsys.readouterr().out
+    assert "Left out: 3 runs of lora" in printed and "There is no result of a training to report yet" in printed
 
 
 def test_base_model_is_found_in_results_and_data_frames():
