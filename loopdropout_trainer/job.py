@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, ScriptArguments, names_of
-from loopdropout_trainer.data import DataArguments, LeftOut, Losses, load_examples
+from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
@@ -21,12 +21,13 @@ from loopdropout_trainer.imported_code import describe_imports
 from loopdropout_trainer.measuring import evaluate, measure
 from loopdropout_trainer.plan import (
     count_rows,
-    describe_examples,
     describe_left_out,
     describe_loaded_costs,
     describe_plan,
+    list_examples,
     print_next_commands,
     read_trainings,
+    titled,
 )
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
@@ -35,8 +36,8 @@ from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
-from loopdropout_trainer.training.config import word_of
 from loopdropout_trainer.training.distributed import check_devices
+from loopdropout_trainer.training_data import load_training_examples, load_training_tokenizer
 
 
 if TYPE_CHECKING:
@@ -160,20 +161,16 @@ class Job:
         A mistake in the data is an error before any line of the plan. Only the examples that are left out are printed then,
         with the reason, because it may be why too few are left.
         """
-        from loopdropout_trainer.training.examples import check_assistant_loss
-
         left_out: list[LeftOut] = []
         lines = []
         try:
             with self._plan_without_network():
-                loaded = load_examples(self.data_args, tokenizer, max_length, left_out, Losses.of(self.args))
-            self._check_held_out(loaded.datasets)
-            check_assistant_loss(self.args, loaded.datasets["train"][0], tokenizer)
+                loaded = load_training_examples(self.data_args, self.args, tokenizer, max_length, left_out)
             num_rows = count_rows(loaded, self.args)
             lines += self.plan
             if self.trainings:
                 lines += describe_loaded_costs(loaded, num_rows, self.trainings)
-            lines.append(describe_examples(loaded, num_rows, self.data_args, self.args))
+            lines.append(titled("examples", list_examples(loaded, num_rows, self.data_args, self.args)))
         finally:
             lines += describe_left_out(left_out)
             if lines and self.args.process_index == 0:
@@ -190,14 +187,6 @@ class Job:
             if is_unreachable(error) and self.plan:
                 print(*self.plan, sep="\n", flush=True)
             raise
-
-    def _check_held_out(self, datasets: DatasetDict) -> None:
-        """Raise UserError if there is no held-out example to evaluate on, before the model is loaded."""
-        if word_of(self.args.eval_strategy) != "no" and "eval" not in datasets:
-            raise UserError(
-                "`num_eval_examples` must be at least 1, or `eval_files` must be set, if `eval_strategy` is "
-                f"{word_of(self.args.eval_strategy)}, because there is no held-out example."
-            )
 
     def _hint_at_evaluation(self, datasets: DatasetDict) -> None:
         """Log that the training is not evaluated on the held-out examples that the user has asked for, and no task is."""
@@ -339,17 +328,8 @@ class Job:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer of the base model, with the recipe's chat template and end token."""
-        from loopdropout_trainer.saving.facts import MODELS
-        from loopdropout_trainer.saving.source import find_source
-        from loopdropout_trainer.tokenizers import check_token, load_tokenizer
-
-        model_args = self.model_args
         with self._plan_without_network():
-            source = find_source(model_args.model_name_or_path, revision=model_args.model_revision, accept=MODELS)
-            end_token = getattr(self.args, "eos_token", None)
-            tokenizer = load_tokenizer(*source.tokenizer, model_args.chat_template, end_token)
-        check_token(tokenizer, "pad_token", getattr(self.args, "pad_token", None))
-        return tokenizer
+            return load_training_tokenizer(self.model_args, self.args)
 
     # After the training
 

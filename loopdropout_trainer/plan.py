@@ -288,7 +288,7 @@ def describe_trained(runs: Sequence[Run]) -> str:
     return ", ".join(run.args.output_dir for run in runs if run.is_trained and run.find_other_recipe() is None)
 
 
-def describe_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, args: GateConfig) -> str:
+def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, args: GateConfig) -> list[str]:
     """Return the lines about the examples that are trained on, the optimizer steps and the epochs.
 
     If fewer examples are held out than the recipe asks for, the rest was too long, and the line says so. A mixture has a
@@ -318,7 +318,7 @@ def describe_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments
         if data.num_held_out:
             line += f", {source.num_held_out:,} held out"
         lines.append(f"{line}, loss on {source.loss}" if source.loss else line)
-    return titled("examples", lines)
+    return lines
 
 
 _PACKED_TOGETHER = 1000
@@ -346,15 +346,23 @@ def count_packed_rows(lengths: Sequence[int], row_length: int) -> int:
 
 def describe_loaded_costs(loaded: LoadedExamples, num_rows: int, trainings: Sequence[Training]) -> list[str]:
     """Return the lines about the tokens and hours of each training of a job, if they were counted, and its checkpoints."""
-    args, lines = trainings[0].args, []
-    if loaded.lengths is not None and trainings[0].is_supervised:
-        num_tokens = count_epochs(args, num_rows) * loaded.lengths.sum()
+    lines = []
+    counted = count_loaded_tokens(loaded, num_rows, trainings[0])
+    if counted:
         each = "in each training " if len(trainings) > 1 else ""
-        lines.append(titled("counted", [f"{each}about {describe_tokens(trainings[0], round(num_tokens))}"]))
+        lines.append(titled("counted", [f"{each}{counted}"]))
     checkpoints = describe_loaded_checkpoints(trainings, num_rows)
     if checkpoints:
         lines.append(titled("checkpoints", [checkpoints]))
     return lines
+
+
+def count_loaded_tokens(loaded: LoadedExamples, num_rows: int, training: Training) -> str:
+    """Return about how many tokens and hours a training takes, or "" if its tokens were not counted."""
+    if loaded.lengths is None or not training.is_supervised:
+        return ""
+    num_tokens = count_epochs(training.args, num_rows) * loaded.lengths.sum()
+    return f"about {describe_tokens(training, round(num_tokens))}"
 
 
 def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:

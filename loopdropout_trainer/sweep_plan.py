@@ -24,12 +24,9 @@ from loopdropout_trainer.plan import (
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.results import is_of_training, read_own_results
 from loopdropout_trainer.sweeps import read_summary
-from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
+from loopdropout_trainer.training.config import LoopDropoutConfig
+from loopdropout_trainer.training_data import CONFIGS, describe_sweep_examples, load_sweep_examples
 from loopdropout_trainer.workers import describe_left
-
-
-CONFIGS = {config.command: config for config in (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig)}
-"""Settings of the trainings by the training script."""
 
 
 def print_sweep_plan(sweep: Any, command: str) -> None:
@@ -48,6 +45,9 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
     measured, costs = _describe_rest(sweep), _describe_costs(sweep, trainings)
     if measured and costs["time"].startswith(NOT_COMPUTED):
         costs["time"] = ""
+    of_examples = {}
+    if sweep.script in CONFIGS:  # those of another script are not known
+        of_examples = describe_sweep_examples(load_sweep_examples(sweep), trainings)
     done = ""
     if num_ended:
         done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", measured]))
@@ -61,6 +61,7 @@ def print_sweep_plan(sweep: Any, command: str) -> None:
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
+        **{title: _by_method(texts) for title, texts in of_examples.items()},
         "done": done,
         "other code": sweep.describe_other_results(),
     }
@@ -86,10 +87,10 @@ def _describe_seeds(sweep: Any) -> str:
 
 
 def _by_method(texts: Mapping[str, str]) -> str:
-    """Return the text about a method, once if it is the same for all methods, else under the name of each method."""
+    """Return the text about a method, once if it is the same for all methods, else under the name of each method with one."""
     if len({*texts.values()}) == 1:
         return next(iter(texts.values()))
-    return "\n".join(f"{method}: {text}" for method, text in texts.items())
+    return "\n".join(f"{method}: {text}" for method, text in texts.items() if text)
 
 
 def _describe_size(sweep: Any, training: Training) -> str:

@@ -41,6 +41,7 @@ from loopdropout_trainer.sweep_methods import SET_BY_SWEEP, has_benchmarks, make
 from loopdropout_trainer.sweep_plan import print_sweep_plan
 from loopdropout_trainer.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
 from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_interruption, list_runs, update_summary
+from loopdropout_trainer.training_data import check_sweep_examples
 from loopdropout_trainer.workers import Workers
 
 
@@ -314,8 +315,9 @@ class Sweep:
         """Train all runs that are not done, several at a time. The others go on if a run fails (`check_failures`).
 
         Raises:
-            UserError: If two runs in a row fail with the same message.
+            UserError: If the data have a mistake, or two runs in a row fail with the same message.
         """
+        check_sweep_examples(self)
         self.save_progress(None)
         if other_results := self.describe_other_results():
             print(f"The sweep trains the other runs. {other_results}", flush=True)

@@ -23,6 +23,7 @@ import yaml
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
 from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
+from loopdropout_trainer import training_data
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.evaluation_costs import HOW_TO_TIME
 from loopdropout_trainer.gates import RULES
@@ -452,8 +453,33 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "                measure losses on held-out examples\n"
         "answers         at most 2,012 problems and 160,960 generated tokens, without further learning rates\n"
         f"                {HOW_TO_TIME}\n"
+        "examples        2,000, 2 held out, 1 optimizer step, 0.004 epochs\n"
+        "counted         in each training about 508 tokens, so 0.1 hours of one H100 by the same computation\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
     )
+
+
+def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
+    """By the code of a training. Methods with the same data have one line."""
+    path = lab.folder / "chats.jsonl"
+    rows = [[{"role": "user", "content": "Hi" * i}, {"role": "assistant", "content": "Yes"}] for i in (1, 2, 3, 90)]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    data = {"train_files": [str(path)], "preparation": None, "num_eval_examples": 1, "chat_template": "tulu2"}
+    methods = [{"lora": "lora", "short": {"max_length": 60}, "loop_dropout": "loop_dropout"}]
+    lab.sweep("sft", settings=data, methods=methods)
+    with patch("loopdropout_trainer.training_data.load_examples", wraps=training_data.load_examples) as load:
+        sweep.main([lab.file, "--dry_run", "true"])
+    assert load.call_count == 2  # of three methods
+    out = capsys.readouterr().out
+    assert "examples        lora: 3, 1 held out, 1 optimizer step, 1 epoch\n" in out
+    assert "\ncounted         lora: in each training about " in out
+    assert "\nleft out        short: 1 example, because it has more than 60 tokens\n" in out
+    with open(path, "a") as file:
+        file.write(json.dumps({"messages": [rows[0][0], {"role": "asistant", "content": "Yes"}]}))
+    for options in (["--dry_run", "true"], []):
+        with user_error(r"Row 5 of .*chats.jsonl: A role must be .*, got 'asistant'. Did you mean 'assistant'\?"):
+            sweep.main([lab.file, *options])
+    assert not [*lab.out.glob("*/lr_*")]
 
 
 def test_plan_names_an_early_stop(lab, capsys):

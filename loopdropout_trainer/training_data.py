@@ -1,0 +1,183 @@
+"""The examples of trainings before they begin: loaded and checked in one way for the plans of a training and of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from loopdropout_trainer.arguments import ModelArguments
+from loopdropout_trainer.data import (
+    DataArguments,
+    DPODataArguments,
+    GRPODataArguments,
+    LeftOut,
+    LoadedExamples,
+    Losses,
+    SFTDataArguments,
+    load_examples,
+)
+from loopdropout_trainer.data.files import check_files
+from loopdropout_trainer.data.preparations import PREPARATIONS
+from loopdropout_trainer.errors import UserError, is_unreachable
+from loopdropout_trainer.files import model_path
+from loopdropout_trainer.plan import count_loaded_tokens, count_rows, list_examples
+from loopdropout_trainer.recipe import build_part
+from loopdropout_trainer.training.config import (
+    LoopDropoutConfig,
+    LoopDropoutDPOConfig,
+    LoopDropoutGRPOConfig,
+    word_of,
+)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from loopdropout_trainer.costs import Training
+    from loopdropout_trainer.training.config import GateConfig
+
+
+CONFIGS = {config.command: config for config in (LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig)}
+"""Settings of the trainings by the training script."""
+
+_DATA = {"sft": SFTDataArguments, "dpo": DPODataArguments, "grpo": GRPODataArguments}
+"""Fields about the examples by the training script."""
+
+_READ = ("eos_token", "pad_token", "max_length", "completion_only_loss", "assistant_only_loss", "eval_strategy")
+"""Settings of a training that its examples and their checks depend on. The others may need a GPU or several processes."""
+
+
+def load_training_tokenizer(model: ModelArguments, args: GateConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a base model, with the recipe's chat template and end token."""
+    from loopdropout_trainer.saving.facts import MODELS
+    from loopdropout_trainer.saving.source import find_source
+    from loopdropout_trainer.tokenizers import check_token, load_tokenizer
+
+    source = find_source(model.model_name_or_path, revision=model.model_revision, accept=MODELS)
+    tokenizer = load_tokenizer(*source.tokenizer, model.chat_template, getattr(args, "eos_token", None))
+    check_token(tokenizer, "pad_token", getattr(args, "pad_token", None))
+    return tokenizer
+
+
+def load_training_examples(
+    data: DataArguments,
+    args: GateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    left_out: list[LeftOut],
+) -> LoadedExamples:
+    """Load the examples of a training and check that it can train and be evaluated on them. Other arguments: `load_examples`.
+
+    Raises:
+        UserError: As `load_datasets` does, and if an evaluation has no example, or the assistant's turns are not marked.
+    """
+    from loopdropout_trainer.training.examples import check_assistant_loss
+
+    loaded = load_examples(data, tokenizer, max_length, left_out, Losses.of(args))
+    if word_of(args.eval_strategy) != "no" and "eval" not in loaded.datasets:
+        raise UserError(
+            "`num_eval_examples` must be at least 1, or `eval_files` must be set, if `eval_strategy` is "
+            f"{word_of(args.eval_strategy)}, because there is no held-out example."
+        )
+    check_assistant_loss(args, loaded.datasets["train"][0], tokenizer)
+    return loaded
+
+
+class SweepExamples(NamedTuple):
+    """The examples of a method of a sweep: the fields about them, the loaded ones, and which are left out."""
+
+    data: DataArguments
+    loaded: LoadedExamples
+    left_out: list[LeftOut]
+
+
+def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples]:
+    """Load and check the examples of each method of a sweep, once for all methods with the same ones.
+
+    Args:
+        sweep: `Sweep` of recipes/sweep.py.
+
+    Returns:
+        The examples by method. Those of another training script than the package's, and those that would need the Hub while it
+        cannot be reached, are missing: each training needs them later, but a plan does not.
+
+    Raises:
+        UserError: As in a training, which names the mistake in the data.
+    """
+    if sweep.script not in CONFIGS:
+        return {}
+    examples, loaded_before = {}, {}
+    for method, recipes in sweep.recipes.items():
+        recipe = {**recipes.selecting, "num_threads": None}
+        read = {name: recipe[name] for name in _READ if name in recipe}
+        model, data = build_part((ModelArguments, _DATA[sweep.script]), recipe)
+        (args,) = build_part((CONFIGS[sweep.script],), {**read, "output_dir": sweep.output_dir, "use_cpu": True})
+        key = repr((data, model.model_name_or_path, model.model_revision, model.chat_template, read))
+        if key not in loaded_before:
+            loaded_before[key] = _load_unless_unreachable(model, data, args)
+        if loaded_before[key] is not None:
+            examples[method] = loaded_before[key]
+    return examples
+
+
+def check_sweep_examples(sweep: Any) -> None:
+    """Raise UserError for a mistake in the data of a sweep before its first run, because it would stop each of them."""
+    if sweep.pending():
+        load_sweep_examples(sweep)
+
+
+def _load_unless_unreachable(model: ModelArguments, data: DataArguments, args: GateConfig) -> SweepExamples | None:
+    """Load the examples of a training, or return None if they are on the Hub, which cannot be reached."""
+    check_files(data.files)
+    if not _is_local(model, data) and not _can_reach_hub():
+        return None
+    left_out: list[LeftOut] = []
+    try:
+        tokenizer = load_training_tokenizer(model, args)
+        loaded = load_training_examples(data, args, tokenizer, getattr(args, "max_length", None), left_out)
+    except UserError as error:
+        if is_unreachable(error):
+            return None
+        raise
+    return SweepExamples(data, loaded, left_out)
+
+
+def _is_local(model: ModelArguments, data: DataArguments) -> bool:
+    """Return whether the tokenizer and the data of a training are on this computer, by their names."""
+    if not Path(model_path(model.model_name_or_path)).is_dir():
+        return False
+    if PREPARATIONS[data.preparation].problems:  # it generates its examples
+        return True
+    return all(source.files or Path(source.path).is_dir() for source in data.train_sources)
+
+
+def _can_reach_hub() -> bool:
+    """Return whether the Hub answers within seconds, or is not to be asked. Its client would try for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:  # what is not downloaded is an error at once
+        return True
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of the library that connects, which has changed between the releases of the client
+        return False
+    return True
+
+
+def describe_sweep_examples(
+    examples: Mapping[str, SweepExamples], trainings: Mapping[str, Training]
+) -> dict[str, dict[str, str]]:
+    """Return the lines of a sweep's plan about the examples, the counted tokens, and what is left out, by title and method."""
+    lines: dict[str, dict[str, str]] = {"examples": {}, "counted": {}, "left out": {}}
+    for method, training in trainings.items():
+        if method not in examples:
+            lines["examples"][method] = "not checked, because the Hub cannot be reached"
+            continue
+        own = examples[method]
+        num_rows = count_rows(own.loaded, training.args)
+        lines["examples"][method] = "\n".join(list_examples(own.loaded, num_rows, own.data, training.args))
+        counted = count_loaded_tokens(own.loaded, num_rows, training)
+        lines["counted"][method] = f"in each training {counted}" if counted else ""
+        lines["left out"][method] = "\n".join(map(str, own.left_out))
+    return lines
