@@ -148,6 +148,12 @@ DESCRIPTIONS: dict[type, Callable[[nn.Module], LoopedModelMixin]] = {}
 """Descriptions of external model classes, by class."""
 
 
+FAMILIES = ("Ouro", "Huginn", "Dory", "LoopUS", "Nanbeige", "Parcae", "HRM-Text")
+"""Names of the supported families."""
+
+SUPPORTED = f"The supported families are {', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}."
+"""Sentence at the end of errors about other models."""
+
 UNSUPPORTED = {
     "inkling2": ("Inkling-2", "its looped layers are mixtures of experts that also read the pass before"),
     "sensenova": ("SenseNova-Loop", "it has linear attention and hyper-connections"),
@@ -165,9 +171,7 @@ def check_supported(*names: str | None) -> None:
     text = " ".join(filter(None, names)).lower()
     for part, (name, reason) in UNSUPPORTED.items():
         if part in text:
-            raise NotLoopedError(
-                f"{name} is not supported: {reason}. The supported looped models are in docs/models.md."
-            )
+            raise NotLoopedError(f"{name} is not supported: {reason}. {SUPPORTED}")
 
 
 def find_looped_model(model: nn.Module) -> LoopedModelMixin:
@@ -198,8 +202,7 @@ def not_looped(model_class: type, model_type: str | None = None, name: str | Non
     check_supported(model_class.__name__, model_type)
     place = f" from {name}" if name else ""
     return NotLoopedError(
-        f"`model` must be a looped model, such as `model_type: ouro`, got a {model_class.__name__}{place}. The "
-        "supported looped models are in docs/models.md."
+        f"`model` must be a looped model, such as `model_type: ouro`, got a {model_class.__name__}{place}. {SUPPORTED}"
     )
 
 

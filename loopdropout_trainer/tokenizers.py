@@ -18,7 +18,7 @@ from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBas
 from transformers.utils import cached_file, logging
 
 from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line, hint_at_login, short_repr
-from loopdropout_trainer.files import model_hint, model_path, read_text
+from loopdropout_trainer.files import model_hint, model_path, public_name, read_text
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
 
@@ -143,25 +143,31 @@ def load_tokenizer(
     return tokenizer
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str) -> None:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str, field: str = "chat_template") -> None:
     """Set a tokenizer's chat template, and its special tokens if the template is one of `CHAT_TOKENS`.
 
     Args:
         tokenizer: Tokenizer to change.
         name_or_path: Name of one of the package's templates (`CHAT_TEMPLATES`), or path of a Jinja file.
+        field: Field that names it, in messages.
     """
     path = CHAT_TEMPLATES.get(name_or_path, Path(name_or_path))
     if not path.is_file():
-        raise unknown_template("chat_template", name_or_path, "a Jinja file")
+        raise unknown_template(field, name_or_path, "a Jinja file")
     missing = _missing_tokens(tokenizer, name_or_path)
     if missing:
         raise UserError(
-            f"`chat_template` must be one whose tokens the tokenizer {tokenizer.name_or_path} has, got {name_or_path!r}, "
+            f"`{field}` must be one whose tokens the tokenizer {_name_of(tokenizer)} has, got {name_or_path!r}, "
             f"which needs {', '.join(missing)}. The chat template tulu2 needs no tokens of its own."
         )
     tokenizer.chat_template = read_text(path)
     for name, token in CHAT_TOKENS.get(name_or_path, {}).items():
         setattr(tokenizer, name, token)
+
+
+def _name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the name of a tokenizer in messages."""
+    return public_name(tokenizer.name_or_path)
 
 
 def _missing_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
@@ -191,34 +197,39 @@ def _list_templates(templates: Iterable[str] = CHAT_TEMPLATES) -> str:
     return ", ".join(titles)
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless a tokenizer has a chat template, which conversations need."""
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, in_trainer: bool = False) -> None:
+    """Raise UserError unless a tokenizer has a chat template, which conversations need.
+
+    Args:
+        tokenizer: Tokenizer of the examples.
+        in_trainer: Whether it is the one of a trainer in Python, whose field has another name than the one of recipes.
+    """
     if tokenizer.chat_template is None:
         fitting = [name for name in CHAT_TEMPLATES if not _missing_tokens(tokenizer, name)]
         # A template with tokens of its own is the one of the tokenizer's model.
         suggested = next((name for name in CHAT_TOKENS if name in fitting), fitting[0])
+        field, other_way = "chat_template", ""
+        if in_trainer:
+            field = "chat_template_path"
+            call = f'load_tokenizer(name, chat_template="{suggested}")'
+            other_way = f" Or pass `processing_class={call}` from `loopdropout_trainer`."
         raise UserError(
-            "`chat_template` must be set, because the examples are conversations and the tokenizer has no chat template. Its "
-            f"value is a Jinja file, or one of the templates whose tokens the tokenizer has: {_list_templates(fitting)}. In "
-            f'Python, pass `processing_class=load_tokenizer(name, chat_template="{suggested}")` from `loopdropout_trainer`, '
-            "or set `chat_template_path` in a `LoopDropoutConfig`."
+            f"`{field}` must be set, because the examples are conversations and the tokenizer has no chat template. Its "
+            f"value is a Jinja file, or one of the templates whose tokens the tokenizer has: {_list_templates(fitting)}."
+            f"{other_way}"
         )
 
 
 def check_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError unless a tokenizer has a token that ends answers."""
     if getattr(tokenizer, "eos_token", "") is None:
-        raise UserError(
-            f"`eos_token` must be set, because the tokenizer of {tokenizer.name_or_path} has no end token."
-        )
+        raise UserError(f"`eos_token` must be set, because the tokenizer of {_name_of(tokenizer)} has no end token.")
 
 
 def check_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str | None) -> None:
     """Raise UserError if a special token that the user has set is not one of the tokenizer. `name`: the field."""
     if token is not None and token not in tokenizer.get_vocab():
-        raise UserError(
-            f"`{name}` must be a token of the tokenizer {tokenizer.name_or_path}, got {short_repr(token)}."
-        )
+        raise UserError(f"`{name}` must be a token of the tokenizer {_name_of(tokenizer)}, got {short_repr(token)}.")
 
 
 def _set_token(tokenizer: PreTrainedTokenizerBase, name: str, token: str) -> None:

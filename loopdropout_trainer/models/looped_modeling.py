@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, check_name, first_line, hint_at_login, short_repr
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.looped import (
+    SUPPORTED,
     LoopedModelMixin,
     NotLoopedError,
     check_num_loops,
@@ -220,8 +221,8 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
     check_supported(*names)
     if model_type not in CONFIG_MAPPING:
         raise NotLoopedError(
-            f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. The supported "
-            f"looped models are in docs/models.md.{OWN_FILE_HINT}"
+            f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. "
+            f"{SUPPORTED}{OWN_FILE_HINT}"
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     is_of_transformers = model_class is not None and model_class.__module__.startswith("transformers.")

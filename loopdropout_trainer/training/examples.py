@@ -86,6 +86,13 @@ def check_datasets(arguments: Mapping[str, Any]) -> None:
     """Raise UserError if a dataset has no examples, or is a list or a table of pandas, which `Dataset` converts."""
     for title, dataset in name_datasets(arguments):
         kind = type(dataset).__name__
+        if isinstance(dataset, dict) and dataset:  # a `DatasetDict`, as `load_dataset` returns it
+            splits = ", ".join(map(str, dataset))
+            chosen = "train" if "train" in dataset else next(iter(dataset))
+            raise UserError(
+                f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind} with the splits {splits}. Choose "
+                f"one, as by `[{chosen!r}]`."
+            )
         if kind in _CONVERTERS:
             raise UserError(
                 f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind}. Convert it by "
@@ -254,7 +261,7 @@ def _find_columns(example: Mapping[str, Any] | None, formats: Collection[Sequenc
 def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if examples are conversations, and the tokenizer has no chat template."""
     if any(has_conversations(read_first(dataset)) for _, dataset in name_datasets(arguments)):
-        check_chat_template(tokenizer)
+        check_chat_template(tokenizer, in_trainer=True)
 
 
 def check_assistant_loss(
@@ -277,6 +284,7 @@ def check_assistant_loss(
         )
     copies_template = getattr(args, "chat_template_path", None) is not None  # of another tokenizer
     if has_conversations(example) and not copies_template:
+        check_chat_template(tokenizer, in_trainer=True)
         find_training_template(tokenizer)
 
 
@@ -317,7 +325,7 @@ def choose_template(args: TrainingArguments, tokenizer: PreTrainedTokenizerBase)
     if name is None:
         return None
     if name in CHAT_TEMPLATES or Path(name).is_file():
-        set_chat_template(tokenizer, name)
+        set_chat_template(tokenizer, name, "chat_template_path")
         return None
     try:
         cached_file(name, "tokenizer_config.json")

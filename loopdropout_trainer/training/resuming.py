@@ -309,14 +309,16 @@ def _find_other_settings(checkpoint: Checkpoint, facts: Mapping[str, Any], now: 
     difference = compare_recipes(before, now, RESUMABLE, known)
     if difference is None:
         return None
-    fix = "Restore the setting"
+    kind, change, fix = "settings", str(difference), "Restore the setting"
     if difference.field == "num_processes":
         noun = "process" if difference.saved == 1 else "processes"
         fix = f"Continue it with {difference.saved} {noun}"
-    return (
-        f"{checkpoint} was trained with other settings: {difference}. {fix}, or start a new training in another "
-        "`output_dir`."
-    )
+    elif difference.field == "base_dtype":  # which no field has as its name
+        change = f"the data type of the base model changed from {difference.saved} to {difference.new}"
+    elif difference.field == "rule_code":
+        name = str(difference.saved).split()[0]  # before the digest
+        kind, change, fix = "code", f"the code of the rule {name} changed", "Restore the code"
+    return f"{checkpoint} was trained with other {kind}: {change}. {fix}, or start a new training in another `output_dir`."
 
 
 def _check_tensors(checkpoint: Checkpoint, model: PeftModel) -> None:

@@ -15,6 +15,7 @@ from scipy.ndimage import binary_dilation
 import loopdropout_trainer
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program, python
+from loopdropout_trainer.looped import FAMILIES, SUPPORTED
 from loopdropout_trainer.recipe import load_recipe
 from loopdropout_trainer.training.config import (
     GateConfig,
@@ -220,6 +221,14 @@ def test_reference_has_every_public_name_and_field():
             [*config.__annotations__, *GateConfig.__annotations__]
         )  # the own fields, and those of the gates
         assert documented == [name for name in names if name in fields]
+
+
+def test_error_about_other_models_names_the_families():
+    listed = re.search(r"run the same layers K times \((.*?)\)", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert set(re.split(r",\s", listed)) == {*FAMILIES}
+    modules = {path.stem for path in (ROOT / "loopdropout_trainer/models").glob("*.py")}
+    assert {name.lower().replace("-", "_") for name in FAMILIES} < modules
+    assert SUPPORTED.startswith("The supported families are Ouro, Huginn") and SUPPORTED.endswith(" and HRM-Text.")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Examples and chat templates that a program gives a trainer: each mistake is one sentence before TRL tokenizes anything."""
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from trl import SFTTrainer
 
 from helpers.errors import user_error
@@ -32,8 +32,8 @@ PROMPTS = Dataset.from_list([{"prompt": TURNS[:1]}] * 4)
 PAIRS = Dataset.from_list([{"chosen": TURNS, "rejected": TURNS}] * 4)
 
 SET_TEMPLATE = (
-    r"`chat_template` must be set, .* or one of the templates whose tokens the tokenizer has: tulu2. In Python, "
-    r'.*`processing_class=load_tokenizer\(name, chat_template="tulu2"'
+    r"`chat_template_path` must be set, .* or one of the templates whose tokens the tokenizer has: tulu2. Or pass "
+    r'`processing_class=load_tokenizer\(name, chat_template="tulu2"'
 )
 
 
@@ -333,6 +333,26 @@ def test_other_containers_name_the_conversion(make, cls, convert, function):
 def test_missing_template_names_the_packages_ones(make, cls, rows):
     with user_error(SET_TEMPLATE):
         make(cls, rows)
+
+
+@pytest.mark.parametrize("cls", [SFT, DPO, GRPO])
+def test_splits_of_a_dataset_are_named(make, cls):
+    splits = DatasetDict({"train": CHAT, "test": CHAT})
+    with user_error(r"`train_dataset` must be .*, got a DatasetDict with the splits train, test. .* `\['train'\]`"):
+        make(cls, splits)
+    with user_error(r"`train_dataset` must be .*, got a dict with the splits en. .* `\['en'\]`"):
+        make(cls, {"en": CHAT})
+
+
+def test_template_without_its_tokens_is_named_by_its_field(config):
+    tokenizer = load_tokenizer("tiny-ouro")
+    needs = "must be one whose tokens the tokenizer tiny-ouro has, got 'huginn'"
+    with user_error(f"`chat_template_path` {needs}"):
+        SFT("tiny-ouro", config(chat_template_path="huginn"), train_dataset=CHAT, processing_class=tokenizer)
+    with user_error(f"`chat_template` {needs}"):
+        load_tokenizer("tiny-ouro", chat_template="huginn")
+    with user_error("`eos_token` must be a token of the tokenizer tiny-ouro, got"):
+        load_tokenizer("tiny-ouro", eos_token="<missing>")
 
 
 def test_missing_template_of_assistant_only_loss(make):

@@ -306,7 +306,7 @@ def test_model_without_loops_is_named_with_its_class(config, dataset, tokenizer,
     llama.save_pretrained(folder)
     for model, text in ((llama, "got a LlamaForCausalLM."), (folder, f"got a LlamaForCausalLM from {folder}.")):
         with user_error(
-            f"must be a looped model, .*{re.escape(text)} The supported looped models are in docs/models.md"
+            f"must be a looped model, .*{re.escape(text)} The supported families are Ouro, .*, Parcae and HRM-Text"
         ):
             LoopDropoutSFTTrainer(model, config(), train_dataset=dataset, processing_class=tokenizer)
 

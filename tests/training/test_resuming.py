@@ -407,7 +407,10 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (tiny_ouro(num_hidden_layers=1).to(torch.bfloat16), "`base_dtype` changed from 'float32' to 'bfloat16'"),
+        (
+            tiny_ouro(num_hidden_layers=1).to(torch.bfloat16),
+            "the data type of the base model changed from float32 to bfloat16. Restore",
+        ),
         (
             tiny_ouro(num_hidden_layers=1, attn_implementation="eager"),
             "`attn_implementation` changed from 'sdpa' to 'eager'",
@@ -532,7 +535,7 @@ def test_other_code_of_a_rule_is_not_continued(tmp_path, make_trainer, monkeypat
         if number < 3:
             trainer.train(resume_from_checkpoint=number > 1)
     with user_error(
-        r"was trained with other settings: `rule_code` changed from 'OwnRule \w+' to 'OwnRule \w+'. Restore"
+        "was trained with other code: the code of the rule OwnRule changed. Restore the code, or start a new training"
     ):
         trainer.train(resume_from_checkpoint=True)
 
