@@ -9,8 +9,10 @@ from collections import defaultdict
 from importlib import import_module
 
 import pytest
+import torch
 from matplotlib import pyplot
 from scipy.ndimage import binary_dilation
+from trl import SFTConfig
 
 import loopdropout_trainer
 from helpers.files import ROOT, write_lines
@@ -229,6 +231,18 @@ def test_error_about_other_models_names_the_families():
     modules = {path.stem for path in (ROOT / "loopdropout_trainer/models").glob("*.py")}
     assert {name.lower().replace("-", "_") for name in FAMILIES} < modules
     assert SUPPORTED.startswith("The supported families are Ouro, Huginn") and SUPPORTED.endswith(" and HRM-Text.")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="TRL accepts its defaults on a GPU")
+def test_trl_config_without_a_gpu_is_explained(tmp_path):
+    """TRL's own class fails before this package sees it."""
+    with pytest.raises(ValueError, match="bf16/gpu") as caught:
+        SFTConfig(str(tmp_path))
+    SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    start = str(caught.value).partition(".")[0]
+    assert start in (ROOT / "docs/troubleshooting.md").read_text()
+    for page in ("docs/sft.md", "docs/troubleshooting.md"):
+        assert "`use_cpu=True, bf16=False`" in (ROOT / page).read_text()
 
 
 @pytest.fixture(scope="module")
