@@ -57,18 +57,35 @@ class GateRule:
     """Base of all rules. A subclass is a dataclass whose fields are the rule's fields in YAML.
 
     The docstring of a rule has lines `Gate:`, `Mean:`, `Covariance:` (over loops, of one example) and `Paper:`, which
-    `python -m loopdropout_trainer.gates` prints.
+    `python -m loopdropout_trainer.gates` prints. The class attributes below are its options, such as `has_unit_mean = False`.
+
+    Attributes:
+        name: Name of the rule in `rule` of a configuration or a recipe. Each rule must set it.
+        title: Name of the method in tables. Default: `name` with a capital, and spaces for underscores.
+        lora_kind: Kind of the LoRA layers that read the gates, a key of `loopdropout_trainer.lora.ADAPTER_KINDS`. Default:
+            `"gated"`, whose update is multiplied by the gate.
+        uses_steps: Whether the gates depend on the optimizer step (`draw.step` and `draw.num_steps`). Default: False.
+        wants_sensitivity: Whether `observe` gets the derivatives of the loss by the gates after each optimizer step. Default:
+            False.
+        has_unit_mean: Whether the mean gate of each loop is 1, as inference with gates of 1 needs it. A training warns about
+            another measured mean, unless it is False. Default: True.
+        mergeable: Whether every loop uses the same update at gates of 1, so that it can be merged. Default: True.
+        alpha_factor: Factor on the `lora_alpha` of a new adapter. Default: 1.
+        draws_per_batch: Number of draws for each micro-batch, each with a forward and a backward pass, whose mean loss is
+            trained. More than one needs `LoRADropoutSFTTrainer`. Default: 1.
+        adapter: Old name of `lora_kind`.
+        passes: Old name of `draws_per_batch`.
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]  # name of the method in tables, by default the capitalized name
-    lora_kind: ClassVar[str] = "gated"  # kind of LoRA layer in `loopdropout_trainer.lora`
-    uses_steps: ClassVar[bool] = False  # gates depend on the optimizer step
-    wants_sensitivity: ClassVar[bool] = False  # gates then require gradients, for `observe`
-    has_unit_mean: ClassVar[bool] = True  # the mean gate of each loop is 1, as inference with gates of 1 needs it
-    mergeable: ClassVar[bool] = True  # at unit gates every loop uses the same update
-    alpha_factor: ClassVar[float] = 1.0  # factor on the `lora_alpha` of a new adapter
-    draws_per_batch: ClassVar[int] = 1  # each with a forward and a backward pass; the loss is their mean
+    title: ClassVar[str]
+    lora_kind: ClassVar[str] = "gated"
+    uses_steps: ClassVar[bool] = False
+    wants_sensitivity: ClassVar[bool] = False
+    has_unit_mean: ClassVar[bool] = True
+    mergeable: ClassVar[bool] = True
+    alpha_factor: ClassVar[float] = 1.0
+    draws_per_batch: ClassVar[int] = 1
 
     adapter = renamed_attribute("adapter", "lora_kind")
     passes = renamed_attribute("passes", "draws_per_batch")

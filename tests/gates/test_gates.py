@@ -1,5 +1,7 @@
 """Test the moments, support and pairing of every rule's gates, and its random streams."""
 
+import inspect
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -219,3 +221,9 @@ def test_rules_say_if_their_mean_gate_is_one(name):
     means, _ = measure_mean(make_rule(name), K, LAYERS, batch_size=64)
     error = 5 * means.std(dim=0) / len(means) ** 0.5 + 1e-6
     assert bool(((means.mean(dim=0) - 1).abs() <= error).all()) is RULES[name].has_unit_mean
+
+
+def test_help_of_rules_describes_their_options():
+    options = {*GateRule.__annotations__, "adapter", "passes"}  # the last two are old names
+    described = set(re.findall(r"^    (\w+): [A-Z]", inspect.getdoc(GateRule), re.MULTILINE))
+    assert options == described and {"lora_kind", "has_unit_mean", "draws_per_batch"} < options
