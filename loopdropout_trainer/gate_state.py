@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.reruns import Reruns
+from loopdropout_trainer.reruns import Reruns, is_checkpointed
 
 
 @dataclass(frozen=True)
@@ -152,14 +152,23 @@ class GatedBatch:
         if index is not None and num_examples > 1:
             raise UserError(
                 f"The current gates belong to a packed batch of shape {list(index.shape)}, but the model runs a batch of "
-                f"shape {list(shape)}. Run other batches inside `use_gates`."
+                f"shape {list(shape)}. {self._describe_way_out()}"
             )
         if num_examples not in (1, shape[0]):
             raise UserError(
                 f"`gates` must have one column for each of the {shape[0]} examples or one column for all, got "
-                f"{num_examples} columns. Run a batch with other examples inside `use_gates`."
+                f"{num_examples} columns. {self._describe_way_out()}"
             )
         return None
+
+    def _describe_way_out(self) -> str:
+        """Return the end of an error about the gates of another batch."""
+        if self.rule is None:
+            return "Run batches with other examples inside `use_gates`."
+        return (
+            "`draw_gates` has set them for training. Return to unit gates by `trainer.gate_state.reset()`, or run batches "
+            "with other examples inside `use_gates`."
+        )
 
     def check_loop(self, index: int) -> None:
         """Raise UserError if the gates have no row for a loop."""
@@ -225,12 +234,14 @@ class GateState:
         rule: Rule that trains the gated layers, or None.
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
+        computes_loss: Whether a trainer computes a loss, whose passes may run under drawn gates without gradient.
     """
 
     must_draw = False
     is_read = True
     rule: Any = None
     ignores_padding = False
+    computes_loss = False
     dropout: Any = None
 
     def __init__(self) -> None:
@@ -260,18 +271,21 @@ class GateState:
         """Return to unit gates, which is ordinary LoRA."""
         self.set(UNIT_GATES)
 
-    def begin_pass(self, training: bool) -> None:
-        """Note that a pass begins.
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a trainer has drawn the current gates, of which one differs from 1."""
+        return self.batch.gates is not None and self.batch.rule is not None
 
-        Args:
-            training: Whether the model is in training mode.
+    def begin_pass(self) -> None:
+        """Note that a pass begins.
 
         Raises:
             UserError: For a pass that runs again and may belong to other gates (`Reruns`), and for inference under the gates
-                that a trainer has drawn, outside of `train()`.
+                that a trainer has drawn, outside of `train()` and of a loss.
         """
-        is_drawn = self.batch.gates is not None and self.batch.rule is not None
-        if is_drawn and not self.must_draw and not training and not torch.is_grad_enabled():
+        # The mode of the model tells nothing, because it stays in training mode after a training.
+        is_inference = not (torch.is_grad_enabled() or self.must_draw or self.computes_loss)
+        if is_inference and self.is_drawn and not is_checkpointed():  # whose first run may have no gradient
             raise UserError(
                 "`draw_gates` has set gates for training, under which inference would run. Return to unit gates by "
                 "`trainer.gate_state.reset()`, and run inference under chosen gates inside `use_gates`. `sample_gates` draws "

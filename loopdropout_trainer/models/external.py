@@ -87,7 +87,7 @@ class LoopDescription(LoopedModelMixin, ABC):
     def _pass_gates(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Pass the current gates from the backbone on to its layers."""
         check_num_layers(self.config, self.num_layers)
-        self.gate_state.begin_pass(module.training)
+        self.gate_state.begin_pass()
         batch = self.gate_state.batch
         if batch.is_set:
             kwargs = {**kwargs, PASS_GATES: batch}

@@ -80,6 +80,11 @@ class GatingMixin:
             self.start = find_start(self.model)
             self.looped.trained_with = self.saved_settings()
 
+    def forget_drawn_gates(self) -> None:
+        """Return to unit gates, if a trainer of this model has drawn the current gates. Those of `use_gates` stay."""
+        if self.gate_state.is_drawn:
+            self.gate_state.reset()
+
     def keep_head(self) -> None:
         """Keep the `forward` with the fused head that TRL's trainer has put on the model, for `restore_head`."""
         self._forward = vars(self.model.get_base_model()).get("forward")

@@ -313,6 +313,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     ) -> dict[str, float]:
         """Evaluate with all gates at 1, as transformers' Trainer does."""
         self.restore_accelerator()
+        self.forget_drawn_gates()
         with hide_old_checkpointing():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -321,6 +322,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     ) -> PredictionOutput:
         """Predict with all gates at 1, as transformers' Trainer does."""
         self.restore_accelerator()
+        self.forget_drawn_gates()
         with hide_old_checkpointing():
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 

@@ -66,10 +66,11 @@ class GateSamplingMixin(AdapterTrainingMixin):
         inputs = dict(self.looped.complete_batch(inputs))
         if model.training:
             self.draw_gates(inputs)
-        elif self.gate_state.batch is self.last_gates:  # by a call of this method outside of `train()`
-            self.gate_state.reset()
+        else:
+            self.forget_drawn_gates()
         inputs.pop("example_ids", None)
         with ExitStack() as stack:
+            stack.enter_context(self._mark_loss())
             if self._hides_outputs(model, return_outputs):
                 stack.enter_context(self.skip_unread_tokens(inputs))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
@@ -80,6 +81,15 @@ class GateSamplingMixin(AdapterTrainingMixin):
             return False
         is_own_loss = self.compute_loss_func is None and type(self.label_smoother) in (type(None), LabelSmoother)
         return is_own_loss and not return_outputs
+
+    @contextmanager
+    def _mark_loss(self) -> Iterator[None]:
+        """Let the passes of a loss run under drawn gates, also those without gradient, such as a reference's."""
+        before, self.gate_state.computes_loss = self.gate_state.computes_loss, True
+        try:
+            yield
+        finally:
+            self.gate_state.computes_loss = before
 
     @contextmanager
     def skip_unread_tokens(self, inputs: dict[str, Any]) -> Iterator[None]:

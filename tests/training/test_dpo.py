@@ -61,6 +61,14 @@ def dpo_loss(policy, reference):
 BASES = [(tiny_ouro, False), (tiny_ouro, True), (tiny_hrm, False), pytest.param(*DORY.values, False, marks=DORY.marks)]
 
 
+def test_loss_outside_of_a_training_runs_its_reference(make):
+    """The reference runs without gradient while the gates of the policy are set."""
+    trainer = make(cls=LoopDropoutDPOTrainer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model.train(), batch)
+    assert loss.requires_grad and trainer.gate_state.is_drawn
+
+
 @pytest.mark.parametrize(("base", "pretrained"), BASES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gated_policy_and_ungated_reference(make, base, pretrained, checkpointing):

@@ -142,6 +142,15 @@ def test_num_tokens_continues(make, fields):
     assert len(again) == len(counts) and min(again) > max(counts) and again == sorted(again)
 
 
+def test_evaluation_after_drawn_gates_generates_at_unit_gates(make):
+    """TRL generates before the loss, under the gates of that moment."""
+    trainer = make(cls=LoopDropoutGRPOTrainer)
+    trainer.draw_gates({"completion_ids": torch.zeros(6, 1), "input_ids": torch.zeros(6, 1)})
+    assert trainer.gate_state.is_drawn
+    trainer.evaluate(PROMPTS.select(range(2)))
+    assert not trainer.gate_state.batch.is_set
+
+
 def test_settings_that_do_not_fit_raise(make):
     model = get_peft_model(tiny_ouro(), default_peft_config(tiny_ouro()), adapter_name="math")
     with user_error("adapter must .*, because TRL copies it .* Set `beta` to 0, or"):

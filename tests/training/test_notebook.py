@@ -195,19 +195,53 @@ def test_sampled_gates_are_not_set_on_the_model(make_sft):
     trainer.draw_gates(batch)
     assert torch.equal(trainer.gate_state.batch.gates, sampled.gates)
     model, inputs = trainer.model, {"input_ids": batch["input_ids"]}
-    with torch.no_grad():
-        model.train()(**inputs)
+    model.train()(**inputs)  # with gradient, so it may be a training
+    with user_error(
+        r"one column for each of the 1 examples .* `draw_gates` has set them .* `trainer.gate_state.reset\(\)`"
+    ):
+        model(input_ids=inputs["input_ids"][:1])
+    is_inference = r"`draw_gates` has set gates .* by `trainer.gate_state.reset\(\)`, .* inside `use_gates`"
+    for mode in (True, False):  # the model stays in training mode after a training
+        model.train(mode)
         for rows in (inputs["input_ids"], inputs["input_ids"][:1]):
-            with user_error(
-                "`draw_gates` has set gates .* by `trainer.gate_state.reset\\(\\)`, .* inside `use_gates`"
-            ):
-                model.eval()(input_ids=rows)
+            with torch.no_grad(), user_error(is_inference):
+                model(input_ids=rows)
+            with torch.inference_mode(), user_error(is_inference):
+                model(input_ids=rows)
+            with user_error(is_inference):
+                model.generate(rows, max_new_tokens=1)
+    with torch.no_grad():
         with use_gates(model, [1, 0, 0, 0]):
             model(**inputs)
         trainer.gate_state.reset()
         model(**inputs)
     for text in (Path("docs/sft.md").read_text(), type(trainer).draw_gates.__doc__):
         assert "sample_gates" in text and "For inference" in text and "use_gates" in text
+
+
+def test_loss_without_gradient_runs_under_drawn_gates(make_sft):
+    trainer = make_sft(max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model.train(), dict(batch))
+    assert trainer.gate_state.is_drawn and not loss.requires_grad
+    assert not trainer.gate_state.computes_loss
+
+
+@pytest.mark.parametrize("measure", ["evaluate", "predict"])
+def test_measurements_run_at_unit_gates_after_drawn_gates(train, monkeypatch, measure):
+    """In `evaluate` of the drawing trainer and of another one. The gates of `use_gates` stay."""
+    trainer = train(max_steps=1)
+    inputs, seen = next(iter(trainer.get_train_dataloader())), []
+    trainer.model.register_forward_pre_hook(lambda *_: seen.append(trainer.gate_state.gates))
+    run = getattr(trainer, measure)
+    data = () if measure == "evaluate" else (trainer.eval_dataset,)
+    trainer.draw_gates(dict(inputs))
+    monkeypatch.setattr(trainer, "last_gates", None)  # as those of another trainer of the model
+    run(*data)
+    with use_gates(trainer.model, [1, 0, 0, 0]):
+        run(*data)
+    assert seen[0] is None and seen[-1].flatten().tolist() == [1, 0, 0, 0]
 
 
 def test_gates_of_a_compiled_model_name_the_model(train):
