@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import PushInProgress, logging
 
 from loopdropout_trainer.arguments import find_unsaved_fields
+from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import RECIPE_FILE, write_results
@@ -32,6 +33,8 @@ from loopdropout_trainer.saving.pushing import (
     upload,
 )
 from loopdropout_trainer.saving.saved_adapter import adapter_folder
+from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.training.start import describe_training
 from loopdropout_trainer.training.stopping import check_finite
 from loopdropout_trainer.training_results import (
     mean_loss,
@@ -116,6 +119,7 @@ class AdapterFilesMixin:
             if card.is_file():  # TRL has called `create_model_card` for this checkpoint
                 shutil.copy2(card, output_dir)
         else:
+            self._warn_of_replacing(folder)
             with saving(folder, adapter_patterns(self.model.peft_config)):
                 self._save_adapter(output_dir, _internal_call)
             if not _internal_call:
@@ -123,6 +127,20 @@ class AdapterFilesMixin:
                 if self.args.push_to_hub:  # which `_save_adapter` has done
                     repository = {"repo_id": self.hub_model_id, "revision": self.args.hub_revision}
                 write_model_card(folder, self.model, **repository, **read_card_of(self.model))
+
+    def _warn_of_replacing(self, folder: str) -> None:
+        """Warn if an adapter that nobody has trained replaces a trained one in a folder."""
+        if self.looped.trained_with.get("training_id") is not None:
+            return
+        try:
+            saved = find_source(folder).metadata
+        except UserError:  # a folder without a usable adapter
+            return
+        if saved.get("training_id") is not None:
+            logger.warning(
+                f"{folder} has an adapter from {describe_training(saved)}. `save_model` replaces it by one that no `train()` "
+                "has trained. To keep a trained adapter, save into another folder."
+            )
 
     def _save_adapter(self, output_dir: str | None, _internal_call: bool) -> None:
         folder = output_dir or self.args.output_dir
@@ -219,9 +237,11 @@ class AdapterFilesMixin:
         **repository: str | None,
     ) -> None:
         """Write the card. `repository`: arguments `repo_id` and `revision` of `write_model_card`. Others are as in TRL."""
-        # Before the end, there may be results of other weights.
-        weights = {"training": self.training_id, "step": saved_step(self)}
-        card = read_card_fields(self.args.output_dir, weights)
+        if self.recipe is None:  # the folder may have the recipe and the results of other weights
+            card = read_card_of(self.model)
+        else:  # a command has written its recipe before the training, and before the end there may be other results
+            weights = {"training": self.training_id, "step": saved_step(self)}
+            card = read_card_fields(self.args.output_dir, weights)
         if dataset is not None:
             card |= {"dataset": dataset, "data_description": None}
         write_model_card(self.args.output_dir, self.model, title=title, tags=tags or (), **repository, **card)

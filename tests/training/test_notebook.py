@@ -152,9 +152,11 @@ def test_cards_of_python_have_the_facts_of_a_run(train, make_sft, tmp_path):
         assert f"| Held-out loss (nats per token) | {loss:.4f} |" in card
         assert re.search(r"\| Training data \| 48 examples \(digest \w{16}\) \|", card)
         assert "## Recipe" in card and "learning_rate: 0.01" in card
-    untrained = make_sft()  # in the folder of the other training
-    untrained.save_model()
-    assert "Held-out loss" not in Path(untrained.args.output_dir, "README.md").read_text()
+    untrained = make_sft(p=0.25)  # in the folder of the other training
+    for write in (untrained.create_model_card, untrained.save_model):
+        write()
+        text = Path(untrained.args.output_dir, "README.md").read_text()
+        assert "| Drop probability p | 0.25 |" in text and "Held-out loss" not in text and "## Recipe" not in text
     train(eval_strategy="steps", eval_steps=2, seed=7)  # replaces the results there
     trainer.save_model(str(tmp_path / "again"))
     assert "Held-out loss" not in (tmp_path / "again" / "README.md").read_text()
@@ -242,6 +244,20 @@ def test_measurements_run_at_unit_gates_after_drawn_gates(train, monkeypatch, me
     with use_gates(trainer.model, [1, 0, 0, 0]):
         run(*data)
     assert seen[0] is None and seen[-1].flatten().tolist() == [1, 0, 0, 0]
+
+
+def test_untrained_adapter_that_replaces_a_trained_one_is_named(train, make_sft, tmp_path, log):
+    trained = train(max_steps=1)
+    make_sft().save_model()
+    assert "replaces" not in log.text  # no adapter was saved yet
+    trained.save_model()
+    make_sft(trained.model).save_model()  # the trained weights
+    make_sft().save_model(str(tmp_path / "new"))
+    assert "replaces" not in log.text
+    make_sft(p=0.25).save_model()
+    folder = trained.args.output_dir
+    assert f"{folder} has an adapter from SFT with Loop Dropout (p = 0.5, K = 4, 1 step, seed 42)" in log.text
+    assert "`save_model` replaces it by one that no `train()` has trained." in log.text
 
 
 def test_gates_of_a_compiled_model_name_the_model(train):
