@@ -56,6 +56,7 @@ def test_mistakes_in_data_come_without_a_plan(plan, rows, words, error):
     """Only the examples that are left out are printed, which may be the reason."""
     lines = plan(rows, words, error=error)
     assert [line for line in lines if not line.startswith("left out ")] == []
+    assert bool(lines) == ("max_length" in words or rows[0].get("completion") == "")
 
 
 def test_plan_counts_the_checkpoints_of_loaded_examples(plan):

@@ -270,6 +270,19 @@ def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log):
     assert len(load_datasets(data, ouro_tokenizer, 100)["train"]) == 2
     fix = "The first one is row 3 of both.jsonl, which has `messages`. Put such rows into a file of their own, as an item of"
     assert any(fix in text for text in log.messages)
+    log.clear()
+    write_lines(Path("both.jsonl"), [*rows[:2], {"prompt": "1", "completion": " "}])  # of the same format
+    load_datasets(data, ouro_tokenizer, 100)
+    assert "The first one is row 3 of" in log.text and "which has" not in log.text
+
+
+def test_long_examples_of_a_mixture_are_left_out(ouro_tokenizer):
+    """By the tokens of each format, of which those of chats are more."""
+    items = DataArguments(datasets=[{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}])
+    lengths = [*map(len, load_datasets(items, ouro_tokenizer, 100)["train"]["input_ids"])]
+    for longest in {*lengths}:
+        rows = load_datasets(items, ouro_tokenizer, longest)["train"]
+        assert [*map(len, rows["input_ids"])] == [length for length in lengths if length <= longest]
 
 
 def test_plan_says_which_loss_each_format_gets(capsys):

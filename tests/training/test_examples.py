@@ -363,7 +363,8 @@ def test_missing_template_of_assistant_only_loss(make):
 @pytest.mark.parametrize("name", ["tulu2", str(CHAT_TEMPLATES["tulu2"])])
 def test_template_path_takes_names_and_files(config, name):
     tokenizer = load_tokenizer("tiny-ouro")
-    trainer = SFT("tiny-ouro", config(chat_template_path=name), train_dataset=CHAT, processing_class=tokenizer)
+    args = config(chat_template_path=name, assistant_only_loss=True)  # the template of the path marks the turns
+    trainer = SFT("tiny-ouro", args, train_dataset=CHAT, processing_class=tokenizer)
     assert "<|user|>" in tokenizer.decode(trainer.train_dataset[0]["input_ids"])
     assert trainer.args.chat_template_path == name
 
