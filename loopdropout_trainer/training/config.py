@@ -252,8 +252,10 @@ class GateConfig:
         names = {f.name for f in dataclasses.fields(cls)}
         fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init}
         fields.pop("generation_batch_size", None)  # GRPOConfig derives it from `steps_per_generation`
+        # With the values that the libraries choose for this machine. It comes first, because accelerate keeps the devices and
+        # the kind of launch of the last arguments.
+        usual = cls(args.output_dir)
         made = cls(**{name: value for name, value in fields.items() if name in names})
-        usual = cls(args.output_dir)  # with the values that the libraries choose for this machine
         made.given_names = set()
         for own in dataclasses.fields(args):
             values = (own.default, getattr(usual, own.name, own.default))

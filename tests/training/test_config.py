@@ -142,7 +142,7 @@ CLASSES = {LoopDropoutConfig: SFTConfig, LoopDropoutDPOConfig: DPOConfig, LoopDr
 
 
 @pytest.mark.parametrize(("cls", "trl_class"), CLASSES.items())
-def test_trl_arguments_keep_their_values(config, cls, trl_class):
+def test_trl_arguments_keep_their_values(config, cls, trl_class, monkeypatch):
     trl_args = config(trl_class, learning_rate=3e-4, use_cpu=True, per_device_train_batch_size=8)
     args = cls.from_trl(trl_args, "user/model")
     assert (type(args), args.rule, args.learning_rate) == (cls, "loop_dropout", 3e-4)
@@ -150,6 +150,9 @@ def test_trl_arguments_keep_their_values(config, cls, trl_class):
     chosen = {"activation_checkpointing", "include_for_metrics", "debug", "pad_to_multiple_of", "use_cpu"}
     assert not chosen & {*args.given_fields()}  # by the libraries
     assert cls.from_trl(args, "user/model") is args
+    made, own_init = [], cls.__post_init__
+    monkeypatch.setattr(cls, "__post_init__", lambda args: made.append(args) or own_init(args))
+    assert cls.from_trl(trl_args, "user/model") is made[-1]  # whose devices accelerate keeps
     assert cls.from_trl(None, "user/model").output_dir == "model-LoopDropout"
 
 
