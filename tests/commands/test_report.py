@@ -1006,6 +1006,9 @@ def test_printed_table_has_80_columns(capsys, monkeypatch):
     assert [part.count(" K =") for part in parts] == [3, 3, 3, 4]
     assert all(len(line) <= 80 for part in parts for line in part.splitlines())
     assert re.search("arithmetic_easy_test, +6.0 +7.0 +8.0 *\nlr 0.001, *\nlora_dropout = 0.1", parts[2])
+    monkeypatch.setenv("COLUMNS", "200")
+    printing.print_table("Results", table, "{:.1f}".format)
+    assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("columns", [80, 60, 40, 20])

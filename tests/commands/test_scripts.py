@@ -479,6 +479,7 @@ def test_run_killed_in_its_evaluation_is_not_trained_again(quickstart, copy, no_
     lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
     (copy / "results.jsonl").write_text("".join(line for line in lines if '"task": "training"' in line))
     assert tables(run(WORDS, "--output_dir", copy)) == tables(quickstart[1])
+    assert (copy / "recipe.yaml").read_text().startswith("command: sft\n")  # without a training, too
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "trainer_state.json"])
