@@ -289,7 +289,7 @@ def test_plan_says_which_loss_each_format_gets(capsys):
     chats = {
         "chat_template": "tulu2",
         "datasets": [{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}],
-        "num_eval_examples": 6,
+        "num_eval_examples": 9,
     }
     sft({**RECIPE, **chats}, "--dry_run", "true", "--completion_only_loss", "false")
     printed = capsys.readouterr().out
@@ -307,11 +307,12 @@ def test_plan_says_which_loss_each_format_gets(capsys):
     measured = read_results(Path("run/diagnostics"))
     assert {row["method"] for row in measured} == {"base model", "Loop Dropout"}
     args = DataArguments(
-        datasets=chats["datasets"], num_eval_examples=6, split_seed=read_recipe("run").get("split_seed", 0)
+        datasets=chats["datasets"], num_eval_examples=9, split_seed=read_recipe("run").get("split_seed", 0)
     )
     data = load_datasets(args, load_tokenizer("tiny-ouro", chat_template="tulu2"), None, assistant_only_loss=True)
     num_tokens = sum(label != -100 for example in data["eval"] for label in example["labels"][1:])
     assert {row["n"] for row in measured} == {num_tokens}
+    assert any(len(example["labels"]) > 9 for example in data["eval"])  # a chat
 
 
 def test_files_with_other_columns_raise(tokenizer):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -366,7 +367,24 @@ def test_diagnose_loads_the_base_model_of_a_sweep_once(sweep, monkeypatch):
     assert len(names) == 1
 
 
-def test_diagnose_measures_the_base_model_of_a_sweep_once(sweep, monkeypatch):
+def test_key_of_a_diagnosed_model_has_all_that_its_results_depend_on():
+    key_of_model = load_script("recipes/diagnose.py").key_of_model
+    batch = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[3, 4]])}
+    args = {"task": "a", "diagnostics": ["readouts"], "eval_num_loops": None}
+    source = {"name": "a", "kind": "a", "base": "a", "revision": None, "training_id": None, "num_loops": 4}
+
+    def key(args=args, source=source, dtype="float32", num_loops=4, batches=(batch,)):
+        return key_of_model(SimpleNamespace(**args), SimpleNamespace(**source), dtype, num_loops, [*batches])
+
+    keys = [key(), key(dtype="bfloat16"), key(num_loops=2), key(batches=[batch, batch])]
+    keys += [key(args={**args, name: [9]}) for name in args] + [key(source={**source, name: 9}) for name in source]
+    others = [{**batch, "labels": torch.tensor([[3, 5]])}, {**batch, "labels": torch.tensor([[3], [4]])}]
+    others += [{"input_ids": batch["input_ids"], "mask": batch["labels"]}]
+    keys += [key(batches=[other]) for other in others]
+    assert len({*map(str, keys)}) == len(keys) == 16 and key() == key()
+
+
+def test_diagnose_measures_the_base_model_of_a_sweep_once(sweep, monkeypatch, capsys):
     """Once for all runs with the same examples. Each run has its results, as if it was measured alone."""
     other = sweep / "lora/lr_0.001/seed_2"
     text = (other / "recipe.yaml").read_text()
@@ -382,6 +400,7 @@ def test_diagnose_measures_the_base_model_of_a_sweep_once(sweep, monkeypatch):
     options = ["--diagnostics", "readouts", "--num_examples", "3"]
     script.main([str(sweep), *options])
     assert kinds.count("adapter") == 4 and kinds.count("base model") == 2
+    assert capsys.readouterr().out.count(": base model, ") == 1  # its description
     last = sweep / "loop_dropout/lr_0.001/seed_2"
     for run in (last, other):
         rows = read_results(run / "diagnostics")
