@@ -94,6 +94,7 @@ def test_methods_of_a_training_have_the_order_of_reports(tmp_path, capsys):
         (runs, ["base", "LoRA", "CoTo", "Loop"], "LoRA"),
         (runs[:2], ["base", "CoTo", "Loop"], "CoTo"),
         (runs[1::-1], ["base", "CoTo", "Loop"], "Loop Dropout"),
+        (runs[:0:-1], ["base", "LoRA", "CoTo"], "LoRA"),  # whatever is last
     ):
         show_results(chosen)
         out = capsys.readouterr().out

@@ -1011,7 +1011,7 @@ def test_printed_table_has_80_columns(capsys, monkeypatch):
     assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("columns", [80, 60, 40, 20])
+@pytest.mark.parametrize("columns", [120, 80, 60, 40, 20])
 def test_printed_table_keeps_numbers_and_labels_in_a_narrow_terminal(columns, capsys, monkeypatch):
     """A label has as few lines as fit, a task that all lines share is in the title, and no number is cut."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -1021,7 +1021,7 @@ def test_printed_table_keeps_numbers_and_labels_in_a_narrow_terminal(columns, ca
     table = pd.DataFrame({"accuracy": "40.00 ± 13.25", "minus LoRA": f"{gain}, not significant", "p": "0.205"}, keys)
     printing.print_table("Accuracy", table)
     title, *lines = capsys.readouterr().out.strip().splitlines()
-    assert title == "Accuracy, for task = arithmetic_easy_test, K = 4"
+    assert title == ("Accuracy" if columns == 120 else "Accuracy, for task = arithmetic_easy_test, K = 4")
     text = "\n".join(lines)
     for number in (
         "40.00 ± 13.25",
