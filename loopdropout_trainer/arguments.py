@@ -277,7 +277,10 @@ class SFTArguments(ScriptArguments):
         at_least=0,
     )
     preview: int | None = option(
-        None, "Index of a training example to print, with its trained tokens marked.", "never", at_least=0
+        None,
+        "Index of a training example to print, with its trained tokens marked. With `datasets`: one of each.",
+        "never",
+        at_least=0,
     )
 
 

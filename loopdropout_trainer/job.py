@@ -24,6 +24,7 @@ from loopdropout_trainer.plan import (
     describe_left_out,
     describe_loaded_costs,
     describe_plan,
+    describe_trained,
     list_examples,
     print_next_commands,
     read_trainings,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
     from loopdropout_trainer.costs import Training
+    from loopdropout_trainer.data import LoadedExamples
     from loopdropout_trainer.progress import JobProgressCallback
     from loopdropout_trainer.training.config import GateConfig
 
@@ -71,6 +73,7 @@ class Job:
         starts_over: Whether the user has set `resume_from_checkpoint` to false.
         conflict: Message of a dry run about a folder that keeps a run from starting, or None.
         trainings, plan: What the costs of the runs depend on, and the lines of the plan, in the process that prints it.
+        loaded: Examples, from `load_data`.
         tasks: Tasks to evaluate, from `load_tasks`.
         references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
 
@@ -126,6 +129,7 @@ class Job:
         self.progress: JobProgressCallback | None = None
         self.trainings: list[Training] = []
         self.plan: list[str] = []
+        self.loaded: LoadedExamples | None = None
         if training.process_index == 0:
             self.trainings = read_trainings(self.runs, model, adapter)
             self.plan = describe_plan(self.runs, model, adapter, self.trainings)
@@ -176,6 +180,7 @@ class Job:
             if lines and self.args.process_index == 0:
                 print(*lines, sep="\n", flush=True)
         self._hint_at_evaluation(loaded.datasets)
+        self.loaded = loaded
         return loaded.datasets
 
     @contextmanager
@@ -233,6 +238,7 @@ class Job:
             held_out: Held-out examples, which the task `development` asks, or None.
         """
         self.load_tasks(held_out)
+        self._say_what_is_trained()
         for run in self.unfinished():
             trainer = make_trainer(run)
             self.train(trainer, run)
@@ -245,6 +251,16 @@ class Job:
             show_results(self.runs)
             print_next_commands(self.runs)
         self.push()
+
+    def _say_what_is_trained(self) -> None:
+        """Print which runs are not trained, because their training has ended before, and how to train them again."""
+        folders = describe_trained(self.runs)
+        if folders and self.args.process_index == 0:
+            print(
+                f"Nothing is trained in {folders}, because the training there has ended before. To train again, set another "
+                "`output_dir`, or remove the folder (its results are lost).",
+                flush=True,
+            )
 
     def unfinished(self) -> Iterator[Run]:
         """Yield the runs that are not trained, or not measured as their recipe says. Their folders are locked meanwhile."""

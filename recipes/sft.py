@@ -43,10 +43,15 @@ def main(argv: list[str] | None = None) -> None:
     if script_args.single_loop_batches and "eval" not in dataset:
         raise UserError("`num_eval_examples` must be at least 1 if `single_loop_batches` is set.")
     if script_args.preview is not None:
-        if not 0 <= script_args.preview < len(dataset["train"]):
-            raise UserError(f"`preview` must be from 0 to {len(dataset['train']) - 1}, got {script_args.preview}.")
+        examples = job.loaded.find_examples(script_args.preview)
+        if not examples:
+            most = max([source.num_train for source in job.loaded.sources] or [len(dataset["train"])])
+            raise UserError(f"`preview` must be from 0 to {most - 1}, got {script_args.preview}.")
         losses = training_args.completion_only_loss, training_args.assistant_only_loss
-        print(preview(label_example(dataset["train"][script_args.preview], tokenizer, *losses), tokenizer))
+        for title, index in examples.items():
+            if title:
+                print(f"\nExample {script_args.preview} of {title}:")
+            print(preview(label_example(dataset["train"][index], tokenizer, *losses), tokenizer))
     if script_args.dry_run:
         job.end_dry_run()
         return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,11 +146,23 @@ def _read_local(builder: DatasetBuilder, *names: str | None, **options: Any) -> 
         num_bytes = sum(Path(file).stat().st_size for file in local_files)
         if len(local_files) < len(files):
             num_bytes = math.inf  # the size of the others is unknown
-        with hide_short_bars(num_bytes=num_bytes):
+        with hide_short_bars(num_bytes=num_bytes), _hide_reports():
             return load_dataset(*names, cache_dir=str(cache), **options)
     except (ValueError, DatasetsError):
         _check_lines(local_files)
         raise
+
+
+@contextmanager
+def _hide_reports() -> Iterator[None]:
+    """Hide the line in which `datasets` reports a broken JSON file before its exception, which says the same."""
+    reporter = logging.getLogger("datasets.packaged_modules.json.json")
+    was_disabled = reporter.disabled
+    reporter.disabled = True
+    try:
+        yield
+    finally:
+        reporter.disabled = was_disabled
 
 
 def _check_lines(files: Iterable[str]) -> None:
@@ -164,8 +178,9 @@ def _check_lines(files: Iterable[str]) -> None:
                     if line.strip():
                         json.loads(line.rstrip("\r\n"))
                 except json.JSONDecodeError as error:
+                    reason = error.msg.removesuffix(" at")  # such as "Unterminated string starting at"
                     raise UserError(
-                        f"Line {number:,} of {file} is not JSON: {error.msg} at column {error.colno:,}."
+                        f"Line {number:,} of {file} is not JSON: {reason} at column {error.colno:,}."
                     ) from None
 
 

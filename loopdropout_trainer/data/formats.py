@@ -121,9 +121,14 @@ def wrong_columns(
     names, known = [*names], set().union(*formats)
     hints = [closest_match(name, known - {*typed}, cutoff=0.8) for name in names if name not in known]
     hint = next(filter(None, hints), "")
-    for name in sorted(known.intersection(typed)):
-        hint += f" {typed[name]}{closest_match(name, names)}"
-    return UserError(f"{title} must have {expected}, got the columns {', '.join(names)}.{hint} {fix}")
+    named = sorted(known.intersection(typed))
+    matches = [closest_match(name, names) for name in named]
+    for name, match in zip(named, matches, strict=True):
+        hint += f" {typed[name]}{match}"
+    if named and all(matches):
+        fix = ""  # the user has used a field of the fix, and only mistyped the names in it
+    message = f"{title} must have {expected}, got the columns {', '.join(names)}.{hint}"
+    return UserError(f"{message} {fix}".rstrip())
 
 
 def _enumerate(columns: Sequence[str]) -> str:

@@ -58,11 +58,27 @@ class LoadedExamples(NamedTuple):
         datasets: As from `load_datasets`.
         lengths: [N] numbers of tokens of the training examples, or None if they were not counted.
         sources: The data sets of a mixture.
+        source_numbers: [N] the numbers of the data sets that the training examples come from, from 0.
     """
 
     datasets: DatasetDict
     lengths: np.ndarray | None
     sources: list[MixedSource]
+    source_numbers: np.ndarray
+
+    def find_examples(self, number: int) -> dict[str, int]:
+        """Return the index of the training example with a number, from 0: in a mixture, of each data set that has so many.
+
+        The key is the name of the data set, or "" without a mixture.
+        """
+        if not self.sources:
+            return {"": number} if number < len(self.source_numbers) else {}
+        found = {}
+        for source_number, source in enumerate(self.sources):
+            own = np.flatnonzero(self.source_numbers == source_number)
+            if number < len(own):
+                found[source.title] = int(own[number])
+        return found
 
 
 class MixedSource(NamedTuple):
@@ -148,7 +164,7 @@ def load_examples(
     for name, split in splits.items():
         if len(split):
             datasets[name] = split.remove_columns([own for own in split.column_names if own in OWN_COLUMNS])
-    return LoadedExamples(datasets, lengths, sources)
+    return LoadedExamples(datasets, lengths, sources, np.array(splits["train"]["source"], dtype=int))
 
 
 def _count_by_source(examples: Dataset, num_sources: int) -> list[int]:
@@ -199,7 +215,9 @@ def _load_mixture(
     trained = [""] * len(parts)
     if not have_one_format(parts):
         check_formats(parts, titles, args.formats)
-        trained = [losses.describe(part.rows.features, title) for part, title in zip(parts, titles, strict=True)]
+        has_template = tokenizer.chat_template is not None
+        for number, part in enumerate(parts):
+            trained[number] = losses.describe(part.rows.features, titles[number], has_template)
         parts = [mix(part, losses) for part in parts]
     return Mixture(concatenate(parts).select(interleave(sizes, find_shares(sources))), titles, sizes, trained)
 

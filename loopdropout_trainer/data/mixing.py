@@ -31,12 +31,13 @@ class Losses(NamedTuple):
         """Return the losses of the settings of a training. Those of DPO and GRPO have no such fields."""
         return cls(getattr(args, "completion_only_loss", None), getattr(args, "assistant_only_loss", False))
 
-    def describe(self, features: Mapping[str, Any], title: str) -> str:
+    def describe(self, features: Mapping[str, Any], title: str, has_template: bool = False) -> str:
         """Return the trained tokens of the examples of a source.
 
         Args:
             features: Columns of the examples.
             title: Name of the source in a message.
+            has_template: Whether there is a chat template, which pairs of texts do not get.
 
         Raises:
             UserError: If only the assistant's turns are to be trained on, and the examples are texts without turns.
@@ -54,9 +55,10 @@ class Losses(NamedTuple):
             return "all tokens (`assistant_only_loss: true`: the assistant's turns)"
         is_chat = not _is_text(features["prompt"])
         whose = "the assistant's turns of " if self.assistant_only and is_chat else ""
+        how = ", as plain text, without the chat template" if has_template and not is_chat else ""
         if self.completion_only is False:
-            return f"{whose}the prompt and the completion" if whose else "all tokens"
-        return f"{whose}the completion"
+            return f"{whose}the prompt and the completion" if whose else f"all tokens{how}"
+        return f"{whose}the completion{how}"
 
 
 def concatenate(parts: Sequence[Examples]) -> Examples:

@@ -249,6 +249,22 @@ def test_lines_that_are_not_json_are_named(tmp_path, tokenizer, name, field):
         load_datasets(DataArguments(**{field: source}), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "a', "Unterminated string starting at column 10"),
+        ('{"text": "a\t"}', "control character at column 12"),
+    ],
+)
+def test_broken_line_is_reported_once(tmp_path, tokenizer, caplog, capfd, line, reason):
+    """By the package's sentence alone. `datasets` logs its own one before."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{line}\n")
+    with user_error(f"Line 1 of {path} is not JSON: .*{reason}.$"):
+        load_datasets(DataArguments(train_files=[str(path)]), tokenizer)
+    assert "Failed to load JSON" not in caplog.text + "".join(capfd.readouterr())
+
+
 def test_prompt_template_fills_columns(load, tokenizer):
     rows = [{"lang": "de", "in word": "Haus", "out": "house", "score": 3}]
     template = "{lang}{score}: {in word} \\frac{1}{2}? {}"
@@ -478,7 +494,7 @@ WRONG = [
     (
         {"train_files": ["answers.jsonl"], "column_mapping": {"completion": "answr"}},
         "must have `answr`, got the columns prompt, answer. `column_mapping` takes `answr` as `completion`. "
-        "Did you mean 'answer'",
+        "Did you mean 'answer'\\?$",
     ),
     (
         {"train_files": ["rows.jsonl"], "prompt_template": "Q: {promt} {question}"},

@@ -249,7 +249,10 @@ def test_held_out_file_of_another_format_has_its_own_labels(ouro_tokenizer):
     (PAIR, (None, True), "the completion"), (PAIR, (False, True), "all tokens"),
 ])  # fmt: skip
 def test_losses_of_pairs_are_named(row, losses, text):
-    assert Losses(*losses).describe(Dataset.from_list([row]).features, "a.jsonl") == text
+    features = Dataset.from_list([row]).features
+    assert Losses(*losses).describe(features, "a.jsonl") == text
+    how = ", as plain text, without the chat template" if row is PAIR else ""
+    assert Losses(*losses).describe(features, "a.jsonl", has_template=True) == text + how
 
 
 @pytest.mark.parametrize(("kind", "files", "losses", "message"), [
@@ -293,14 +296,20 @@ def test_plan_says_which_loss_each_format_gets(capsys):
     }
     sft({**RECIPE, **chats}, "--dry_run", "true", "--completion_only_loss", "false")
     printed = capsys.readouterr().out
-    assert re.search(r"of the 10 examples of b.jsonl, \d held out, loss on all tokens\n", printed)
+    assert re.search(
+        r"of the 10 examples of b.jsonl, \d held out, loss on all tokens, as plain text, without the chat template\n",
+        printed,
+    )
     assert re.search(
         r"b_chat.jsonl, \d held out, loss on all tokens \(`assistant_only_loss: true`: the ass.* turns\)\n", printed
     )
     sft({**RECIPE, **chats}, "--assistant_only_loss", "true", "--max_steps", "1")
     printed = capsys.readouterr().out
     assert re.search(r"b_chat.jsonl, \d held out, loss on the assistant's turns\n", printed)
-    assert re.search(r"of the 10 examples of b.jsonl, \d held out, loss on the completion\n", printed)
+    assert re.search(
+        r"of the 10 examples of b.jsonl, \d held out, loss on the completion, as plain text, without the chat template\n",
+        printed,
+    )
     assert find_source("run").choose_prompt_format(load_tokenizer("tiny-ouro", chat_template="tulu2")).text is None
     # The base model has no chat template of its own.
     load_script("recipes/diagnose.py").main(["run", "--diagnostics", "single_loop", "--use_cpu", "true"])
@@ -358,6 +367,10 @@ def test_plan_and_card_show_the_mixture(capsys):
     num_a, held_out_a, num_b, held_out_b = map(int, mixed.groups())
     assert (num_a + num_b, held_out_a + held_out_b, num_a + held_out_a) == (38, 2, 30)
     assert "left out" not in printed and "a0 =⟦ 0" in printed
+    for name in ("a", "b"):
+        assert re.search(rf"\nExample 0 of {name}.jsonl:\n{name}\d =⟦ ", printed)
+    with user_error(f"`preview` must be from 0 to {num_a - 1}, got {num_a}."):
+        sft(RECIPE, "--dry_run", "true", "--preview", str(num_a))
     sft(RECIPE, "--num_sample_completions", "2")
     assert len(re.findall("(?m)^completion: ", capsys.readouterr().out)) == 2
     assert "| Training data | 75% a.jsonl, 25% b.jsonl |" in Path("run/README.md").read_text()
