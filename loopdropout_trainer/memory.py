@@ -149,6 +149,12 @@ def count_parameters(config: Mapping[str, Any], rank: int) -> int | None:
     return None if shape is None else _count_adapter(shape, rank)
 
 
+def find_smallest_projection(config: Mapping[str, Any]) -> int | None:
+    """Return the smallest width of a linear projection of the recurrent block, or None for a model of unknown sizes."""
+    shape = read_shape(config)
+    return None if shape is None else min(map(min, shape.projections))
+
+
 def _count_adapter(shape: Shape, rank: int) -> int:
     return shape.looped * rank * sum(rows + columns for rows, columns in shape.projections)
 

@@ -24,7 +24,7 @@ from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.evaluation_costs import add_answers, count_answers
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.memory import count_parameters, read_depth
+from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth
 from loopdropout_trainer.paper_costs import describe_paper_costs
 from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.runs import Run
@@ -137,20 +137,24 @@ def describe_adapter(
         if rank is None:
             return start
         return f"{start}, rank {rank}"
+    from loopdropout_trainer.lora.compatibility import describe_high_rank
+
     text = f"new, rank {rank}, alpha {adapter.lora_alpha}"
     if adapter.lora_target_modules:
         text += f", on {', '.join(adapter.lora_target_modules)}"
-        number = count_on_modules(model, adapter)
+        number, smallest = measure_modules(model, adapter)
     else:
         text += ", on all linear projections of the looped layers"
-        number = count_parameters(config, rank)
-    if number is None or run.args.make_rule().lora_kind != "gated":
+        number, smallest = count_parameters(config, rank), find_smallest_projection(config)
+    if number is None:
         return text
-    return f"{text}, {number:,} parameters"
+    if run.args.make_rule().lora_kind == "gated":
+        text += f", {number:,} parameters"
+    return f"{text}\n{describe_high_rank([rank], smallest)}".rstrip()
 
 
-def count_on_modules(model: ModelArguments, adapter: AdapterArguments) -> int:
-    """Return the number of parameters of a new adapter on `lora_target_modules`.
+def measure_modules(model: ModelArguments, adapter: AdapterArguments) -> tuple[int, int]:
+    """Return the number of parameters of a new adapter on `lora_target_modules`, and the smallest dimension of the modules.
 
     Raises:
         UserError: If the model has no such modules, or they are not in the recurrent block.
@@ -158,13 +162,13 @@ def count_on_modules(model: ModelArguments, adapter: AdapterArguments) -> int:
     from peft import get_peft_model
 
     from loopdropout_trainer.lora import default_peft_config
-    from loopdropout_trainer.lora.compatibility import check_layers
+    from loopdropout_trainer.lora.compatibility import check_layers, find_smallest_dimension
     from loopdropout_trainer.saving.loading import load_skeleton
 
     skeleton = load_skeleton(model.model_name_or_path, model.model_revision)
     adapted = get_peft_model(skeleton, default_peft_config(skeleton, adapter.peft_config), low_cpu_mem_usage=True)
     check_layers(adapted)
-    return adapted.get_nb_trainable_parameters()[0]
+    return adapted.get_nb_trainable_parameters()[0], find_smallest_dimension(adapted)
 
 
 def describe_step(args: GateConfig) -> str:

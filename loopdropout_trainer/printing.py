@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import textwrap
@@ -18,7 +19,7 @@ from rich.table import Table
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, compare_answers, describe_profile, explain_disagreements
 from loopdropout_trainer.figures import overview_figure
 from loopdropout_trainer.frames import load_results, order_labels
-from loopdropout_trainer.results import read_samples
+from loopdropout_trainer.results import BASE_MODEL, read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
 from loopdropout_trainer.tables import OWN_FAMILY, name_examples
 from loopdropout_trainer.terminal import format_value, join_numbers
@@ -201,6 +202,8 @@ def show_results(runs: Sequence[Run]) -> None:
         kept = describe_kept_checkpoint(run.args.output_dir)
         if kept is not None:
             print(f"{run.title}: Kept {kept}")
+    for line in describe_losses_above_base(training, runs):
+        print(line)
     scores = rows.query("metric in ['accuracy', 'last_number'] and gates in ['unit', 'none'] and num_loops == @depth")
     columns = scores["task"].where(scores["metric"] == "accuracy", scores["metric"])
     print_by_method(f"Accuracy at the training depth K = {depth}, in %", scores, columns)
@@ -222,6 +225,23 @@ def show_results(runs: Sequence[Run]) -> None:
 
         results = load_results(folder)
         save_figure(overview_figure(results[results["checkpoint"].isna()]), folder / "figure")
+
+
+def describe_losses_above_base(training: pd.DataFrame, runs: Sequence[Run]) -> list[str]:
+    """Return a sentence for each run whose held-out loss is above that of the base model, which was measured, too.
+
+    Args:
+        training: Results of the trainings.
+        runs: The runs.
+    """
+    losses = training[training["metric"] == "eval_loss"].groupby("method")["value"].last().to_dict()
+    of_base = losses.get(BASE_MODEL, math.inf)
+    return [
+        f"{run.title}: The held-out loss, {losses[run.title]:.4g}, is above the base model's, {of_base:.4g}. Train with a "
+        f"lower `learning_rate` than {run.args.learning_rate:g}."
+        for run in runs
+        if losses.get(run.title, 0.0) > of_base
+    ]
 
 
 def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:

@@ -223,6 +223,23 @@ def check_layers(model: nn.Module) -> None:
         )
 
 
+def describe_high_rank(ranks: Collection[int], smallest_dimension: int) -> str:
+    """Return a sentence if a rank is above the smallest dimension of the adapted layers, else "". It is allowed."""
+    rank = max(ranks, default=0)
+    if rank <= smallest_dimension:
+        return ""
+    return (
+        f"Rank {rank:,} is above {smallest_dimension:,}, the smallest dimension of these layers, so their update needs no "
+        "such rank. Lower it (`lora_r` in a recipe, `r` in Python)."
+    )
+
+
+def find_smallest_dimension(model: nn.Module) -> int:
+    """Return the smallest width of an input or an output of the adapted layers of a model."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    return min(min(layer.in_features, layer.out_features) for layer in layers)
+
+
 def check_present(model: PeftModel) -> None:
     """Raise UserError if the layers of the adapters are gone, without which nothing trains and an empty adapter is saved."""
     if model.peft_config and not any(isinstance(module, BaseTunerLayer) for module in model.modules()):

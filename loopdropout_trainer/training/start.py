@@ -12,6 +12,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.files import public_name
 from loopdropout_trainer.looped import find_looped_model
+from loopdropout_trainer.lora.compatibility import describe_high_rank, find_smallest_dimension
 from loopdropout_trainer.saving.checkpoints import Checkpoint
 from loopdropout_trainer.saving.source import find_source
 
@@ -137,10 +138,12 @@ def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continue
             num_modules += 1
     rank = " and ".join(map(str, sorted(ranks)))  # several with a `rank_pattern`
     base = public_name(model.get_base_model().config.name_or_path) or "the model"
-    return (
+    warning = describe_high_rank(ranks, find_smallest_dimension(model))
+    line = (
         f"{method} ({', '.join(facts)}) {action} of {base}: rank {rank} on {count(num_modules, 'module')} "
         f"({', '.join(kinds)}), {model.get_nb_trainable_parameters()[0]:,} trained parameters."
     )
+    return f"{line} {warning}".rstrip()
 
 
 def log_start(model: PeftModel, start: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:

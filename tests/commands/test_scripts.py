@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines, write_lines
@@ -28,7 +29,7 @@ from loopdropout_trainer.files import describe_version
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.looped import attach_looped_model
-from loopdropout_trainer.plan import count_on_modules, describe_length, print_next_commands
+from loopdropout_trainer.plan import describe_length, measure_modules, print_next_commands
 from loopdropout_trainer.recipe import dump_recipe
 from loopdropout_trainer.results import (
     is_finished,
@@ -164,6 +165,7 @@ def test_plan_counts_parameters_and_estimates_memory_for_gpus_only(quickstart, t
     assert len(sizes) == 2 and sum(sizes) == pytest.approx(8 * number, rel=0.02)
     assert f"disk        about {8 * number / 1e6:.1f} MB for adapters" in text
     plan = run(WORDS, "--lora_target_modules q_proj v_proj --lora_r 8 --dry_run true --output_dir", tmp_path)
+    assert " is above " not in text + plan
     assert "adapter     new, rank 8, alpha 32, on q_proj, v_proj, 4,096 parameters\n" in plan
     for words, is_estimated in {"--bf16 true": True, "--bf16 false": False}.items():
         plan = run(WORDS, "--use_cpu false", words, "--dry_run true --output_dir", tmp_path)
@@ -195,7 +197,13 @@ def test_plan_counts_parameters_of_chosen_modules(model, tmp_path):
     whole = load_model("tiny-ouro") if model == "tiny-ouro" else make()
     attach_looped_model(whole)
     adapted = get_peft_model(whole, default_peft_config(whole, lora.peft_config))
-    assert count_on_modules(base, lora) == adapted.get_nb_trainable_parameters()[0]
+    linears = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+    smallest = min(min(linear.in_features, linear.out_features) for linear in linears)
+    assert measure_modules(base, lora) == (adapted.get_nb_trainable_parameters()[0], smallest)
+    if model == "tiny-ouro":
+        high = f"Rank {smallest + 1} is above {smallest}, the smallest dimension of these layers, "
+        for words in ("", "--lora_target_modules q_proj down_proj"):
+            assert high in run(WORDS, f"--lora_r {smallest + 1} {words} --dry_run true --output_dir", tmp_path / "out")
 
 
 def test_wrong_modules_end_a_dry_run_before_the_data(tmp_path, monkeypatch):
@@ -294,6 +302,8 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
     assert base["seed"] is base["step"] is base["training"] is None
     kept = f"checkpoint-2 (held-out loss {evaluated[0]['eval_loss']:.4g}), trained 6 steps"
     assert f"Loop Dropout: Kept {kept}\n" in text
+    assert losses["eval_loss"] > base["value"]  # also that of the kept checkpoint
+    assert " is above the base model's, " in text and "Train with a lower `learning_rate` than 0.3.\n" in text
     assert re.search(rf"(?m)^base model +{base['value']:.5g}\b", tables(text).split("\n\n")[0])
     for folder in (tmp_path, tmp_path / "merged"):
         card = (folder / "README.md").read_text()
@@ -325,7 +335,12 @@ def test_early_stop_is_an_end(tmp_path, log, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         patched.setattr(LoopDropoutSFTTrainer, "training_step", lambda *args: pytest.fail("a step is taken"))
         for resumption in ("", "--resume_from_checkpoint true"):
-            assert f"trained     {folder}\n" in run(*words, 1, resumption)
+            text = run(*words, 1, resumption)
+            assert f"trained     {folder}\n" in text
+            assert (
+                f"Nothing is trained in {folder}, because the training there has ended before. To train again, "
+                in text
+            )
         (folder / "run.json").unlink()  # as if it was killed before it saved the adapter
         (folder / "adapter_model.safetensors").unlink()
         with user_error(

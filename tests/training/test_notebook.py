@@ -134,6 +134,13 @@ def test_first_line_says_what_trains(make_sft, capsys, args, lora, line):
     assert text.endswith(f" ({modules}), {number:,} trained parameters.")
 
 
+def test_first_line_warns_of_a_rank_above_the_layers_size(make_sft, capsys):
+    make_sft(load_model("tiny-ouro"), max_steps=1, peft_config=LoraConfig(r=129, lora_alpha=4)).train()
+    assert (
+        "trained parameters. Rank 129 is above 128, the smallest dimension of these layers" in capsys.readouterr().out
+    )
+
+
 def test_training_of_a_command_has_no_first_line(make_sft, capsys):
     """Its plan has said what trains."""
     trainer = make_sft(max_steps=1)
