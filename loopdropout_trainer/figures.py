@@ -56,7 +56,7 @@ def describe_points(data: pd.DataFrame, numbers_of: str = "accuracies", chosen_b
     numbers = data.loc[has_seeds(data["label"]), "num_seeds"]
     least, most = numbers.min(), numbers.max()
     if most == 1:
-        caption = "One seed, so there are no bands."
+        caption = "One seed."
     elif least == most:
         caption = f"Bands: ± one standard deviation over {most} seeds."
     else:

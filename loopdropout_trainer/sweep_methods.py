@@ -120,7 +120,8 @@ def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
     command = sweep.script if sweep.script in TRAININGS else None  # else a user's own script
     read = load_recipe(path, command=command)
     recipe = {name: value for name, value in read.items() if name not in SET_BY_SWEEP}
-    return {**override(recipe, sweep.settings), "evaluate_base": False}, own
+    # Each final run would evaluate the same base model, so only who asks for it gets it.
+    return override({**recipe, "evaluate_base": False}, sweep.settings), own
 
 
 def _make_final_recipe(sweep: Any, recipe: dict, own: dict) -> dict:

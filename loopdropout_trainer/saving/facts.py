@@ -228,17 +228,24 @@ class Source:
             }
         return {title: text for title, text in facts.items() if text}
 
-    def describe(self) -> str:
-        """Return the line that each command prints: what the name is, and what it runs with."""
-        return f"{_at(public_name(self.name), self.commit)}: {self.describe_setup()}"
+    def describe(self, with_prompts: bool = True) -> str:
+        """Return the line that each command prints: what the name is, and what it runs with.
 
-    def describe_setup(self) -> str:
+        Args:
+            with_prompts: Whether the line has the format of the prompts. Some commands print the format that they use.
+        """
+        return f"{_at(public_name(self.name), self.commit)}: {self.describe_setup(with_prompts)}"
+
+    def describe_setup(self, with_prompts: bool = True) -> str:
         """Return what the name is and what it runs with, without the name itself."""
         facts = self.lines()
         kind = self.kind
         if "base model" in facts:
             kind += f" of {facts['base model']}"
-        return ", ".join([kind, facts["depth"], f"tokenizer: {facts['tokenizer']}", f"prompts: {facts['prompts']}"])
+        parts = [kind, facts["depth"], f"tokenizer: {facts['tokenizer']}"]
+        if with_prompts:
+            parts.append(f"prompts: {facts['prompts']}")
+        return ", ".join(parts)
 
     def _base_text(self) -> str | None:
         """Return the base model of an adapter, or of a merged model that knows it."""

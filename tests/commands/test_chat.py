@@ -92,6 +92,9 @@ def test_chat_reads_prompts_from_piped_input(monkeypatch, capsys):
     CHAT.main(["tiny-ouro", "--prompt_template", "Question: {x}\nAnswer:"])
     assert prompts == ["Question: 1 + 2?\nAnswer:", "Question: 5 + 4?\nAnswer:"]
     printed = capsys.readouterr().out
+    assert (
+        printed.count("Question: {x}\\nAnswer:") == 1 and ", prompts: " not in printed
+    )  # the format that is used, once
     assert re.findall("> .*", printed) == ["> 1 + 2?", "> 5 + 4?"] and "Each line begins a conversation" in printed
 
 

@@ -946,7 +946,7 @@ def test_figures_say_what_their_bands_are(finished_sweep, capsys):
     plot = figures.overview_figure(final_results(frames.load_results(finished_sweep)))
     assert sentence in " ".join(getattr(plot, "items", [plot])[0].labels.caption.split())
     for seeds, said in (
-        ([1, 1], "One seed, so there are no bands."),
+        ([1, 1], "One seed."),
         ([1, 3], "over up to 3 seeds. Points of one seed have none."),
     ):
         data = pd.DataFrame({"label": ["LoRA", "base model"], "num_seeds": [3, 1]}).assign(num_seeds=seeds)

@@ -482,6 +482,17 @@ def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     assert not [*lab.out.glob("*/lr_*")]
 
 
+def test_sweep_measures_the_base_model_if_it_is_asked_to(lab):
+    """In its final runs, by `measure` or `settings`. Reports then have the base model, as those of a single run."""
+    for asked, measures in (
+        ({}, False),
+        ({"measure": {"evaluate_base": True}}, True),
+        ({"settings": {"evaluate_base": True}}, True),
+    ):
+        recipes = lab.sweep(**asked).recipes["lora"]
+        assert (recipes.selecting["evaluate_base"], recipes.final["evaluate_base"]) == (False, measures)
+
+
 def test_plan_names_an_early_stop(lab, capsys):
     """As the plan of a training does."""
     lab.sweep(settings={"early_stopping_patience": 2, "eval_strategy": "steps", "load_best_model_at_end": True})
