@@ -193,6 +193,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         num_loops = self.num_loops
         self.restore_accelerator()
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`
+        self.forget_drawn_gates()  # GRPO generates before its first loss
         self.forget_other_optimizer()
         checkpoint = find_resumable(self, resume_from_checkpoint)
         self.resumption.training_number = number_training(self.args.output_dir, checkpoint)

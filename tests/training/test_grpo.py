@@ -142,12 +142,17 @@ def test_num_tokens_continues(make, fields):
     assert len(again) == len(counts) and min(again) > max(counts) and again == sorted(again)
 
 
-def test_evaluation_after_drawn_gates_generates_at_unit_gates(make):
+@pytest.mark.parametrize("cls", [LoopDropoutGRPOTrainer, Recorder])
+def test_generation_after_drawn_gates_is_at_unit_gates(make, cls):
     """TRL generates before the loss, under the gates of that moment."""
-    trainer = make(cls=LoopDropoutGRPOTrainer)
+    trainer = make(cls=cls)
     trainer.draw_gates({"completion_ids": torch.zeros(6, 1), "input_ids": torch.zeros(6, 1)})
     assert trainer.gate_state.is_drawn
-    trainer.evaluate(PROMPTS.select(range(2)))
+    if cls is Recorder:
+        trainer.train()
+        assert trainer.gates_of_generation == [None]
+    else:
+        trainer.evaluate(PROMPTS.select(range(2)))
     assert not trainer.gate_state.batch.is_set
 
 
