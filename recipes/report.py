@@ -36,9 +36,10 @@ from loopdropout_trainer.final_results import describe_left_out_runs, final_resu
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
-from loopdropout_trainer.results import is_of_base
+from loopdropout_trainer.results import is_of_base, is_of_training, read_own_results
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
-from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
+from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.table_files import Missing, build_table
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
@@ -165,7 +166,8 @@ def report_costs(results: pd.DataFrame, output_dir: Path) -> bool:
     if costs.empty:
         return False
     numbers = cost_numbers(costs)
-    text = TableText(cost_title(numbers), notes=describe_early_stops(costs["folder"].unique()))
+    folders = costs["folder"].unique()
+    text = TableText(cost_title(numbers), notes=[*describe_early_stops(folders), *describe_starts(folders)])
     save_table(numbers, cost_table(numbers), text, output_dir / "costs")
     return True
 
@@ -180,6 +182,23 @@ def describe_early_stops(folders: Sequence[str]) -> list[str]:
         if find_early_stop(state) is not None:
             stops.append(f"{folder} after {state.global_step:,} of {count(state.max_steps, 'step')}")
     return [f"Stopped early: {'; '.join(stops)}."] if stops else []
+
+
+def describe_starts(folders: Sequence[str]) -> list[str]:
+    """Return a line for each training in some folders whose weights were trained before, as its saved adapter says."""
+    lines = []
+    for folder in folders:
+        trained = {row.get("training") for row in read_own_results(folder) if is_of_training(row)}
+        for place in filter(None, [folder, newest_checkpoint(folder)]):
+            try:
+                metadata = find_source(place).metadata
+            except UserError:  # not saved
+                continue
+            earlier = metadata.get("earlier_trainings")
+            if earlier and metadata.get("training_id") in trained:
+                lines.append(f"{folder} started from weights that were trained before: {'; '.join(earlier)}.")
+                break
+    return lines
 
 
 def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:

@@ -1624,6 +1624,26 @@ def test_losses_of_a_stopped_training_are_drawn(tmp_path, make_sft, capsys):
     assert figures.loss_curves(results)["step"].tolist() == [1, 2, 3]
 
 
+def test_report_names_trainings_of_trained_weights(tmp_path, make_sft, capsys):
+    """As far as an adapter or a checkpoint of the training is saved."""
+    first = make_sft(output_dir=str(tmp_path / "first"), max_steps=1)
+    first.train()
+    first.save_model()
+    second = make_sft(first.model, output_dir=str(tmp_path / "second"), max_steps=1, p=0.25)
+    second.train()
+    second.save_model()
+    capsys.readouterr()
+    report.report_costs(frames.load_results(tmp_path), tmp_path)
+    text = " ".join(capsys.readouterr().out.split())
+    line = (
+        "second started from weights that were trained before: SFT with Loop Dropout (p = 0.5, K = 4, 1 step, seed 42)"
+    )
+    assert line in text and text.count("trained before") == 1
+    make_sft(output_dir=second.args.output_dir).save_model()  # another adapter than the one of the results
+    report.report_costs(frames.load_results(tmp_path), tmp_path)
+    assert "trained before" not in capsys.readouterr().out
+
+
 def test_recipes_of_python_have_no_code_and_no_tokens(tmp_path, make_sft):
     trainer = make_sft(output_dir=str(tmp_path), max_steps=1, hub_token="hf_averysecrettoken")
     trainer.args.model_init_kwargs = {"trust_remote_code": True, "token": "hf_averysecrettoken"}
