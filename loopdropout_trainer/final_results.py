@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.results import DEVELOPMENT, is_of_base
+from loopdropout_trainer.results import DEVELOPMENT, is_of_base, read_accepted_imports
 from loopdropout_trainer.sweeps import (
     describe_choices,
     describe_progress,
     describe_unchosen,
     folder_of_run,
+    list_runs,
     only_chose_rate,
     read_summaries,
 )
@@ -82,8 +83,19 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         choices = describe_choices(folder)
         if choices:
             lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
-        lines += filter(None, [describe_progress(folder)])
+        lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
     return lines
+
+
+def _describe_accepted(folder: Path) -> str:
+    """Return a sentence about the runs of a sweep whose `--import` files changed, and which the user accepted, or ""."""
+    accepted = [run.relative_to(folder).as_posix() for run in list_runs(folder) if read_accepted_imports(run)]
+    if not accepted:
+        return ""
+    return (
+        f"{count(len(accepted), 'run')} of the sweep in {folder} had other `--import` files in training, and count because of "
+        f"`--accept_changed_imports`: {', '.join(accepted)}."
+    )
 
 
 def _describe_checkpoints(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:

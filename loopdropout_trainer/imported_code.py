@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopdropout_trainer.data.caching import digest_files, module_of, own_file, own_files
 from loopdropout_trainer.data.preparations import PACKAGED_PREPARATIONS, PREPARATIONS
+from loopdropout_trainer.files import lock_file, write_file
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.gates.depth import DEPTH_SAMPLERS
 from loopdropout_trainer.looped import DESCRIPTIONS
 from loopdropout_trainer.recipe import IMPORTED, imported_name
 from loopdropout_trainer.recipe_changes import UNCOMPARED
-from loopdropout_trainer.results import read_imports, read_used_imports
+from loopdropout_trainer.results import (
+    RUN_FILE,
+    read_accepted_imports,
+    read_imports,
+    read_run,
+    read_used_imports,
+)
 from loopdropout_trainer.rewards import REWARDS
 
 
@@ -44,11 +52,12 @@ def describe_imports(recipe: Mapping[str, Any], model: nn.Module, trained: str |
     compared = {name: value for name, value in recipe.items() if name not in UNCOMPARED}
     parts = [*_find_registered(compared), *_find_classes(model)]
     used = [path for path in IMPORTED if path.endswith(".py") and _holds_any(path, parts)]
-    imports = digest_imports()
+    imports, accepted = digest_imports(), {}
     if trained is not None:
-        imports = {**read_imports(trained), **imports}
+        former, accepted = read_imports(trained), read_accepted_imports(trained)
+        imports = {**former, **imports, **{path: former[path] for path in accepted}}  # what it was trained with
         used = [*dict.fromkeys([*read_used_imports(trained), *used])]
-    return {"imports": imports, "used_imports": used}
+    return {"imports": imports, "used_imports": used, "accepted_imports": accepted}
 
 
 def _holds_any(path: str, parts: Sequence[Any]) -> bool:
@@ -72,12 +81,40 @@ def find_unused_changes(folder: str | Path) -> list[str]:
     return list(_find_changes(folder, unused))
 
 
+def describe_accepted(paths: Iterable[str]) -> list[str]:
+    """Return sentences about changed files of `--import` that the user accepted for the results of a run."""
+    return [f"{path} has changed since the training, and the user accepted the results." for path in paths]
+
+
+def code_of(folder: str | Path) -> tuple[str, ...]:
+    """Return the digests of the files of `--import` that a run depends on, as they count for it, without their places."""
+    digests = {**read_imports(folder), **read_accepted_imports(folder)}
+    return tuple(sorted(digests[path] for path in read_used_imports(folder) if path in digests))
+
+
+def accept_other_code(folder: str | Path) -> bool:
+    """Let the results of a run count for the changed files of `--import` that it depends on. Return whether it has any.
+
+    `imports` of its `run.json` keeps the digests of the training, and `accepted_imports` has those of the present files. A
+    file that is missing cannot be accepted.
+    """
+    digests = digest_imports()
+    changed = [path for path in read_used_imports(folder) if path in digests and [*_find_changes(folder, [path])]]
+    if not changed:
+        return False
+    accepted = {**read_accepted_imports(folder), **{path: digests[path] for path in changed}}
+    path = Path(folder, RUN_FILE)
+    with lock_file(path):
+        write_file(path, json.dumps({**read_run(folder), "accepted_imports": accepted}, indent=2) + "\n")
+    return True
+
+
 def _find_changes(folder: str | Path, paths: list[str]) -> Iterator[str]:
     if not paths:
         return
-    former, digests = read_imports(folder), digest_imports()
+    former, accepted, digests = read_imports(folder), read_accepted_imports(folder), digest_imports()
     for path in paths:
-        if former.get(path) not in digests.values():  # the file may have moved
+        if {former.get(path), accepted.get(path)}.isdisjoint(digests.values()):  # the file may have moved
             change = "has changed since" if path in digests else "is missing"
             yield f"its `--import` {path} {change}"
 

@@ -17,7 +17,7 @@ from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.files import lock_folder
-from loopdropout_trainer.imported_code import describe_imports
+from loopdropout_trainer.imported_code import describe_accepted, describe_imports
 from loopdropout_trainer.measuring import evaluate, measure
 from loopdropout_trainer.plan import (
     count_rows,
@@ -304,12 +304,14 @@ class Job:
         folder = Path(trainer.args.output_dir)
         is_trained = run.is_trained  # by the former recipe in the folder, which is replaced now
         if trainer.is_world_process_zero():
-            dump_recipe({"command": run.args.command, **run.recipe}, folder / RECIPE_FILE)
-            if is_trained:
-                write_run(folder, status="trained", **describe_imports(run.recipe, trainer.model, folder))
-            else:
+            code = describe_imports(run.recipe, trainer.model, folder if is_trained else None)
+            comments = describe_accepted(code["accepted_imports"])
+            dump_recipe(
+                {"command": run.args.command, **run.recipe}, folder / RECIPE_FILE, comments, code["used_imports"]
+            )
+            if not is_trained:
                 run.remove_checkpoints_of_other_code()
-                write_run(folder, status="training", **describe_imports(run.recipe, trainer.model))
+            write_run(folder, status="trained" if is_trained else "training", **code)
         if is_trained:
             load_trained(trainer, folder)
         else:

@@ -274,7 +274,7 @@ def describe_measurements(options: ScriptArguments) -> list[str]:
     if options.benchmarks:
         step = f"evaluate {', '.join(options.benchmarks)}"
         if options.benchmark_limit is not None:
-            step += f", {options.benchmark_limit:,} problems each"
+            step += f", at most {options.benchmark_limit:,} problems each"
         steps.append(step)
     if options.eval_num_loops:
         steps.append(f"evaluate {options.benchmarks[0]} at K = {', '.join(map(str, options.eval_num_loops))}")

@@ -336,13 +336,26 @@ def build_part(dataclass_types: Sequence[type], recipe: Mapping[str, Any]) -> tu
     return build(dataclass_types, _read_values(given, fields, hints))
 
 
-def dump_recipe(settings: Mapping[str, Any], path: str | Path, comments: Iterable[str] = ()) -> None:
+def dump_recipe(
+    settings: Mapping[str, Any],
+    path: str | Path,
+    comments: Iterable[str] = (),
+    used_imports: Collection[str] | None = None,
+) -> None:
     """Write settings as a recipe that repeats the run, without secrets. A comment names the files of `--import`.
 
-    They are no field, because a recipe must not run code. `comments` are further lines in front of the fields.
+    They are no field, because a recipe must not run code.
+
+    Args:
+        settings: Fields of the recipe.
+        path: File that is written.
+        comments: Further lines in front of the fields.
+        used_imports: Python files of `--import` that the run depends on. Default: all of them. A task file (.yaml) is always
+            named, because it holds the tasks of `benchmarks`.
     """
     public = {name: _as_written(_without_secrets(value)) for name, value in settings.items() if name != "hub_token"}
-    imports = [f"It needs `--import {file}`." for file in IMPORTED]
+    needed = [file for file in IMPORTED if used_imports is None or file in used_imports or not file.endswith(".py")]
+    imports = [f"It needs `--import {file}`." for file in needed]
     lines = [f"# {' '.join(comment.splitlines())}\n" for comment in (*imports, *comments)]
     write_file(Path(path), "".join(lines) + yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
 

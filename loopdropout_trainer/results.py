@@ -290,6 +290,12 @@ def read_used_imports(output_dir: str | Path) -> list[str]:
     return [path for path in read_imports(output_dir) if path.endswith(".py")]
 
 
+def read_accepted_imports(output_dir: str | Path) -> dict[str, str]:
+    """Return the digests of files of `--import` that changed since a run, and that the user accepted for its results."""
+    accepted = read_run(output_dir).get("accepted_imports")
+    return accepted if isinstance(accepted, dict) else {}
+
+
 def has_trained(output_dir: str | Path) -> bool:
     """Return whether `run.json` says that a training has ended in a folder. Its measurements may be missing.
 

@@ -121,7 +121,12 @@ def _read_method(sweep: Any, definition: str | dict) -> tuple[dict, dict]:
     read = load_recipe(path, command=command)
     recipe = {name: value for name, value in read.items() if name not in SET_BY_SWEEP}
     # Each final run would evaluate the same base model, so only who asks for it gets it.
-    return override({**recipe, "evaluate_base": False}, sweep.settings), own
+    return override({**recipe, "evaluate_base": False}, _without_unset(sweep.settings)), _without_unset(own)
+
+
+def _without_unset(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without those of `SET_BY_SWEEP` that are null, which leave the field to the sweep."""
+    return {name: value for name, value in settings.items() if value is not None or name not in SET_BY_SWEEP}
 
 
 def _make_final_recipe(sweep: Any, recipe: dict, own: dict) -> dict:

@@ -7,6 +7,7 @@ loss, which breaks ties.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from loopdropout_trainer.results import DEVELOPMENT, read_own_results, read_run
@@ -47,3 +48,28 @@ def find_accuracy(folder: Path, select_on: str) -> str | None:
         if is_default and row["task"] not in (DEVELOPMENT, select_on):
             return f"accuracy {row['value']:.2f}% on {row['task']} at K = {row['num_loops']}"
     return None
+
+
+def describe_edge(scores: Mapping[float, tuple[float, float]], best: float, extend_grid: bool, select_on: str) -> str:
+    """Return a remark if the best learning rate is at the edge of its grid, or others have the same score, or "".
+
+    Args:
+        scores: Score of each learning rate.
+        best: Learning rate that is chosen.
+        extend_grid: Whether the sweep adds learning rates at the edge, as far as it may.
+        select_on: Task that chooses the learning rate, or `eval_loss`.
+    """
+    remarks = []
+    if best in (min(scores), max(scores)):
+        side = "smaller" if best == min(scores) else "larger"
+        remedy = f"a {side} one to `--learning_rates`"
+        if not extend_grid:
+            remedy = f"`--extend_grid true`, or {remedy}"
+        remarks.append(f"It is at the edge of the grid. Add {remedy}.")
+    ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
+    if len(ties) > 1:
+        remarks.append(
+            f"The selection was uninformative. {' and '.join(ties)} have equal scores on {select_on}. The tie was broken by "
+            "the held-out loss, then by the smaller rate."
+        )
+    return " ".join(remarks)

@@ -12,6 +12,8 @@ from loopdropout_trainer.final_results import final_results
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.results import is_of_base
+from loopdropout_trainer.sweep_code import find_incomparable, find_kept_choices, find_other_results
+from loopdropout_trainer.sweep_scores import name_score, read_score
 from loopdropout_trainer.sweeps import SweepRun, describe_choice, update_summary
 from loopdropout_trainer.tables import (
     ACCURACY_TITLE,
@@ -36,11 +38,11 @@ def print_summary(sweep: Any) -> None:
     if not sweep.full_grid:
         _print_choices(sweep)
     num_ended, _ = sweep.count()
-    if num_ended == 0:
+    if num_ended == 0 and not find_other_results(sweep):
         return
     sweep.save_progress(None)
     results = load_results(sweep.output_dir)
-    for folder in sweep.find_other_results():
+    for folder in find_incomparable(sweep):
         results = results[~results["folder"].map(lambda name, run=folder: Path(name).is_relative_to(run))]
     final = final_results(results)
     trained = final[~is_of_base(final)]
@@ -77,22 +79,31 @@ def find_best_run(sweep: Any) -> SweepRun | None:
 
 
 def _print_choices(sweep: Any) -> None:
-    """Print the chosen learning rate of each method."""
+    """Print the chosen learning rate of each method, and the former one of a method whose runs are all of other code."""
     if sweep.loss_chooses_by_default:
         print("The held-out loss chooses the learning rate, because no `benchmarks` are set.")
+    kept = find_kept_choices(sweep)
     for method in sweep.recipes:
         choice = sweep.choice(method)
-        if choice.best is None:
+        if method in kept:
+            print(
+                f"{describe_choice(method, kept[method]['best'])} It was chosen before a file of `--import` changed."
+            )
+        elif choice.best is None:
             print(f"{method}: no learning rate is chosen. {choice.remark}")
         else:
             print(describe_choice(method, choice.best, choice.remark))
-        _print_scores(sweep, method, choice.rates)
+        _print_scores(sweep, method, choice.rates, method in kept)
 
 
-def _print_scores(sweep: Any, method: str, rates: list[float]) -> None:
-    """Print the scores of a method's candidates."""
+def _print_scores(sweep: Any, method: str, rates: list[float], of_other_code: bool) -> None:
+    """Print the scores of a method's candidates, of which those of other imported code do not count."""
     for rate in rates:
-        print(f"  {rate:<10g} {sweep.describe_score(SweepRun(method, rate, sweep.seeds[0], True))}")
+        run = SweepRun(method, rate, sweep.seeds[0], True)
+        score = sweep.describe_score(run)
+        if of_other_code:
+            score = name_score(read_score(sweep.folder(run), sweep.select_on), sweep.select_on)
+        print(f"  {rate:<10g} {score}")
 
 
 def print_lowest(losses: pd.DataFrame) -> None:

@@ -170,6 +170,9 @@ def describe_progress(folder: str | Path) -> str:
     missing = ", but measurements are missing" if num_ended == total else ""
     failed = [run for runs in summary.get("failed", {}).values() for run in runs]  # since the last start of the sweep
     failures = f" (failed: {', '.join(failed)})" if failed else ""
+    others = [run for runs in summary.get("other_code", {}).values() for run in runs]
+    if others:
+        failures += f" (of an earlier `--import` file, and not counted: {', '.join(others)})"
     return (
         f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{failures}. The same "
         "`loopdropout sweep` command continues it."

@@ -121,12 +121,6 @@ def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples]:
     return examples
 
 
-def check_sweep_examples(sweep: Any) -> None:
-    """Raise UserError for a mistake in the data of a sweep before its first run, because it would stop each of them."""
-    if sweep.pending():
-        load_sweep_examples(sweep)
-
-
 def _load_unless_unreachable(model: ModelArguments, data: DataArguments, args: GateConfig) -> SweepExamples | None:
     """Load the examples of a training, or return None if they are on the Hub, which cannot be reached."""
     check_files(data.files)

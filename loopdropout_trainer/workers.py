@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.files import checkpoint_step, lock_path
+from loopdropout_trainer.imported_code import find_other_code
 from loopdropout_trainer.results import has_trained, read_run
+from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 
 _BAR = re.compile(r"(\d+%\||\d+it).*\[.*\]$")
@@ -35,6 +38,10 @@ _ERRORS = (re.compile(r"loopdropout \w+: "), re.compile(r"(\[rank\d+\]: )?[\w.]*
 
 _NOISE = re.compile(r"Warning: |warnings\.warn|resource_tracker|CalledProcessError|ChildFailedError")
 """Part of a line that says nothing about the error: warnings, also those at the end of Python, and errors of a launcher."""
+
+
+LOCK = "sweep.lock"
+"""File in the folder of a run that the sweep locks which trains it."""
 
 
 class Runs(Protocol):
@@ -64,6 +71,9 @@ class Runs(Protocol):
     def save_progress(self, run_seconds: float | None) -> None:
         """Write how far the sweep is, and the mean seconds of a run, or None if no run has ended since its start."""
 
+    def describe_fix(self) -> str:
+        """Return how the sweep goes on after a failure."""
+
     def describe_score(self, run: Any) -> str:
         """Return the result of a run that is done, such as "accuracy 40.00% on development", or ""."""
 
@@ -83,6 +93,7 @@ class Workers:
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
         self.last_message: str | None = None  # of the last run that ended, if it failed
         self.start, self.done_before = 0.0, 0  # of `train_all`: its time, and the number of runs that were done before
+        self.num_measured, self.run_seconds = 0, None  # of `measure_run`: the runs of its last answer, and this answer
 
     def train_all(self) -> None:
         """Train all runs that are not done. If a run fails, the others go on, and `failures` has a sentence about it.
@@ -118,7 +129,7 @@ class Workers:
         """Train a run, unless another worker trains it or it is done. Return whether this worker trained it."""
         folder = self.runs.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "sweep.lock", "w") as lock:
+        with open(folder / LOCK, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -136,6 +147,7 @@ class Workers:
     def _train(self, run: Any, gpu: dict[str, str], lock: int) -> None:
         path = self.runs.folder(run) / "log.txt"
         was_trained = has_trained(path.parent)
+        print(f"{run.name} {_describe_start(path.parent, was_trained)} (log: {path})", flush=True)
         with open(path, "a", encoding="utf-8") as log:
             log_start = log.tell()  # behind the lines of former starts
             process = subprocess.Popen(
@@ -184,8 +196,8 @@ class Workers:
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
         if message == self.last_message:
             raise UserError(
-                f"The sweep has stopped, because two runs in a row failed with the same message: {self.failures[run]}. After "
-                "you have fixed the cause, the same command continues the sweep."
+                f"The sweep has stopped, because two runs in a row failed with the same message: {self.failures[run]}. "
+                f"{self.runs.describe_fix()}"
             )
         num_ended, total = self.runs.count()
         print(f"{num_ended} of {total}: {self.failures[run]}", flush=True)
@@ -194,12 +206,14 @@ class Workers:
     def measure_run(self) -> float | None:
         """Return the mean seconds of a run with its start, training and evaluation, or None if none has ended since the start.
 
-        Runs of other machines count as runs of this one, because they shorten the time that is left in the same way.
+        Runs of other machines count as runs of this one, because they shorten the time that is left in the same way. The time
+        of a run that was stopped or has failed does not count before the next run has ended.
         """
         num_starts, _ = self.runs.count_starts()
-        if num_starts <= self.done_before:
-            return None
-        return (time.monotonic() - self.start) * self.number / (num_starts - self.done_before)
+        if num_starts > max(self.num_measured, self.done_before):
+            seconds = (time.monotonic() - self.start) * self.number
+            self.num_measured, self.run_seconds = num_starts, seconds / (num_starts - self.done_before)
+        return self.run_seconds
 
     def _describe_end(self, run: Any, was_trained: bool) -> str:
         """Return the line about a run that has ended: its number, its step, its score and the time that is left."""
@@ -214,6 +228,32 @@ class Workers:
         parts = [status, self.runs.describe_score(run)]
         parts.append(describe_left(self.runs, self.measure_run(), self.number))
         return f"{num_done} of {total}: {run.name} {', '.join(filter(None, parts))}"
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process trains the run in a folder, be it of a sweep or of a command of its own."""
+    for path in (folder / LOCK, lock_path(folder, "folder")):
+        if not path.exists():
+            continue
+        with open(path, "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:  # the file system has no locks
+                return False
+    return False
+
+
+def _describe_start(folder: Path, was_trained: bool) -> str:
+    """Return what a run begins with: its measurement, the step of its newest checkpoint, or its first step."""
+    if was_trained:
+        return "is measured"
+    if find_other_code(folder) is None:  # else nothing continues from its checkpoints
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is not None:
+            return f"continues from step {checkpoint_step(checkpoint)}"
+    return "starts"
 
 
 def describe_left(runs: Runs, run_seconds: float | None, workers: int) -> str:

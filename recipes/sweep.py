@@ -35,13 +35,20 @@ from loopdropout_trainer.imported_code import find_other_code
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.recipe import IMPORTED, TRAININGS, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
-from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
+from loopdropout_trainer.results import DEVELOPMENT, is_finished, write_run
 from loopdropout_trainer.runs import TRAINING_TYPES
+from loopdropout_trainer.sweep_code import (
+    accept_other_results,
+    describe_fix,
+    describe_other_results,
+    find_kept_choices,
+    has_other_results,
+    name_other_results,
+)
 from loopdropout_trainer.sweep_methods import SET_BY_SWEEP, has_benchmarks, make_recipes, read_methods
-from loopdropout_trainer.sweep_plan import print_sweep_plan
-from loopdropout_trainer.sweep_scores import NON_FINITE, find_accuracy, name_score, read_score
-from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_interruption, list_runs, update_summary
-from loopdropout_trainer.training_data import check_sweep_examples
+from loopdropout_trainer.sweep_plan import print_commands, print_sweep_plan
+from loopdropout_trainer.sweep_scores import NON_FINITE, describe_edge, find_accuracy, name_score, read_score
+from loopdropout_trainer.sweeps import SETTINGS_FILE, SweepRun, describe_interruption, update_summary
 from loopdropout_trainer.workers import Workers
 
 
@@ -95,6 +102,10 @@ class Sweep:
     output_dir: str = option("outputs/sweep", "Folder of all runs.")
     launcher: str = option("", "Command that starts a training, such as `accelerate launch`. Default: Python.")
     workers: int = option(1, "Number of runs at a time, which divide the GPUs.", at_least=1, at_most=1024)
+    accept_changed_imports: bool = option(
+        False,
+        "Count the results of finished runs also if files of `--import` have changed since. Their `run.json` says so.",
+    )
     print_commands: bool = option(False, "Print the commands of the runs that can start, and stop.")
     dry_run: bool = option(False, "Print the trainings, their folder and evaluation, and stop.")
 
@@ -160,29 +171,12 @@ class Sweep:
                 return Choice(rates, None, "No learning rate has a finite score.")
             best = max(scores, key=scores.get)  # the smallest one of equal scores, because the rates ascend
             if best not in (rates[0], rates[-1]) or len(rates) == limit:
-                return Choice(rates, best, self._remark(scores, best))
+                return Choice(rates, best, describe_edge(scores, best, self.extend_grid, self.select_on))
             if best == rates[0]:
                 outermost, neighbor = rates[0], rates[1]
             else:
                 outermost, neighbor = rates[-1], rates[-2]
             rates = sorted([*rates, _rounded(outermost**2 / neighbor)])
-
-    def _remark(self, scores: dict[float, tuple[float, float]], best: float) -> str:
-        """Return a remark if the best learning rate is at the edge of its grid, or others have the same score."""
-        remarks = []
-        if best in (min(scores), max(scores)):
-            side = "smaller" if best == min(scores) else "larger"
-            remedy = f"a {side} one to `--learning_rates`"
-            if not self.extend_grid:
-                remedy = f"`--extend_grid true`, or {remedy}"
-            remarks.append(f"It is at the edge of the grid. Add {remedy}.")
-        ties = [f"{rate:g}" for rate, (score, _) in scores.items() if score == scores[best][0]]
-        if len(ties) > 1:
-            remarks.append(
-                f"The selection was uninformative. {' and '.join(ties)} have equal scores on {self.select_on}. The tie was "
-                "broken by the held-out loss, then by the smaller rate."
-            )
-        return " ".join(remarks)
 
     def runs(self, method: str) -> list[SweepRun]:
         """Return the runs of a method whose learning rate is known. The run that is chosen is there twice, to be measured."""
@@ -292,34 +286,16 @@ class Sweep:
             self.done.add(run)
         return run in self.done
 
-    def find_other_results(self) -> list[Path]:
-        """Return the folders of runs of the sweep's methods that have results of other imported code."""
-        folders = [folder for folder in list_runs(self.output_dir) if folder.parent.parent.name in self.recipes]
-        return [folder for folder in folders if has_other_results(folder)]
-
-    def describe_other_results(self) -> str:
-        """Return sentences about the runs that keep results of other imported code, with the fix, or "" without any."""
-        folders = self.find_other_results()
-        if not folders:
-            return ""
-        changes = dict.fromkeys(find_other_code(folder) for folder in folders)
-        return (
-            f"{count(len(folders), 'run')} cannot be compared with the others, because {' and '.join(changes)}: "
-            f"{', '.join(map(str, folders))}. Remove these folders to train them again (their results are lost), restore the "
-            "code, or give the method another name."
-        )
-
     # Training
 
     def train_all(self) -> None:
         """Train all runs that are not done, several at a time. The others go on if a run fails (`check_failures`).
 
         Raises:
-            UserError: If the data have a mistake, or two runs in a row fail with the same message.
+            UserError: If two runs in a row fail with the same message.
         """
-        check_sweep_examples(self)
         self.save_progress(None)
-        if other_results := self.describe_other_results():
+        if other_results := describe_other_results(self):
             print(f"The sweep trains the other runs. {other_results}", flush=True)
         self.pool.train_all()
 
@@ -329,6 +305,7 @@ class Sweep:
         Also the mean seconds of a run, from `Workers.measure_run`, unless it is None.
         """
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
+        choices |= find_kept_choices(self)
         grid, task = dict.fromkeys(self.recipes, self.full_grid), dict.fromkeys(self.recipes, self.select_on)
         finished = {method: not self.pending_of(method) for method in self.recipes}
         failed: dict[str, list[str]] = {method: [] for method in self.recipes}
@@ -343,8 +320,13 @@ class Sweep:
             trainings=self.count_by_method(),
             finished=finished,
             failed=failed,
+            other_code=name_other_results(self),
             run_seconds={} if run_seconds is None else dict.fromkeys(self.recipes, run_seconds),
         )
+
+    def describe_fix(self) -> str:
+        """Return how the sweep goes on after a failure."""
+        return describe_fix(self)
 
     def check_failures(self) -> None:
         """Print the runs that have failed. Their errors were printed when they ended.
@@ -352,14 +334,12 @@ class Sweep:
         Raises:
             UserError: If there are any, or runs with results of other imported code.
         """
-        failures, other_results = self.pool.failures, self.describe_other_results()
+        failures, other_results = self.pool.failures, describe_other_results(self)
         sentences = []
         if failures:
             logs = (f"{run.name} (log: {self.folder(run)}/log.txt)" for run in failures)
             print("\nFailed, with the errors above:", *logs, sep="\n  ")
-            sentences.append(
-                f"{count(len(failures), 'run')} failed. Fix the cause. The same command then trains what is missing."
-            )
+            sentences.append(f"{count(len(failures), 'run')} failed. {self.describe_fix()}")
         if other_results:
             sentences.append(other_results)
         if sentences:
@@ -390,11 +370,6 @@ class Sweep:
 ARGUMENTS = (Sweep,)
 
 
-def has_other_results(folder: Path) -> bool:
-    """Return whether a folder has results of other imported code. A training without results begins again."""
-    return has_trained(folder) and find_other_code(folder) is not None
-
-
 def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")  # as in the name of the folder
 
@@ -414,14 +389,21 @@ def main(argv: list[str] | None = None) -> None:
     (sweep,) = parse(ARGUMENTS, words, __doc__)
     if sweep.dry_run:
         print_sweep_plan(sweep, f"loopdropout sweep {shlex.join(without_option(words, 'dry_run'))}")
-    elif sweep.print_commands:
-        print(*(shlex.join(sweep.command(run)) for run in sweep.pending()), sep="\n")
+        return
+    if sweep.accept_changed_imports:
+        accepted = accept_other_results(sweep)
+        print(*filter(None, [accepted]), file=sys.stderr if sweep.print_commands else None, flush=True)
+    if sweep.print_commands:
+        print_commands(sweep)
         sweep.check_failures()
     else:
         from loopdropout_trainer.sweep_summary import print_summary
 
         former = signal.signal(signal.SIGTERM, _interrupt)  # a stop is one sentence, as after Ctrl-C
         try:
+            if sweep.pending():
+                print_sweep_plan(sweep)  # a mistake in the data, which would stop each run, is an error here
+                print(flush=True)
             sweep.train_all()
             print_summary(sweep)
             sweep.check_failures()

@@ -18,7 +18,7 @@ from loopdropout_trainer.arguments import find_unsaved_fields
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.lora import check_present, find_active_adapter
 from loopdropout_trainer.recipe import dump_recipe
-from loopdropout_trainer.results import RECIPE_FILE, write_results
+from loopdropout_trainer.results import RECIPE_FILE, read_used_imports, write_results
 from loopdropout_trainer.saving.cards import CARD_FILE, read_card_fields, read_card_of, write_model_card
 from loopdropout_trainer.saving.checkpoints import EARLY_STOPPING, delete_older_checkpoints
 from loopdropout_trainer.saving.integrity import adapter_patterns, begin, find_damage, record, saving
@@ -89,7 +89,8 @@ class AdapterFilesMixin:
                 earlier = self.start.get("earlier_trainings")
                 comments = [f"The adapter was trained before: {'; '.join(earlier)}."] if earlier else []
             recipe = {"command": self.args.command, **recipe}
-            dump_recipe(recipe, Path(self.args.output_dir, RECIPE_FILE), comments)
+            folder = self.args.output_dir
+            dump_recipe(recipe, Path(folder, RECIPE_FILE), comments, read_used_imports(folder))
             columns = result_columns(self, self.method or self.rule.title)
             rows = [{"task": "training", **columns, **row} for row in rows]
             write_results(self.args.output_dir, rows, columns["step"], columns["training"])
@@ -166,10 +167,16 @@ class AdapterFilesMixin:
         # transformers deletes older checkpoints as soon as it has written this one, which may not have reached the disk then.
         limit = args.save_total_limit
         args.save_total_limit = None
+        card = Path(args.output_dir, CARD_FILE)
+        had_card = card.is_file()
         try:
             super()._save_checkpoint(model, trial)
         finally:
             args.save_total_limit = limit
+        if args.should_save and not (had_card or args.push_to_hub):
+            card.unlink(
+                missing_ok=True
+            )  # TRL's step wrote it for the checkpoint, and its code loads an adapter next to it
         self.accelerator.wait_for_everyone()  # every process writes its own state of the random numbers
         if args.should_save:
             record(folder)

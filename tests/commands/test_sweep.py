@@ -1,6 +1,7 @@
 """recipes/sweep.py: order, choice of learning rates, finished runs, locks, and continuation after a kill."""
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -26,13 +27,18 @@ from helpers.processes import PATIENCE, ForkedPopen, Program, python, wait_for
 from loopdropout_trainer import training_data
 from loopdropout_trainer.errors import run_script
 from loopdropout_trainer.evaluation_costs import HOW_TO_TIME
+from loopdropout_trainer.files import lock_folder
+from loopdropout_trainer.final_results import describe_left_out_runs, final_results
+from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
+from loopdropout_trainer.imported_code import accept_other_code, digest_imports
+from loopdropout_trainer.recipe import dump_recipe, import_files, load_recipe, parse
 from loopdropout_trainer.results import read_run, write_results
 from loopdropout_trainer.saving.source import find_source
+from loopdropout_trainer.sweep_code import describe_other_results, has_other_results
 from loopdropout_trainer.sweep_summary import print_summary
 from loopdropout_trainer.sweeps import SweepRun, describe_choices, describe_progress, read_summary
-from loopdropout_trainer.workers import read_message
+from loopdropout_trainer.workers import _describe_start, read_message
 
 
 sweep = load_script("recipes/sweep.py")
@@ -66,7 +72,7 @@ if str(rate) in world["losses"]:
 with open(out / "results.jsonl", "a") as file:
     file.writelines(json.dumps(row) + "\\n" for row in rows)
 status = "non-finite" if rate in world["diverging"] else "finished"
-(out / "run.json").write_text(json.dumps({"status": status}))
+(out / "run.json").write_text(json.dumps({"status": status, "imports": world["imports"]}))
 sys.exit(status != "finished")
 """
 
@@ -81,11 +87,14 @@ class Lab:
         (folder / "lab.py").write_text(SCRIPT)
         self.set_world()
 
-    def set_world(self, scores=None, losses=None, diverging=(), fails=()):
-        """Set scores and losses by learning rate, the rates with a non-finite loss, and parts of the names of failing runs."""
+    def set_world(self, scores=None, losses=None, diverging=(), fails=(), imports=None):
+        """Set scores and losses by learning rate, the rates with a non-finite loss, and parts of the names of failing runs.
+
+        `imports`: digests of `--import` that the runs note.
+        """
         scores = scores or {"0.01": 5, "0.02": 7, "0.04": 6}
-        text = json.dumps({"scores": scores, "losses": losses or {}, "diverging": diverging, "fails": fails})
-        (self.folder / "world").write_text(text)
+        world = {"scores": scores, "losses": losses or {}, "diverging": diverging, "fails": fails}
+        (self.folder / "world").write_text(json.dumps({**world, "imports": imports or {}}))
 
     def sweep(self, script=None, **fields):
         defaults = {"methods": ["lora"], "learning_rates": [0.04, 0.01, 0.02], "seeds": [101, 102]}
@@ -389,6 +398,9 @@ def test_time_left_counts_the_measurement_of_the_chosen_run(lab):
     made.pool.start = time.monotonic() - 100
     assert made.count_starts() == (1, 5)
     assert re.search("1 of 4: .*, about 0:06:4[0-9] left$", made.pool._describe_end(first, False))
+    made.pool.start -= 1000  # the time of a second run, which is stopped
+    stopped = made.pool._describe_end(made.pending()[0], False)
+    assert re.search("1 of 4: .* stopped, about 0:06:4[0-9] left$", stopped), stopped
     made = lab.run()
     assert made.count_starts() == (5, 5) and made.count() == (4, 4)
 
@@ -398,11 +410,19 @@ def test_sweep_says_how_far_it_is(lab, capsys):
     lab.set_world(diverging=[0.04])
     lab.run()
     left = r", about 0:\d\d:\d\d left"
+    names = {"lora/lr_0.01/seed_101", "lora/lr_0.02/seed_101", "lora/lr_0.04/seed_101", "lora/lr_0.02/seed_102"}
+    starts = {name: rf"{name} starts \(log: {lab.out}/{name}/log.txt\)" for name in names}
+    measured = starts["lora/lr_0.02/seed_101"].replace("starts", "is measured")
     lines = [
+        starts["lora/lr_0.01/seed_101"],
         rf"1 of 4: lora/lr_0.01/seed_101 trained, accuracy 50.00% on development{left}",
+        starts["lora/lr_0.02/seed_101"],
         rf"2 of 4: lora/lr_0.02/seed_101 trained, accuracy 70.00% on development{left}",
+        starts["lora/lr_0.04/seed_101"],
         rf"3 of 4: lora/lr_0.04/seed_101 non-finite, loss not finite{left}",
+        measured,
         rf"3 of 4: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4{left}",
+        starts["lora/lr_0.02/seed_102"],
         r"4 of 4: lora/lr_0.02/seed_102 trained, accuracy 20.00% on arithmetic_test at K = 4",
     ]
     assert re.fullmatch("\n".join(lines) + "\n", capsys.readouterr().out)
@@ -412,7 +432,7 @@ def test_sweep_prints_accuracies_that_choose_nothing(lab, capsys):
     """A final run may be measured on the task that chooses, too."""
     measure = {"benchmarks": ["arithmetic_hard", "arithmetic_test"]}
     lab.run(select_on="arithmetic_hard", learning_rates=[0.01, 0.02], seeds=[101], measure=measure)
-    first, second, final = capsys.readouterr().out.splitlines()
+    first, second, final = capsys.readouterr().out.splitlines()[1::2]
     assert all("% on arithmetic_hard" in line for line in (first, second)) and "% on arithmetic_test at K" in final
 
 
@@ -443,6 +463,7 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "methods         lora, loop_dropout\n"
         "learning rates  0.01, 0.02, 0.04 (and more at the edge of the grid)\n"
         "seeds           101 with every learning rate, then 102 with the one that is best on development\n"
+        "                two seeds: a 95% interval reaches 12.7 standard errors to each side, with three 4.3, with five 2.8\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
         "each training   1 step, 8 examples per step\n"
         "tokens          at most 65,536 in these trainings, without those of further learning rates, as if each example had "
@@ -684,7 +705,12 @@ def test_failed_run_does_not_end_its_sweep(lab, capsys):
     failure = (
         f"lora/lr_0.01/seed_101 ended with exit code 1: ValueError: it is broken in {folder} (log: {folder}/log.txt)"
     )
-    assert out.startswith(f"0 of 8: {failure}\n") and out.count("it is broken in") == 1
+    start = f"\n\nlora/lr_0.01/seed_101 starts (log: {folder}/log.txt)\n"
+    assert (
+        out.startswith("8 trainings\nmethods  ")
+        and f"{start}0 of 8: {failure}\n" in out
+        and out.count("it is broken in") == 1
+    )
     assert out.endswith(f"\nFailed, with the errors above:\n  lora/lr_0.01/seed_101 (log: {folder}/log.txt)\n")
     assert "lora: no learning rate is chosen" in out and "loop_dropout: learning rate 0.02" in out
     assert len(lab.log) == 3 + 5
@@ -769,6 +795,7 @@ def test_changed_code_of_an_import_is_named(lab, forks, capsys):
     facts = read_run(run)
     assert [*facts["imports"]] == facts["used_imports"] == [str(rule)]
     assert [*read_run(lora)["imports"]] == [str(rule)] and read_run(lora)["used_imports"] == []
+    assert "--import" not in (lora / "recipe.yaml").read_text() + (lora / "README.md").read_text()
     assert (run / "recipe.yaml").read_text().startswith(f"# It needs `--import {rule}`.\n")
     assert find_source(run).lines()["imports"] == str(rule)
     rule.rename(lab.folder / "moved.py")
@@ -788,18 +815,69 @@ def test_changed_code_of_an_import_is_named(lab, forks, capsys):
     Path(lab.file).write_text(yaml.safe_dump(fields))
     capsys.readouterr()
     text = (
-        f"1 run cannot be compared with the others, because {change}: {run}. Remove these folders to train them again (their "
-        "results are lost), restore the code, or give the method another name."
+        f"1 run cannot be compared with new ones, because {change}: {run}. Count the results with `--accept_changed_imports "
+        "true` if the change does not concern them, remove these folders to train them again (their results are lost), "
+        "restore the code, or give the method another name."
     )
     with user_error(f"^{re.escape(text)}$"):
         sweep.main([lab.file, "--import", str(rule)])
     out = capsys.readouterr().out
-    assert out.startswith(f"The sweep trains the other runs. {text}\n2 of 4: broken/lr_0.02/seed_1 trained"), out
+    start = f"\n\nThe sweep trains the other runs. {text}\nbroken/lr_0.02/seed_1 starts"
+    assert start in out and out.count(text) == 1 and "\n2 of 4: broken/lr_0.02/seed_1 trained" in out, out
     assert "3 of 4: lora/lr_0.02/seed_1 trained" in out
     assert "not finished: 3 of 4 trainings" in describe_progress(lab.out)
+    assert accept_other_code(run)
+    assert find_source(run).lines()["imports"] == f"{rule} (changed since the training, and accepted)"
     shutil.rmtree(run)
     sweep.main([lab.file, "--import", str(rule)])
     assert describe_progress(lab.out) == ""
+
+
+def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
+    """Before, the tables keep them and their choice, nothing new is trained next to them, and no message promises it."""
+    rule = lab.folder / "own.py"
+    rule.write_text("x = 1\n")
+    import_files([str(rule)])
+    former = digest_imports()
+    lab.set_world(fails=["lora/lr_0.02/seed_102"], imports=former)
+    lab.sweep(learning_rates=[0.01, 0.02])
+    words = [lab.file, "--script", f"{lab.folder}/lab"]
+    warning = (
+        "If you change a file of `--import`, its finished runs then count only after `--accept_changed_imports true`"
+    )
+    with user_error(f"1 run failed. Fix the cause. The same command then trains what is missing. {warning}"):
+        sweep.main(words)
+    assert len(lab.log) == 4
+    rule.write_text("x = 2\n")
+    lab.set_world(imports=digest_imports())
+    capsys.readouterr()
+    with user_error("^2 runs cannot be compared with new ones, because their `--import` "):
+        sweep.main(words)
+    out = capsys.readouterr().out
+    remark = "It was chosen before a file of `--import` changed."
+    assert f"lora: learning rate 0.02. {remark}\n  0.01       accuracy 50.00% on development\n" in out
+    assert re.search("arithmetic_test +4 +lora +10.00", out) and len(lab.log) == 4
+    assert read_summary(lab.out)["choices"]["lora"]["best"] == 0.02
+    others = "lora/lr_0.01/seed_101, lora/lr_0.02/seed_101"
+    assert f"(of an earlier `--import` file, and not counted: {others})" in describe_progress(lab.out)
+    sweep.main([*words, "--accept_changed_imports", "true"])
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "2 runs of other `--import` code, which `run.json` records, from now on count as results of the"
+    )
+    assert lab.runs[4:] == ["lora/lr_0.02/seed_102"] and describe_progress(lab.out) == ""
+    run = lab.out / "lora/lr_0.02/seed_101"
+    facts = read_run(run)
+    assert facts["imports"] == former and facts["accepted_imports"] == digest_imports() != former
+    results = load_results(lab.out)
+    (line,) = [line for line in describe_left_out_runs(results, final_results(results)) if "_changed_imports" in line]
+    assert line.startswith("2 runs of the sweep in ") and line.endswith(f"`--accept_changed_imports`: {others}.")
+    rule.write_text("x = 3\n")
+    made = lab.sweep(learning_rates=[0.01, 0.02])
+    assert describe_other_results(made).startswith("3 runs cannot be compared with new ones") and made.pending() == []
+    for text in ("x = 2\n", "x = 1\n"):  # accepted, and that of the training
+        rule.write_text(text)
+        assert has_other_results(run) is False
 
 
 def test_failed_training_begins_again_with_changed_code(lab, forks, capsys):
@@ -821,9 +899,12 @@ def test_failed_training_begins_again_with_changed_code(lab, forks, capsys):
     with user_error("^1 run failed"):
         sweep.main([lab.file, "--import", str(rule)])
     assert (run / "checkpoint-2").is_dir()
+    assert _describe_start(run, False) == "continues from step 2"
+    assert f"\nbroken/lr_0.01/seed_1 starts (log: {run}/log.txt)\n" in capsys.readouterr().out
     rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
     sweep.main([lab.file, "--import", str(rule)])
-    assert "1 of 1: broken/lr_0.01/seed_1 trained" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 of 1: broken/lr_0.01/seed_1 trained" in out and "broken/lr_0.01/seed_1 starts (log" in out
     log = (run / "log.txt").read_text()
     assert f"begins again without its checkpoints, because its `--import` {rule} has changed since" in log
     assert "begins again" not in log.partition("Error")[0] and "Error" not in log.rpartition("begins again")[2]
@@ -887,6 +968,32 @@ def test_sweep_prints_commands_of_ready_runs(lab, monkeypatch):
     final = [made.command(run) for run in made.pending()]
     assert len(final) == 2 and all("/lr_0.02/" in command[2] for command in final)
     assert all(command[-2:] == ["--import", "/my_rule.py"] for command in final)
+
+
+def test_commands_leave_out_runs_that_other_processes_train(lab, capsys):
+    first, second, third = lab.sweep().pending()
+    words = [lab.file, "--script", f"{lab.folder}/lab", "--print_commands", "true"]
+    (lab.out / first.name).mkdir(parents=True)
+    with open(lab.out / first.name / "sweep.lock", "w") as lock, lock_folder(lab.out / second.name):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep.main(words)
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1 and f"out/{third.name} " in printed.out.replace("/sweep_recipe.yaml", " ")
+    assert printed.err == f"2 runs without a command, being trained now: {first.name}, {second.name}\n"
+    sweep.main(words)
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 3 and not printed.err
+    lab.run()
+    capsys.readouterr()
+    sweep.main(words)
+    assert capsys.readouterr().out == ""
+
+
+def test_fields_of_the_sweep_may_be_unset_in_its_methods(lab):
+    """`null` is what the sweep sets, or no value that it could contradict."""
+    made = lab.sweep(settings={"compare_with": None}, methods={"x": {"learning_rate": None}})
+    for recipe in made.recipes["x"]:
+        assert "compare_with" not in recipe and "learning_rate" not in recipe
 
 
 def test_sweep_passes_settings_that_can_run_code_as_options(lab):
@@ -1062,7 +1169,8 @@ def test_interrupted_sweep_stops_its_training(lab, number, code):
     assert program.exit_code == code
     sentence = f"loopdropout sweep: The sweep in {lab.out} is not finished: 0 of 4 trainings have ended. The same "
     assert program.stderr == f"{sentence}`loopdropout sweep` command continues it.\n"
-    assert program.stdout == "0 of 4: lora/lr_0.01/seed_101 stopped\n"
+    start = f"\n\nlora/lr_0.01/seed_101 starts (log: {lab.out}/lora/lr_0.01/seed_101/log.txt)\n"
+    assert program.stdout.endswith(f"{start}0 of 4: lora/lr_0.01/seed_101 stopped\n")
     (lab.folder / "hold").unlink()
     lab.run()
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
