@@ -207,6 +207,39 @@ def curvature(model: PeftModel, batches: Iterable[Batch], p: float = 0.5, step: 
     return _with_method(model, results)
 
 
+def check_curvature(diagnostics: Sequence[str], dtypes: Mapping[str, str]) -> None:
+    """Raise UserError if curvature would be measured with weights that round the differences of logits away."""
+    for dtype in dtypes.values():
+        if "curvature" in diagnostics and dtype != "float32":
+            raise UserError(
+                f"`dtype` must be float32 for `curvature`, got {dtype}, which rounds the differences of logits away. "
+                "Add `--dtype float32`."
+            )
+
+
+def describe_passes(
+    diagnostics: Sequence[str], is_adapter: bool, num_loops: int | None, depths: Sequence[int] | None
+) -> str:
+    """Return the forward passes over the examples that some diagnostics of a model take, before it is loaded.
+
+    Args:
+        diagnostics: Names of the diagnostics, of which `single_loop` and `curvature` measure adapters only.
+        is_adapter: Whether the model has an adapter.
+        num_loops: Recurrence depth K of the model, or None if only the loaded model tells it.
+        depths: As in `depth_matrix`.
+    """
+    last = max(depths) if depths else _times(2, num_loops)
+    passes = {"readouts": "1 pass", "depth_matrix": f"1 pass of at most {last} loops"}
+    if is_adapter:
+        passes["single_loop"] = "K + 2 passes" if num_loops is None else f"{num_loops + 2} passes"
+        passes["curvature"] = "2 K + 1 passes" if num_loops is None else f"{2 * num_loops + 1} passes"
+    return ", ".join(f"{name} {passes[name]}" for name in diagnostics if name in passes) or "nothing is measured"
+
+
+def _times(factor: int, num_loops: int | None) -> str | int:
+    return f"{factor} K" if num_loops is None else factor * num_loops
+
+
 def _target_logits(
     model: PeftModel, looped: LoopedModelMixin, inputs: dict[str, Any], is_target: Tensor, gates: Tensor
 ) -> Tensor:

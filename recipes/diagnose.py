@@ -3,6 +3,7 @@
     loopdropout diagnose outputs/quickstart outputs/quickstart/lora
     loopdropout diagnose gsm8k.yaml outputs/gsm8k --task gsm8k \\
         --diagnostics single_loop
+    loopdropout diagnose outputs/sweep --dry_run true
     loopdropout diagnose outputs/sweep
 
 The recipe is the recipe of the training, by default of the first adapter's
@@ -42,8 +43,10 @@ from loopdropout_trainer.arguments import (
 from loopdropout_trainer.data import SFTDataArguments, load_datasets
 from loopdropout_trainer.diagnostics import (
     Batch,
+    check_curvature,
     curvature,
     depth_matrix,
+    describe_passes,
     label_batches,
     readouts,
     reference_examples,
@@ -96,6 +99,7 @@ class DiagnoseArguments(TaskArguments, DepthArguments):
     per_device_eval_batch_size: int = option(8, "Number of examples that a process scores at a time.", at_least=1)
     output_dir: str = option("outputs/diagnostics", "Folder of the results.")
     use_cpu: bool = option(False, "Whether to run on the CPU only.")
+    dry_run: bool = option(False, "Print the models, the examples and the forward passes, and stop.")
 
 
 ARGUMENTS = (DiagnoseArguments, SourceArguments, SFTDataArguments)
@@ -109,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     diagnosis = Diagnosis(argv)
     rows = diagnosis.run(diagnosis.make_shared())
-    if diagnosis.state.is_main_process:
+    if diagnosis.state.is_main_process and not diagnosis.args.dry_run:
         from loopdropout_trainer.printing import print_diagnostics
 
         print_diagnostics(rows)
@@ -153,7 +157,9 @@ class Diagnosis:
     @property
     def facts(self) -> dict[str, Any]:
         """The settings that a measurement depends on, and the trainings of the models, as JSON returns them."""
-        facts = {name: value for name, value in self.settings.items() if name not in ("adapters", "output_dir")}
+        facts = {
+            name: value for name, value in self.settings.items() if name not in ("adapters", "output_dir", "dry_run")
+        }
         facts["trainings"] = [[source.training_id, source.columns.get("step")] for source in self.sources]
         return json.loads(json.dumps(facts, default=str))
 
@@ -170,7 +176,7 @@ class Diagnosis:
         return Shared(ModelLoader(self.state.device, self.model_args.attn_implementation))
 
     def run(self, shared: Shared) -> list[dict[str, Any]]:
-        """Measure the models, write the results, and return them."""
+        """Measure the models, write the results, and return them. A dry run prints the work instead."""
         args, state = self.args, self.state
         dtypes = {source.name: self.model_args.dtype or source.dtype or "bfloat16" for source in self.sources}
         with state.main_process_first():
@@ -185,10 +191,10 @@ class Diagnosis:
                 print(source.describe())
             shared.described.add(setup)
             measured = self._measure_once(shared, source, dtypes[source.name], data.batches(source))
-            if state.is_main_process:
+            if state.is_main_process and not args.dry_run:
                 write_results(args.output_dir, measured)
             rows += measured
-        if state.is_main_process:
+        if state.is_main_process and not args.dry_run:
             write_file(Path(args.output_dir, FACTS_FILE), json.dumps(self.facts, indent=1) + "\n")
         return rows
 
@@ -199,11 +205,23 @@ class Diagnosis:
             key = key_of_model(self.args, source, dtype, self.model_args.num_loops, batches)
         if key in shared.of_models:
             return shared.of_models[key]
-        model = shared.loader.load(source, dtype, self.model_args.num_loops)
-        rows = measure(self.args, source, model, batches)
+        rows: list[dict[str, Any]] = []
+        if self.args.dry_run:
+            self._print_passes(source, batches)
+        else:
+            model = shared.loader.load(source, dtype, self.model_args.num_loops)
+            rows = measure(self.args, source, model, batches)
         if key is not None:
             shared.of_models[key] = rows
         return rows
+
+    def _print_passes(self, source: Source, batches: list[Batch]) -> None:
+        """Print the number of examples and the forward passes of a model."""
+        args, depth = self.args, self.model_args.num_loops or source.num_loops
+        passes = describe_passes(args.diagnostics, source.is_adapter, depth, args.eval_num_loops)
+        if self.state.is_main_process:
+            num_examples = sum(len(batch["labels"]) for batch in batches)
+            print(f"  {source.kind}, {count(num_examples, 'example')}: {passes}", flush=True)
 
 
 FACTS_FILE = "diagnosed.json"
@@ -252,7 +270,7 @@ def diagnose_sweep(sweep: Path, options: list[str]) -> None:
             print(line, flush=True)
         if reason is None:
             diagnoses[run].run(shared)
-    if is_main_process:
+    if is_main_process and not first.args.dry_run:
         print_means(sweep, [diagnosis.args.output_dir for diagnosis in diagnoses.values()], bool(own))
 
 
@@ -342,16 +360,6 @@ def check_depths(args: DiagnoseArguments, sources: list[Source]) -> None:
     for source in sources:
         for num_loops in args.eval_num_loops or ():
             source.check_run(num_loops)
-
-
-def check_curvature(diagnostics: list[str], dtypes: dict[str, str]) -> None:
-    """Raise UserError if curvature would be measured with weights that round the differences of logits away."""
-    for dtype in dtypes.values():
-        if "curvature" in diagnostics and dtype != "float32":
-            raise UserError(
-                f"`dtype` must be float32 for `curvature`, got {dtype}, which rounds the differences of logits away. "
-                "Add `--dtype float32`."
-            )
 
 
 def check_data(args: DiagnoseArguments, sources: list[Source], settings: dict[str, Any]) -> None:

@@ -268,6 +268,11 @@ def sweep(saved, tmp_path):
 def test_diagnose_measures_each_adapter_of_a_sweep(sweep, tmp_path, capsys):
     """Into its own run, and `report` shows the mean and SD over seeds. The same command continues."""
     script, words = load_script("recipes/diagnose.py"), [str(sweep), "--diagnostics", "single_loop"]
+    script.main([*words, "--dry_run", "true"])
+    planned = capsys.readouterr().out
+    assert planned.count("  adapter, ") == planned.count(" examples: single_loop 6 passes\n") == 4
+    assert planned.count(" examples: nothing is measured\n") == 1  # the base model, once
+    assert not [*sweep.rglob("diagnostics")] and "Loss reduction" not in planned
     script.main(words)
     printed = capsys.readouterr().out
     assert "lora/lr_0.01/seed_1 is skipped, because its training has not begun, or has failed." in printed

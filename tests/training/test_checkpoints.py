@@ -92,6 +92,8 @@ def test_leftovers_are_not_files_of_a_new_checkpoint(tmp_path, make_sft):
     fields = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     make_sft(cls=Recorder, **fields).train()
     newest = tmp_path / "checkpoint-4"
+    # The card is next to an adapter that its code can load, and the folder has none before the training has ended.
+    assert (newest / "README.md").is_file() and not (tmp_path / "README.md").exists()
     (newest / "adapter_config.json").write_bytes(b"\xff")
     (newest / "rng_state_1.pth").write_bytes(b"of another number of processes")
     make_sft(cls=Recorder, **fields).train(resume_from_checkpoint=True)
