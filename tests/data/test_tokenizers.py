@@ -190,14 +190,14 @@ def test_template_brings_its_special_tokens(chat_tokenizer, tmp_path):
 
 
 def test_missing_template_names_those_that_fit(chat_tokenizer):
+    """A recipe has the field `chat_template`, and a trainer in Python `chat_template_path` or a tokenizer with a template."""
     chat_tokenizer.chat_template = None
-    with user_error(
-        r'has: .*ouro \(ChatML\), .*tulu2. In Python, pass .*load_tokenizer\(name, chat_template="ouro"\)'
-    ):
-        tokenizers.check_chat_template(chat_tokenizer)
     plain = load_tokenizer("tiny-ouro")
-    with user_error(r'has: tulu2. In Python, pass .*load_tokenizer\(name, chat_template="tulu2"\)'):
-        tokenizers.check_chat_template(plain)
+    for tokenizer, names, best in ((chat_tokenizer, r".*ouro \(ChatML\), .*tulu2", "ouro"), (plain, "tulu2", "tulu2")):
+        with user_error(rf"^`chat_template` must be set, .* has: {names}\.$"):
+            tokenizers.check_chat_template(tokenizer)
+        with user_error(rf'^`chat_template_path` must be .* has: {names}\. Or .*\(name, chat_template="{best}"\)'):
+            tokenizers.check_chat_template(tokenizer, in_trainer=True)
     set_chat_template(plain, "tulu2")
     tokenizers.check_chat_template(plain)
 
