@@ -531,6 +531,7 @@ def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
     assert (
         lines in page and "at most 1,228,800,000 in all trainings" in lines and "35 to 148 hours of one H100" in lines
     )
+    assert "\nexamples        not checked, because the Hub cannot be reached\n" in out
     assert "not computed" not in lines and [line.split()[0] for line in lines.splitlines()] == [
         *("tokens", "time", "computed,", "memory", "(2.9", "disk")
     ]
