@@ -58,12 +58,23 @@ def describe_points(data: pd.DataFrame, numbers_of: str = "accuracies", chosen_b
     if most == 1:
         caption = "One seed."
     elif least == most:
-        caption = f"Bands: ± one standard deviation over {most} seeds."
+        caption = f"{_name_spread(data)}: ± one standard deviation over {most} seeds."
     else:
-        caption = f"Bands: ± one standard deviation over up to {most} seeds. Points of one seed have none."
+        caption = (
+            f"{_name_spread(data)}: ± one standard deviation over up to {most} seeds. Points of one seed have none."
+        )
     if "chose" in data and data["chose"].any():
         caption += f"\nThe {numbers_of} are not a test, because {chosen_by} chose the learning rates."
     return caption
+
+
+def _name_spread(data: pd.DataFrame) -> str:
+    """Return what shows the spread over seeds: a band along a line, or a bar at the only point of a label (`line_plot`)."""
+    lines = data.groupby([name for name in ("panel", "label") if name in data], observed=True)["num_seeds"]
+    is_point = lines.size()[lines.max() > 1] == 1
+    if is_point.all():
+        return "Bars"
+    return "Bands and bars" if is_point.any() else "Bands"
 
 
 def overview_figure(results: pd.DataFrame) -> Any:

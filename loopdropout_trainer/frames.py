@@ -196,7 +196,9 @@ def _set_recipe(row: dict[str, Any], read_once: Callable[[str], dict[str, Any]])
             row.update({f"recipe_{name}": value for name, value in recipe.items()})
     if is_of_base(row):
         # The same result lies next to each training that it was measured with, so it must not have their settings.
-        is_held_out_loss = row["metric"] == "eval_loss" or (row["metric"], row["task"]) == ("loss", DEVELOPMENT)
+        is_held_out_loss = row["metric"] == "eval_loss"
+        if row["task"] == DEVELOPMENT:
+            is_held_out_loss = row["metric"] in ("loss", "depth_loss", "readout_loss")
         _empty_recipe(row, kept=OF_BASE_LOSS if is_held_out_loss else OF_BASE)
 
 

@@ -198,6 +198,8 @@ def line_plot(
 ) -> p9.ggplot | Compose:
     """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
 
+    A label with one point in a panel has a vertical bar of one SD instead.
+
     The vertical axis of a panel begins at zero, unless all values would be in its upper half. Then its label says so.
 
     Lines of one method have its color, and their kind tells its settings apart.
@@ -238,6 +240,9 @@ def line_plot(
             + p9.scale_shape_manual(shapes, limits=labels, labels=legend)
             + p9.expand_limits(y=[begin, high or 1])
         )
+        alone = own[(own.groupby("label", observed=True)["mean"].transform("size") == 1) & (own["high"] > own["low"])]
+        if len(alone):  # a band of one point has no width
+            plot += p9.geom_linerange(p9.aes(ymin="low", ymax="high"), alone, size=1.1, show_legend=False)
         if {*lines} != {"solid"}:
             plot += p9.aes(linetype="label")
             plot += p9.scale_linetype_manual(lines, limits=labels, labels=legend)

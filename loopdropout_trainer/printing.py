@@ -35,6 +35,9 @@ NARROWEST, WIDEST = 40, 120
 LINE_WIDTHS = range(18, 11, -1)
 """Numbers of characters of a line in a cell of a table that is too wide, from the first to try to the last."""
 
+LONGEST_NAME = 18
+"""Number of characters of the name of a model up to which it is in a table next to others. Longer ones are below it."""
+
 
 def print_table(title: str, table: pd.DataFrame, format_cell: Callable[[Any], Any] = str) -> None:
     """Print a table in the columns of the terminal, from 40 to 120, and to a file or a pipe in 80.
@@ -129,6 +132,38 @@ def print_by_method(
         print_table(title, rows.pivot_table("value", "method", columns, sort=False), format_cell)
 
 
+def print_evaluation(rows: list[dict], averages: dict[str, list[str]]) -> None:
+    """Print results of `evaluate` with a line for each task or average, and a column for each model, or for each depth.
+
+    Long names of several models are below the table, which has their numbers.
+    """
+    results = pd.DataFrame(rows)
+    tasks = results["task"] + (", " + results["metric"]).replace(", accuracy", "")
+    models = results["name"] + (", " + results["gates"]).replace([", unit", ", none"], "")
+    names, legend = models.unique(), []
+    if len(names) > 1 and max(map(len, names)) > LONGEST_NAME:
+        numbers = {name: str(number) for number, name in enumerate(names, start=1)}
+        models, legend = models.map(numbers), [f"model {number}: {name}" for name, number in numbers.items()]
+    named = results.assign(task=tasks, model=models, K="K = " + results["num_loops"].astype(str))
+    table = named.pivot_table("value", "task", ["model", "K"], sort=False)
+    for title, parts in averages.items():
+        table.loc[title] = table.reindex(parts).mean(skipna=False)
+    depths = named["K"].unique()
+    if len(depths) == 1:
+        table = table.droplevel("K", axis=1)
+        if legend:
+            table = table.add_prefix("model ")
+    else:
+        keys = pd.MultiIndex.from_product([table.index, models.unique()], names=["task", "model"])
+        table = table.stack("model", future_stack=True).reindex(keys)[depths].dropna(how="all")
+        if len(names) == 1:
+            table = table.swaplevel()  # so that the name moves to the title if the table is too wide
+    title = f"Results at {depths[0]}" if len(depths) == 1 else "Results with K loops"
+    print_table(title, table.rename_axis(columns=None), "{:.2f}".format)
+    for line in legend:
+        print(line)
+
+
 def print_loss_reductions(results: pd.DataFrame) -> None:
     """Print the loss reductions with the adapter in one loop only, and the examples that they were measured on.
 
@@ -140,14 +175,9 @@ def print_loss_reductions(results: pd.DataFrame) -> None:
         print_by_method(title, own, "gates")
 
 
-def print_losses(results: pd.DataFrame, over_seeds: bool = False) -> None:
-    """Print the losses at each depth, and the losses of the readout of each loop, in nats per token.
-
-    Args:
-        results: Results. Those of one `method` are averaged.
-        over_seeds: Whether the titles say that the numbers are means over seeds.
-    """
-    unit = "in nats per token, mean over seeds" if over_seeds else "in nats per token"
+def print_losses(results: pd.DataFrame) -> None:
+    """Print the losses at each depth, and the losses of the readout of each loop, in nats per token."""
+    unit = "in nats per token"
     depths = results.query("metric == 'depth_loss'").sort_values("num_loops", kind="stable")
     for task, own in depths.groupby("task", sort=False):
         title = f"Loss on {name_examples(task, own)} with K loops, {unit}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from loopdropout_trainer.final_results import describe_left_out_runs, final_results
-from loopdropout_trainer.frames import labelled, load_results
-from loopdropout_trainer.printing import print_losses, print_table
+from loopdropout_trainer.frames import load_results
+from loopdropout_trainer.loss_tables import make_loss_tables
+from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.results import DIAGNOSTICS_FOLDER, is_of_base, read_results
 from loopdropout_trainer.tables import (
     REDUCTION_TITLE,
@@ -40,9 +41,9 @@ def print_means(sweep: Path, folders: list[str], has_own_reductions: bool) -> No
     results = load_results(*folders)
     final = final_results(results)
     has_method = not is_of_base(final).all()  # with a chosen learning rate
-    if has_method:
-        named = labelled(final)
-        print_losses(named.assign(method=named["label"]), over_seeds=final["seed"].nunique() > 1)
+    losses = make_loss_tables(final) if has_method else []
+    for loss in losses:
+        print_table(loss.title, loss.texts)
     groups = split_reductions(final)
     for examples, rows in groups.items():
         numbers = reduction_numbers(rows)
@@ -52,13 +53,9 @@ def print_means(sweep: Path, folders: list[str], has_own_reductions: bool) -> No
     if not has_method:
         print("There is no table, because the sweep has not chosen the learning rate of any method yet.")
     print(f"\nAll results are in {DIAGNOSTICS_FOLDER}/results.jsonl of each run.")
-    if not groups:
-        return
-    if has_own_reductions:
+    if groups and has_own_reductions:
         print(
             f"`loopdropout report {sweep}` shows the loss reductions that the trainings themselves measured instead."
         )
-    else:
-        print(
-            f"\nNext:\n  loopdropout report {sweep}   # the loss reductions as a file, next to losses and accuracies"
-        )
+    elif groups or losses:
+        print(f"\nNext:\n  loopdropout report {sweep}   # these tables as files, next to costs and accuracies")

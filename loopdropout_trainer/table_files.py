@@ -226,10 +226,12 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     """
     check_fields(spec, {"title": str, "heads": dict, "columns": dict, "rows": list}, "table")
     lines, missing = [], []
+    decimals = {"decimals": find_decimals(spec)}
     for heads, title, wanted, paper in read_numbers(spec):
+        defaults = decimals if wanted.get("minus") else {}
         text, numbers = "–", {}
         try:
-            text, numbers = fill_cell(results, **wanted)
+            text, numbers = fill_cell(results, **{**defaults, **wanted})
         except Missing as reason:
             missing.append((wanted.get("sweep"), f"{', '.join(heads.values())}, {title}", reason))
         lines.append(
@@ -239,6 +241,13 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     texts = table.drop(columns=CELL_NUMBERS).dropna(axis=1, how="all").astype(object).fillna("–").astype(str)
     numbers = table[CELL_NUMBERS].assign(chose=table["chose"].eq(True))
     return texts.join(numbers), describe_missing(missing)
+
+
+def find_decimals(spec: dict) -> int:
+    """Return the decimals of the differences of a table that set none: those of its means, as far as they set some, else 2."""
+    columns = spec["columns"].values()
+    means = [column for column in columns if "decimals" in column and not {"minus", "of", "metric"} & column.keys()]
+    return max((column["decimals"] for column in means), default=2)
 
 
 def describe_missing(missing: list[tuple]) -> list[str]:

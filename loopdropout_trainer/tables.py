@@ -397,9 +397,19 @@ def reduction_numbers(reductions: pd.DataFrame) -> pd.DataFrame:
 
 def reduction_table(numbers: pd.DataFrame) -> pd.DataFrame:
     """Return the numbers of `reduction_numbers` as texts, mean ± SD with one column for each loop, and the number of seeds."""
-    texts = numbers.apply(lambda row: format_mean(row["mean"], row["sd"], 1), axis=1)
     loops = numbers.index.get_level_values("adapter in").unique()
-    table = texts.unstack("adapter in").reindex(numbers.index.get_level_values("method").unique())[loops]
+    return spread_places(numbers, decimals=1)[[*loops, "seeds"]]
+
+
+def spread_places(numbers: pd.DataFrame, decimals: int) -> pd.DataFrame:
+    """Return numbers as texts, mean ± SD with one column for each place in ascending order, and the number of seeds.
+
+    Args:
+        numbers: Columns `mean`, `sd` and `num_seeds` by `method` and by a place.
+        decimals: Digits after the decimal point.
+    """
+    texts = numbers.apply(lambda row: format_mean(row["mean"], row["sd"], decimals), axis=1)
+    table = texts.unstack().reindex(numbers.index.get_level_values("method").unique())
     seeds = numbers["num_seeds"].groupby("method", sort=False).agg(["min", "max"]).astype(int).astype(str)
     table["seeds"] = seeds["min"].where(seeds["min"] == seeds["max"], seeds["min"] + " to " + seeds["max"])
     return table.fillna("").rename_axis(columns=None)

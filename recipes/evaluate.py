@@ -24,7 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from accelerate import PartialState
 from lm_eval.api.group import Group
@@ -171,7 +170,9 @@ def main(argv: list[str] | None = None) -> None:
         if not path.exists():
             dump_recipe(settings, path)
         rows.sort(key=lambda row: [*sources].index(row["name"]))
-        print_results(rows, args.averages or {})
+        from loopdropout_trainer.printing import print_evaluation
+
+        print_evaluation(rows, args.averages or {})
         print(f"\n{describe_time(rows, seconds)}\nThe results are in {args.output_dir}")
 
 
@@ -328,26 +329,6 @@ def describe_time(rows: list[dict], seconds: float) -> str:
     numbers = {(row["name"], row["task"], row["num_loops"], row["gates"]): row["n"] for row in rows}
     duration = timedelta(seconds=round(seconds))
     return f"{count(sum(numbers.values()), 'problem')} in {duration}, without loading (kept answers take no time)"
-
-
-def print_results(rows: list[dict], averages: dict[str, list[str]]) -> None:
-    """Print a table with a line for each task or average, and a column for each adapter, depth and gates.
-
-    More than four columns become lines if there are at most two tasks, because they would not fit next to each other.
-    """
-    from loopdropout_trainer.printing import print_table
-
-    results = pd.DataFrame(rows)
-    lines = results["task"] + (", " + results["metric"]).replace(", accuracy", "")
-    columns = results["name"] + ", K = " + results["num_loops"].astype(str)
-    columns += (", " + results["gates"]).replace([", unit", ", none"], "")
-    table = results.pivot_table("value", lines, columns, sort=False)
-    for title, tasks in averages.items():
-        table.loc[title] = table.reindex(tasks).mean(skipna=False)
-    table = table.rename_axis("task")
-    if len(table.columns) > 4 and len(table) <= 2:
-        table = table.T.rename_axis("model")
-    print_table("Results", table, "{:.2f}".format)
 
 
 def check_folder(folder: str, settings: dict[str, Any]) -> None:

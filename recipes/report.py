@@ -6,8 +6,9 @@
     loopdropout report outputs --tables all
 
 Without `--tables` it summarizes all runs below the folders: tables of costs,
-held-out losses, accuracies by depth and loss reductions, with differences to LoRA
-and their 95% intervals, and the figures `overview` and `losses`. If two or more
+held-out losses, accuracies by depth, loss reductions, and losses by depth and by
+readout, with differences to LoRA and their 95% intervals, and the figures
+`overview` and `losses`. If two or more
 folders are those of single runs, each run is also compared with the last one, on
 the same problems. A table or figure of the paper is a YAML file in recipes/tables/,
 which has the paper's numbers too. Tables are written as Markdown, LaTeX and CSV,
@@ -34,6 +35,7 @@ from loopdropout_trainer.figures import loss_curves, loss_figure, overview_figur
 from loopdropout_trainer.files import check_links, recipe_names
 from loopdropout_trainer.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.frames import load_results
+from loopdropout_trainer.loss_tables import make_loss_tables
 from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.results import is_of_base, is_of_training, read_own_results
@@ -137,12 +139,13 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
 
 
 def summarize(results: pd.DataFrame, output_dir: Path) -> None:
-    """Make the tables of costs, losses, accuracies and loss reductions, and the figures of all runs."""
+    """Make the tables of costs, accuracies, losses and loss reductions, and the figures of all runs."""
     made = [
         report_costs(results, output_dir),
         report_losses(results, output_dir),
         report_accuracy(results, output_dir),
         report_reductions(results, output_dir),
+        report_measured_losses(results, output_dir),
     ]
     curves = loss_curves(results)
     if not any(made) and curves.empty:
@@ -249,6 +252,14 @@ def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:
         text = TableText(fit_title(REDUCTION_TITLE.format(examples), numbers))
         save_table(numbers, reduction_table(numbers), text, output_dir / name)
     return bool(groups)
+
+
+def report_measured_losses(results: pd.DataFrame, output_dir: Path) -> bool:
+    """Make the tables of losses by depth and by readout, and return whether there are any."""
+    tables = make_loss_tables(results)
+    for loss in tables:
+        save_table(loss.numbers, loss.texts, TableText(loss.title), output_dir / loss.name)
+    return bool(tables)
 
 
 def report_comparison(folders: Sequence[str], output_dir: Path) -> None:

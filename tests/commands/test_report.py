@@ -16,7 +16,7 @@ import pytest
 import yaml
 from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from scipy import stats
@@ -952,6 +952,30 @@ def test_figures_say_what_their_bands_are(finished_sweep, capsys):
         data = pd.DataFrame({"label": ["LoRA", "base model"], "num_seeds": [3, 1]}).assign(num_seeds=seeds)
         data["label"] = ["LoRA", "Loop Dropout"]
         assert figures.describe_points(data).endswith(said)
+
+
+def test_single_points_of_a_figure_have_bars(tmp_path):
+    """A band of one point has no width, as of the losses of one logged step. The caption says "Bars"."""
+    for seed in (1, 2):
+        run = tmp_path / f"{seed}"
+        write(run, [{"task": "training", "metric": "eval_loss", "value": 1.0, "seed": seed}])
+        (run / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 5, "loss": 1.0 * seed}]}))
+    plot = figures.loss_figure(figures.loss_curves(frames.load_results(tmp_path)))
+    assert plot.labels.caption.startswith("Bars: ± one standard deviation over 2 seeds.")
+    drawn = plot.draw()
+    (bar,) = (line for line in drawn.axes[0].collections if isinstance(line, LineCollection))
+    assert [*bar.get_segments()[0][:, 1]] == pytest.approx([1.5 - 0.5**0.5, 1.5 + 0.5**0.5])
+    pyplot.close(drawn)
+    lines = pd.DataFrame({"panel": "a", "label": ["LoRA", "LoRA", "Mine"], "num_seeds": 2})
+    assert figures.describe_points(lines).startswith("Bands and bars: ")
+
+
+def test_differences_have_the_decimals_of_the_means(finished_sweep, capsys):
+    columns = {"all": {"decimals": 1}, "gain": {"minus": {"method": "LoRA"}}}
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b"}, columns=columns)
+    assert "Loop Dropout 69.0 ± 8.5 +12.0 [" in text
+    columns["gain"]["decimals"] = 2
+    assert "+12.00 [" in report_on(finished_sweep, capsys, filter={"task": "b"}, columns=columns)[0]
 
 
 def test_numbers_in_printed_tables_are_whole(capsys):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.nn import functional as F
@@ -309,7 +310,7 @@ def test_diagnose_of_a_sweep_names_the_report_only_for_its_numbers(sweep, tmp_pa
     script, report = load_script("recipes/diagnose.py"), load_script("recipes/report.py")
     script.main(words)
     printed = capsys.readouterr().out
-    assert f"\nNext:\n  loopdropout report {sweep}   # the loss reductions" in printed and "already" not in printed
+    assert f"\nNext:\n  loopdropout report {sweep}   # these tables as files" in printed and "already" not in printed
     own = {"metric": "loss_reduction", "task": "development", "unit": "%", "num_loops": 4, "n": 9, "step": 3}
     for name, method in (("lora", "LoRA"), ("loop_dropout", "Loop Dropout")):
         for seed in (1, 2):
@@ -331,13 +332,13 @@ def test_diagnose_of_a_sweep_names_the_report_only_for_its_numbers(sweep, tmp_pa
     assert "already" not in capsys.readouterr().out
 
 
-def test_diagnose_of_a_sweep_prints_mean_losses(sweep, capsys):
+def test_diagnose_of_a_sweep_prints_mean_losses(sweep, tmp_path, capsys):
     """By depth and by readout, as for single adapters, with a line for each method and the base model."""
     options = ["--diagnostics", "readouts", "depth_matrix", "--num_examples", "2", "--eval_num_loops", "2", "4"]
     load_script("recipes/diagnose.py").main([str(sweep), *options])
     printed = capsys.readouterr().out
     for title, metric, place in (("with K loops", "depth_loss", "num_loops"), ("read out", "readout_loss", "loop")):
-        start = rf"Loss on held-out examples \([\d,]+ tokens\),? {title}.*, in nats per token, mean over seeds\n.+\n"
+        start = rf"Loss on held-out examples \([\d,]+ tokens\),? {title}.*, in nats per token, mean ± SD over 2 seeds\n.+\n"
         lines = re.search(start + r"((?:.+\n){3})", printed)[1].splitlines()
         means = {re.split(r" {2,}", line.strip())[0]: re.split(r" {2,}", line.strip())[1:] for line in lines}
         assert {*means} == {"base model", "LoRA", "Loop Dropout"}
@@ -345,9 +346,19 @@ def test_diagnose_of_a_sweep_prints_mean_losses(sweep, capsys):
             rows = [row for seed in (1, 2) for row in read_results(sweep / name / f"lr_0.001/seed_{seed}/diagnostics")]
             own = [row for row in rows if (row["metric"], row["method"]) == (metric, method)]
             places = sorted({row[place] for row in own})
-            expected = [np.mean([row["value"] for row in own if row[place] == at]) for at in places]
-            assert means[method] == [f"{value:.4f}" for value in expected]
-    assert "There is no table" not in printed and "Next:" not in printed
+            values = [[row["value"] for row in own if row[place] == at] for at in places]
+            expected = [f"{np.mean(pair):.4f} ± {np.std(pair, ddof=1):.4f}" for pair in values]
+            assert means[method] == expected
+    assert "There is no table" not in printed and f"\nNext:\n  loopdropout report {sweep}" in printed
+    load_script("recipes/report.py").main([str(sweep), "--output_dir", str(tmp_path / "report")])
+    shown = capsys.readouterr().out
+    for name, place, places in (("depth_loss", "K", [2, 4]), ("readout_loss", "loop", [1, 2, 3, 4])):
+        numbers = pd.read_csv(tmp_path / f"report/{name}.csv").set_index("method")
+        assert [*numbers.loc["LoRA", place]] == places and {*numbers.loc["LoRA", "num_seeds"]} == {2}
+        assert numbers.loc["Loop Dropout", "sd"].notna().all()
+        assert (tmp_path / f"report/{name}.tex").is_file()
+    tables = [line for line in printed.splitlines() if line.startswith(("Loss on", "LoRA"))]
+    assert len(tables) == 4 and {*tables} <= {*shown.splitlines()}
 
 
 def test_diagnose_of_a_sweep_without_a_choice_says_so(sweep, capsys):

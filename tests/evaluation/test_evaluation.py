@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import itertools
 import json
 import random
 import re
@@ -26,6 +27,7 @@ from loopdropout_trainer.evaluation import LoopedLM, evaluate_tasks, loading, ow
 from loopdropout_trainer.evaluation.loading import load_benchmarks, load_task
 from loopdropout_trainer.evaluation.plan import Setting, print_evaluation_plan
 from loopdropout_trainer.measuring import evaluate as measure_tasks
+from loopdropout_trainer.printing import print_evaluation
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.metadata import write_metadata
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, load_tokenizer
@@ -504,23 +506,30 @@ def test_processes_share_the_problems(saved, tmp_path):
         assert len(texts) == 3 and len({*texts}) == 1
 
 
-def test_many_models_of_few_tasks_are_lines_of_one_table(capsys):
-    names, depths = ("checkpoint-20", "seed_1"), range(1, 9)
-    rows = [
-        {
-            "name": name,
-            "num_loops": depth,
-            "task": "gsm8k",
-            "metric": "accuracy",
-            "gates": "unit",
-            "value": 10.0 * depth,
-        }
-        for name in names
-        for depth in depths
-    ]
-    SCRIPT.print_results(rows, {})
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == ["Results", "model                 gsm8k"] and len(lines) == 3 + 16
-    assert lines[3].split() == ["checkpoint-20,", "K", "=", "1", "10.00"]
-    SCRIPT.print_results(rows[:3], {})
-    assert capsys.readouterr().out.splitlines()[2].startswith("task")
+def print_values(capsys, names, depths, tasks=("arithmetic_easy_test",), averages=None):
+    """Return the printed lines of results with the value 10 K."""
+    row = {"gates": "unit", "metric": "accuracy"}
+    rows = []
+    for name, depth, task in itertools.product(names, depths, tasks):
+        place = {"name": name, "num_loops": depth, "task": task, "value": 10.0 * depth}
+        rows += [{**row, **place}, {**row, **place, "metric": "last_number"}]
+    print_evaluation(rows, averages or {})
+    return [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_depths_of_an_evaluation_are_columns_of_one_table(capsys, monkeypatch):
+    """Also if the name of a checkpoint is long: it is in the title. Several long names are below the table."""
+    monkeypatch.setenv("COLUMNS", "80")
+    long, values = "loop_dropout/lr_0.001/seed_0/checkpoint-53", [f"{10 * depth}.00" for depth in range(1, 9)]
+    title, head, first, *rest = print_values(capsys, [long], range(1, 9))
+    assert title == [f"Results with K loops, for model = {long}"] and len(rest) == 2
+    assert head == ["task", *(f"K = {depth}" for depth in range(1, 9))] and first == ["arithmetic_easy_test", *values]
+    title, head, *lines = print_values(capsys, [long, "base"], [2, 4], ["gsm8k", "math"], {"both": ["gsm8k", "math"]})
+    assert (title, head) == (["Results with K loops"], ["task", "model", "K = 2", "K = 4"])
+    assert lines[:2] == [["gsm8k", "1", "20.00", "40.00"], ["gsm8k", "2", "20.00", "40.00"]]
+    assert lines[-4:-2] == [["both", "1", "20.00", "40.00"], ["both", "2", "20.00", "40.00"]]
+    assert lines[-2:] == [[f"model 1: {long}"], ["model 2: base"]]
+    title, head, *lines = print_values(capsys, ["base", "quickstart"], [4])
+    assert (title, head, lines[0]) == (
+        ["Results at K = 4"], ["task", "base", "quickstart"], ["arithmetic_easy_test", "40.00", "40.00"],
+    )  # fmt: skip

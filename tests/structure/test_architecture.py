@@ -25,7 +25,7 @@ saving generation diagnostics imported_code
 training integrations comparing unfinished | evaluation progress serving
 lm_eval cli runs run_training workers sweep_methods sweep_scores sweep_code costs | paper_costs | plan frames measuring
 training_data
-tables sweep_plan final_results | figures table_files
+tables sweep_plan final_results | figures table_files loss_tables
 printing figure_files | saved_tables job sweep_summary sweep_losses | __main__
 """
 """From the ground up. A module imports modules of its own folder and of the floors below its own."""

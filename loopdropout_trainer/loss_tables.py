@@ -1,0 +1,78 @@
+"""Tables of the losses at each depth and of the readout of each loop, which `diagnose` and trainings measure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pandas as pd
+
+from loopdropout_trainer.frames import average, has_seeds, labelled
+from loopdropout_trainer.results import is_of_base
+from loopdropout_trainer.tables import fit_title, mean_numbers, name_examples, spread_places
+
+
+class LossTable(NamedTuple):
+    """A table of losses.
+
+    Attributes:
+        name: Name of its files.
+        title: Text above it.
+        numbers: Columns `mean`, `sd` and `num_seeds` by `method` and by `K` or `loop`.
+        texts: Mean ± SD with a column for each depth or loop, and different numbers of seeds.
+    """
+
+    name: str
+    title: str
+    numbers: pd.DataFrame
+    texts: pd.DataFrame
+
+
+PLACES = {
+    "depth_loss": ("num_loops", "K", " with K loops"),
+    "readout_loss": ("loop", "loop", ", read out after each loop"),
+}
+"""Column of the place of each loss, the printed name of the place, and the words of the title."""
+
+
+def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
+    """Return the tables of losses by depth and by readout, one for each set of examples that they were measured on.
+
+    Args:
+        results: From `final_results`.
+    """
+    tables = []
+    for metric, (column, place, words) in PLACES.items():
+        keys = ["task", "n"] if column == "num_loops" else ["task", "n", "num_loops"]
+        groups = results[results["metric"] == metric].groupby(keys, sort=False)
+        for number, ((task, *_), rows) in enumerate(groups, start=1):
+            numbers = _average_places(rows, column, place)
+            title = f"Loss on {name_examples(task, rows)}{words}, in nats per token, mean ± SD over seeds"
+            title = fit_title(title, numbers)
+            texts = spread_places(numbers, decimals=4).rename(columns=lambda name, head=place: _name_place(head, name))
+            seeds = texts.loc[has_seeds(texts.index), "seeds"].unique()
+            if len(seeds) == 1:  # then the title has their number
+                texts = texts.drop(columns="seeds")
+                title = title.replace("over seeds", f"over {seeds[0]} seeds")
+            name = metric if number == 1 else f"{metric}_{number}"
+            tables.append(LossTable(name, title, numbers, texts))
+    return tables
+
+
+def _average_places(rows: pd.DataFrame, column: str, place: str) -> pd.DataFrame:
+    """Return the means over seeds by method and place."""
+    named = labelled(rows)
+    # The base model is measured next to each training, in batches of other sizes, which round in another way.
+    of_base = is_of_base(named)
+    named.loc[of_base, "value"] = named[of_base].groupby(["label", column])["value"].transform("first")
+    lines = [
+        {"method": label, place: int(at), **mean_numbers(average(own))}
+        for (label, at), own in named.groupby(["label", column], sort=False)
+    ]
+    return pd.DataFrame(lines).set_index(["method", place])
+
+
+def _name_place(place: str, name: int | str) -> str:
+    """Return the head of a column, such as "K = 4" or "loop 4". The column `seeds` keeps its name."""
+    if isinstance(name, str):
+        return name
+    return f"K = {name}" if place == "K" else f"loop {name}"
