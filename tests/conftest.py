@@ -12,7 +12,10 @@ def pytest_configure(config):
     Garbage is not collected until the tests begin. Imports leave little, and looking for it takes half as long as they do.
     """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        from helpers.processes import BARE_SERVER, LIBRARIES
+
         gc.disable()
+        BARE_SERVER.begin(LIBRARIES)
         config.pluginmanager.import_plugin("helpers.fixtures")
 
 

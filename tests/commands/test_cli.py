@@ -25,7 +25,7 @@ from loopdropout_trainer.files import recipe_names, recipes_folder
 
 @pytest.fixture(scope="module")
 def run():
-    """`run("-c", CODE)`: a program in an interpreter that has imported the configuration of trainers, and nothing else."""
+    """`run("-c", CODE)`: a program in a process that has imported the configuration of trainers, but not its models."""
     with Interpreter("loopdropout_trainer.training.config") as interpreter:
         yield interpreter.run
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from helpers.caches import keep_results
 from helpers.files import GOLDEN
 from helpers.golden import FAMILIES
-from helpers.processes import SERVER, kill_all
+from helpers.processes import SERVER, TRAINING, kill_all
 from helpers.tiny import TINY, adapted, steady, tiny_ouro
 from helpers.tokenizer import make_tokenizer
 from helpers.trainers import SHORT_RUN
@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts 
 huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = os.environ["HF_HUB_OFFLINE"] == "1"
 torch.set_num_threads(1)  # two threads on a busy machine spin: a hundred times slower
 keep_results()
-SERVER.begin()
+SERVER.begin(TRAINING)
 
 
 @pytest.fixture(autouse=True)

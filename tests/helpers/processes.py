@@ -1,16 +1,17 @@
 """Programs that tests start: as forks of a server, which has imported everything.
 
 A new interpreter spends seven seconds of a core on imports before it does anything. A fork of the server is a process of its
-own as well - it has its own streams, folder, environment and signals, and can be killed - and begins at once. What only a new
-interpreter shows asks for one: `fresh=True`. Programs that need the same environment when they import share an `Interpreter`.
+own as well - it has its own streams, folder, environment and signals, and can be killed - and begins at once. Programs that
+import in an environment of their own, or without this package, are forks of a second server, which has imported neither the
+package nor a library that reads variables of the Hub. They share an `Interpreter` if they need the same environment. What only
+a new interpreter shows asks for one: `fresh=True`.
 
-The server is itself a fork of the process of the tests, made before the first test. Later the threads of torch and Arrow run
-there, and a fork in the middle of their work could wait for a lock that nobody in the fork holds.
+The servers are forks of the process of the tests themselves, made before the first test. Later the threads of torch and Arrow
+run there, and a fork in the middle of their work could wait for a lock that nobody in the fork holds.
 """
 
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from multiprocessing.connection import wait
+from multiprocessing.connection import Client, Listener, wait
 from pathlib import Path
 
 from helpers.files import ROOT
@@ -41,7 +42,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}/tests", str(RO
 sync_disk, os.fsync = os.fsync, lambda descriptor: None
 FORK = multiprocessing.get_context("fork")
 # What a training imports.
-IMPORTED = [
+TRAINING = [
     "helpers.trainers",
     "loopdropout_trainer.diagnostics",
     "loopdropout_trainer.evaluation",
@@ -49,6 +50,9 @@ IMPORTED = [
     "loopdropout_trainer.training.sft",
     "deepspeed",
 ]
+
+# Two thirds of the time of these imports. No library of Hugging Face is among them.
+LIBRARIES = ["torch._dynamo", "torch.distributed.tensor", "pandas", "scipy.stats", "sklearn.metrics", "requests"]
 
 PATIENCE = 900  # seconds, for a busy machine
 
@@ -61,9 +65,9 @@ class Server:
     def __init__(self):
         self._exit_codes = {}  # by the process's number
 
-    def begin(self):
-        """Become two processes. No test may have run."""
-        for module in IMPORTED:
+    def begin(self, modules):
+        """Import modules, and become two processes. No test may have run."""
+        for module in modules:
             importlib.import_module(module)
         self._connection, of_server = FORK.Pipe()
         with warnings.catch_warnings():
@@ -129,19 +133,19 @@ def _renew_threads():
         sys.modules["torch"].set_num_threads(1)
 
 
-SERVER = Server()
+SERVER, BARE_SERVER = Server(), Server()
 
 
 class Fork:
-    """A process of the server."""
+    """A process of a server."""
 
-    def __init__(self, function, given, keywords):
-        self.pid = SERVER.start(function, given, keywords)
+    def __init__(self, server, function, given, keywords):
+        self._server, self.pid = server, server.start(function, given, keywords)
         _started.append(self)
 
     def poll(self):
         """Return the exit code, or None while it runs."""
-        return SERVER.exit_code(self.pid)
+        return self._server.exit_code(self.pid)
 
     def kill(self):
         os.kill(self.pid, signal.SIGKILL)
@@ -149,7 +153,7 @@ class Fork:
 
 def fork(function, *given, **keywords):
     """Start a function in a process of its own, a fork of the server; return the process."""
-    return Fork(function, given, keywords)
+    return Fork(SERVER, function, given, keywords)
 
 
 def kill_all():
@@ -180,11 +184,12 @@ class Program:
     """A Python program that was started: `-c CODE`, `-m MODULE` or a script, each with its arguments.
 
     Args:
+        bare: in a fork that has imported nothing of this package and of Hugging Face.
         fresh: in a new interpreter, instead of a fork.
         output: a file or terminal that gets both streams; by default each goes into a file of its own.
     """
 
-    def __init__(self, *words, env=ENVIRONMENT, cwd=None, fresh=False, output=None):
+    def __init__(self, *words, env=ENVIRONMENT, cwd=None, bare=False, fresh=False, output=None):
         words = list(map(str, words))
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [str(output or os.path.join(self._folder.name, name)) for name in ("stdout", "stderr")]
@@ -194,7 +199,8 @@ class Program:
                 self._process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, env=env, cwd=cwd)
             _started.append(self._process)
         else:
-            self._process = fork(_become, words, dict(env), str(cwd or os.getcwd()), self._streams)
+            given = words, dict(env), str(cwd or os.getcwd()), self._streams
+            self._process = Fork(BARE_SERVER if bare else SERVER, _become, given, {})
         self.pid = self._process.pid
 
     @property
@@ -254,7 +260,7 @@ class ForkedPopen:
 
 
 class Interpreter:
-    """A new interpreter that imports modules in an environment of its own, and then runs programs as forks of itself.
+    """A process that imports modules in an environment of its own, and then runs programs as forks of itself.
 
     The Hub's address and cache, for example, are read when its library is imported, so the common server has other ones.
 
@@ -264,39 +270,47 @@ class Interpreter:
     """
 
     def __init__(self, *modules, env=ENVIRONMENT):
-        code = "import sys; from helpers.processes import run_forks; run_forks(sys.argv[1:])"
-        env = {**env, "PYTHONPATH": os.environ["PYTHONPATH"]}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen([sys.executable, "-c", code, *modules], env=env, **pipes)
+        with Listener() as listener:
+            BARE_SERVER.start(_run_forks, (listener.address, modules, dict(env)), {})
+            self._connection = listener.accept()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self._process.communicate()  # it ends at the end of its input
+        self._connection.close()  # the end of the process
 
     def run(self, *words, env=ENVIRONMENT, cwd=ROOT):
         """Run a program to its end, as `Program` does, and return its exit code and streams."""
         with tempfile.TemporaryDirectory() as folder:
             streams = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-            print(json.dumps([[*map(str, words)], env, str(cwd), streams]), file=self._process.stdin, flush=True)
-            exit_code = int(self._process.stdout.readline())
+            self._connection.send(([*map(str, words)], dict(env), str(cwd), streams))
+            exit_code = self._connection.recv()
             texts = [Path(path).read_text(encoding="utf-8", errors="replace") for path in streams]
         return subprocess.CompletedProcess(words, exit_code, *texts)
 
 
-def run_forks(modules):
-    """Be an `Interpreter`: run each program that a line of the standard input describes, and print its exit code."""
-    for module in modules:
-        importlib.import_module(module)
-    gc.freeze()
-    for line in sys.stdin:
-        process = FORK.Process(target=_become, args=json.loads(line))
-        process.start()
-        process.join(PATIENCE)
-        process.kill()
-        process.join()
-        print(process.exitcode, flush=True)
+def _run_forks(address, modules, env):
+    """Be an `Interpreter`: run each program that comes over the connection, and send its exit code."""
+    os.environ.clear()
+    os.environ.update(env)
+    with Client(address) as connection:
+        gc.disable()
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()
+        gc.enable()
+        while True:
+            try:
+                program = connection.recv()
+            except EOFError:
+                return
+            process = FORK.Process(target=_become, args=program)
+            process.start()
+            process.join(PATIENCE)
+            process.kill()
+            process.join()
+            connection.send(process.exitcode)
 
 
 def free_port():

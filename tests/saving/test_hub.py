@@ -395,6 +395,7 @@ def test_auto_map_names_the_code_on_the_hub(tmp_path, log):
 
 
 RUN_CARDS = """import os, runpy, sys, torch
+assert not {"transformers", "loopdropout_trainer"} & {*sys.modules}
 for name in ("loopdropout_trainer", "peft", "trl"):
     sys.modules[name] = None  # importing it fails
 ids = torch.arange(2, 42).view(4, 10)
@@ -418,7 +419,7 @@ def test_merged_models_load_without_this_package(tmp_path, tokenizer):
         merge_and_save(model, folder, tokenizer, standalone=model is not with_code)
         (folder / "card.py").write_text(code_of(folder)[1])
     env = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
-    printed = python("-c", RUN_CARDS, *models, env=env, fresh=True)
+    printed = python("-c", RUN_CARDS, *models, env=env, bare=True)
     assert "Do you wish to run the custom code" not in printed
     greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for folder, model in models.items():

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.files import ROOT
 from helpers.hub import running_hub
-from helpers.processes import ENVIRONMENT, IMPORTED, Interpreter, python
+from helpers.processes import ENVIRONMENT, TRAINING, Interpreter, python
 
 
 TRAIN = """
@@ -56,6 +56,7 @@ assert len(texts) == 1
 """
 ALONE = """
 import re, sys
+assert not {"transformers", "loopdropout_trainer"} & {*sys.modules}
 sys.modules["loopdropout_trainer"] = None
 from huggingface_hub import ModelCard
 code = re.findall(r"(?ms)^```python\\n(.*?)^```", ModelCard.load("me/alone").text)[1]
@@ -99,14 +100,14 @@ def run(hub, tmp_path_factory):
     env = {**ENVIRONMENT, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_HOME": str(home / "huggingface")}  # a link, since its name and the endpoint are read at the import
 
-    def run_as(person, *words, cwd, token="hf_mine", fresh=False):
+    def run_as(person, *words, cwd, token="hf_mine", bare=False):
         (home / "huggingface").unlink(missing_ok=True)
         (caches / person).mkdir(exist_ok=True)
         (home / "huggingface").symlink_to(caches / person)
         own = {**env, "HF_TOKEN": token}
-        return python(*words, cwd=cwd, env=own, fresh=True) if fresh else interpreter.run(*words, cwd=cwd, env=own)
+        return python(*words, cwd=cwd, env=own, bare=True) if bare else interpreter.run(*words, cwd=cwd, env=own)
 
-    with Interpreter(*IMPORTED, env=env) as interpreter:
+    with Interpreter(*TRAINING, env=env) as interpreter:
         yield run_as
 
 
@@ -245,4 +246,4 @@ def test_another_person_loads_pushed_models(run, pushed, tmp_path):
     """A friend, who may read my private repositories."""
     done = run("friend", "-c", READ, "me/adapter", "me/merged", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
-    run("friend", "-c", ALONE, cwd=tmp_path, fresh=True)  # nothing may have imported this package
+    run("friend", "-c", ALONE, cwd=tmp_path, bare=True)  # nothing may have imported this package
