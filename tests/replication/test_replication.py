@@ -8,10 +8,7 @@ from random import Random
 import numpy as np
 import pandas as pd
 import pytest
-import statsmodels.api as sm
 from scipy import stats
-from statsmodels.formula.api import ols
-from statsmodels.stats.multitest import multipletests
 
 from helpers.files import ROOT, write_lines
 from helpers.processes import Program
@@ -66,6 +63,8 @@ def test_comparisons_have_one_adjusted_p(decided):
 
 
 def test_families_are_adjusted_alone(decided):
+    from statsmodels.stats.multitest import multipletests
+
     table = pd.read_csv(make.CSV)
     claims = decided[0]
     assert claims["family_p"].tolist() == pytest.approx(table["family_p"].tolist())
@@ -169,6 +168,9 @@ def make_transfer_runs():
 
 
 def test_registered_tests_agree_with_statsmodels():
+    import statsmodels.api as sm
+    from statsmodels.stats.multitest import multipletests
+
     lines = [*make_transfer_runs(), {"base": "late_1", "sha256": ""}]
     results = transfer.Results(lines)
     assert not results.is_complete and results.num_seeds[transfer.DESIGN.bases[-1]] == 4
@@ -229,11 +231,16 @@ def test_estimate_of_one_number_a_seed_is_students_t():
 
 @pytest.mark.parametrize("p_values", [[0.04, 0.01, 0.03, 0.5], [0.6, 0.9, 0.6], [0.02]])
 def test_holm_matches_statsmodels(p_values):
+    from statsmodels.stats.multitest import multipletests
+
     assert holm(p_values).tolist() == multipletests(p_values, method="holm")[1].tolist()
 
 
 @pytest.mark.parametrize("by_seed", [0.5, 0.0])
 def test_estimate_two_way_is_an_analysis_of_variance(by_seed):
+    import statsmodels.api as sm
+    from statsmodels.formula.api import ols
+
     gains = make_gains(3, 4, 30, by_seed)
     cells = [(s, p, gains[s, p]) for s in range(4) for p in range(30)]
     model = ols("gain ~ C(seed) + C(problem)", pd.DataFrame(cells, columns=["seed", "problem", "gain"])).fit()
