@@ -95,21 +95,21 @@ def fit_cells(texts: pd.DataFrame, keys: Sequence[int], width: int) -> pd.DataFr
 
     The whole table fits if it can. Else each column fits next to the keys.
     """
+    longest = measure_columns(texts.map(wrap_cell, width=1)) - 2
     for limit in (width, *LINE_WIDTHS):
-        cells = wrap_cells(texts, limit)
+        cells = wrap_cells(texts, limit, longest)
         if measure_columns(cells).sum() <= width + 2:
             return cells
     for limit in LINE_WIDTHS:
-        cells = wrap_cells(texts, limit)
+        cells = wrap_cells(texts, limit, longest)
         widths = measure_columns(cells)
         if widths[keys].sum() + widths.drop(keys).max() <= width + 2:
             break
     return cells
 
 
-def wrap_cells(texts: pd.DataFrame, width: int) -> pd.DataFrame:
-    """Return texts in lines of at most `width` characters, or as long as a longer number or word in their column."""
-    longest = measure_columns(texts.map(wrap_cell, width=1)) - 2
+def wrap_cells(texts: pd.DataFrame, width: int, longest: pd.Series) -> pd.DataFrame:
+    """Return texts in lines of at most `width` characters, or as long as the longest number or word of their column."""
     return texts.apply(lambda column: column.map(partial(wrap_cell, width=max(width, longest[column.name]))))
 
 
@@ -120,6 +120,8 @@ def measure_columns(cells: pd.DataFrame) -> pd.Series:
 
 def wrap_cell(text: str, width: int) -> str:
     """Return a text in lines of at most `width` characters, or of a longer word, number or setting (`join_numbers`)."""
+    if " " not in text and text.isprintable():  # one word
+        return text
     lines = textwrap.fill(join_numbers(text), width, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\N{NO-BREAK SPACE}", " ")
 
