@@ -96,10 +96,14 @@ class Changes(TrainerCallback):
 
 
 def collate(examples, trains_padding=False):
-    """Pad on the left, with labels of the first tokens and on demand of padding."""
-    pad = lambda ids: [1] * (18 - len(ids)) + ids
+    """Pad on the left, with labels of the first tokens and on demand of padding.
+
+    The padding has an embedding: the one of the configuration is zero, and would give the outputs that padding has if it is
+    left out.
+    """
+    pad = lambda ids: [2] * (18 - len(ids)) + ids
     batch = {"input_ids": torch.tensor([pad(x["input_ids"]) for x in examples])}
-    batch["attention_mask"] = (batch["input_ids"] != 1).long()
+    batch["attention_mask"] = (batch["input_ids"] != 2).long()
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == -trains_padding, -100)}
 
 
