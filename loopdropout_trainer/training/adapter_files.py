@@ -174,9 +174,8 @@ class AdapterFilesMixin:
         finally:
             args.save_total_limit = limit
         if args.should_save and not (had_card or args.push_to_hub):
-            card.unlink(
-                missing_ok=True
-            )  # TRL's step wrote it for the checkpoint, and its code loads an adapter next to it
+            # TRL wrote it for the checkpoint. Its code loads an adapter next to it, which this folder does not have yet.
+            card.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()  # every process writes its own state of the random numbers
         if args.should_save:
             record(folder)
