@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Model and tokenizer
     source = find_source(args.model)
-    print(source.describe(with_prompts=False))
+    print(source.describe())
     for num_loops in args.eval_num_loops or [None]:
         source.check_run(num_loops, *(args.gates or ()))
     model = load(source, device=torch.accelerator.current_accelerator(check_available=True))

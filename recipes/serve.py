@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     own, options = split_options(sys.argv[1:] if argv is None else argv)
     (args,) = parse(ARGUMENTS, name_words(own, "model"), __doc__)
     source = find_source(args.model)
-    print(source.describe(with_prompts=False), flush=True)
+    print(source.describe(), flush=True)
     source.check_run(args.num_loops, args.gates)
     engine = choose_engine(args, source, options)
     tokenizer = source.load_tokenizer(args.chat_template)
