@@ -19,6 +19,7 @@ Missing runs are listed.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.loss_tables import make_loss_tables
 from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
-from loopdropout_trainer.results import is_of_base, is_of_training, read_own_results
+from loopdropout_trainer.results import RECIPE_FILE, is_of_base, is_of_training, read_own_results
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
 from loopdropout_trainer.saving.source import find_source
@@ -230,7 +231,7 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
     numbers = accuracy_numbers(results)
     if len(numbers):
         about = [*describe_sizes(numbers), *explain_differences(numbers)]
-        text = TableText(fit_title(ACCURACY_TITLE, numbers), about)
+        text = TableText(fit_title(ACCURACY_TITLE, numbers), about, describe_missing_base(results))
         save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
     of_choice = choice_numbers(results)
     if len(of_choice):
@@ -241,6 +242,23 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
         save_table(of_choice, accuracy_table(of_choice), text, output_dir / "choice")
     draw_figure(overview_figure(results), output_dir / "overview")
     return True
+
+
+def describe_missing_base(results: pd.DataFrame) -> list[str]:
+    """Return a sentence with the command that evaluates the base model, if accuracies lack it and a recipe has their tasks.
+
+    A sweep does not evaluate it by default, because each of its runs would.
+    """
+    accuracy = results[(results["metric"] == "accuracy") & ~results["chose"]]
+    if is_of_base(accuracy).any() or "recipe_benchmarks" not in accuracy:
+        return []
+    measured = accuracy[accuracy["recipe_benchmarks"].notna() & (accuracy["num_loops"] == accuracy["trained_loops"])]
+    if measured.empty:
+        return []
+    first = measured.iloc[0]
+    words = ["loopdropout", "evaluate", str(Path(first["run"], RECIPE_FILE)), "none", "--eval_num_loops"]
+    command = shlex.join([*words, f"{first['num_loops']:g}"])
+    return [f"The base model was not evaluated. `{command}` does so, and the next report has it."]
 
 
 def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:

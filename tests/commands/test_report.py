@@ -970,6 +970,18 @@ def test_single_points_of_a_figure_have_bars(tmp_path):
     assert figures.describe_points(lines).startswith("Bands and bars: ")
 
 
+def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
+    recipe = {"benchmarks": ["b"], "rule": "lora"}
+    write(tmp_path / "run", [{"value": 50.0}, {"value": 20.0, "num_loops": 8}], recipe)
+    write(tmp_path / "run", [{"task": "training", "metric": "train_seconds", "value": 1.0}])
+    command = f"`loopdropout evaluate {tmp_path}/run/recipe.yaml none --eval_num_loops 4` does so"
+    assert f"The base model was not evaluated. {command}" in report_on(tmp_path / "run", capsys)[0]
+    base = {"method": "base model", "gates": "none", "seed": None, "step": None, "value": 1.0}
+    write(tmp_path / "run/evaluation", [base])
+    text, folder = report_on(tmp_path / "run", capsys)
+    assert "was not evaluated" not in text and "base model" in {*pd.read_csv(folder / "accuracy.csv")["method"]}
+
+
 def test_differences_have_the_decimals_of_the_means(finished_sweep, capsys):
     columns = {"all": {"decimals": 1}, "gain": {"minus": {"method": "LoRA"}}}
     text, _ = report_on(finished_sweep, capsys, filter={"task": "b"}, columns=columns)
