@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import is_checkpoint, model_path, public_name
 from loopdropout_trainer.gate_texts import expand_gates, parse_gates
-from loopdropout_trainer.results import read_imports
+from loopdropout_trainer.results import read_accepted_imports, read_imports
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.hub import split_revision
 from loopdropout_trainer.saving.metadata import describe_system_turn
@@ -224,9 +224,15 @@ class Source:
                 "data type": self.dtype,
                 "quantization": json.dumps(self.quantization) if self.quantization else None,
                 "training": self.training_id,
-                "imports": ", ".join(read_imports(self.run)) if self.recipe else None,
+                "imports": self._imports_text() if self.recipe else None,
             }
         return {title: text for title, text in facts.items() if text}
+
+    def _imports_text(self) -> str:
+        """Return the files of `--import` of the run, and which of them have changed since and were accepted."""
+        accepted = read_accepted_imports(self.run)
+        remark = " (changed since the training, and accepted)"
+        return ", ".join(path + (remark if path in accepted else "") for path in read_imports(self.run))
 
     def describe(self) -> str:
         """Return the line that each command prints: what the name is, and what it runs with."""
