@@ -121,11 +121,18 @@ def test_session_continues_each_conversation(saved, session, tmp_path):
     """The base model and the adapter have their own answers before the second question. `/new` begins again."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     words = [saved, "--chat_template", tmp_path / "chat.jinja", "--system_instruction", "Add."]
-    asked, printed = session(["Hi!", "More?", "/new", "Hi!"], *words)
-    first = "[system] Add.<eos>[user] Hi!<eos>[assistant]"
-    assert [prompt for prompt, _ in asked[:2]] == [first, first] and asked[4:] == asked[:2]
-    second = [f"{first} {answer}<eos>[user] More?<eos>[assistant]" for _, answer in asked[:2]]
-    assert [prompt for prompt, _ in asked[2:4]] == second and second[0] != second[1]
+    asked, printed = session(["Hi!", "More?", "And?", "/new", "Hi!"], *words, "--eval_num_loops", "2", "4")
+    first = ["[system] Add.<eos>[user] Hi!<eos>[assistant]"] * 4  # two models at two depths
+    assert [prompt for prompt, _ in asked[:4]] == first and asked[12:] == asked[:4]
+    turns = first
+    for number, question in ((4, "More?"), (8, "And?")):
+        answers = [answer for _, answer in asked[number - 4 : number]]
+        turns = [
+            f"{turn} {answer}<eos>[user] {question}<eos>[assistant]"
+            for turn, answer in zip(turns, answers, strict=True)
+        ]
+        assert [prompt for prompt, _ in asked[number : number + 4]] == turns
+    assert len({*turns}) == 4
     assert "Each line continues the conversation. `/new` begins another one" in printed
 
 
@@ -139,6 +146,8 @@ def test_session_goes_on_after_a_conversation_that_is_too_long(saved, session, t
     """It stays as it was before the long line."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     asked, printed = session(["Hi!", "long " * 2000, "More?"], saved, "--chat_template", tmp_path / "chat.jinja")
+    with user_error("The prompt must have fewer tokens than the context"):
+        session([], saved, "long " * 2000)  # a single prompt is no session
     assert len(asked) == 4 and asked[2][0].endswith(f"{asked[0][1]}<eos>[user] More?<eos>[assistant]")
     assert "The prompt must have fewer tokens than the context" in printed
 
