@@ -357,7 +357,8 @@ def test_results_have_a_row_for_each_setting(saved, tmp_path, capsys):
     assert len({row["samples"] for row in rows}) == len(rows)
     printed = capsys.readouterr().out
     assert re.search(r"^1 of 2: .*: base model, ", printed) and re.search(r"\n2 of 2: .*: adapter of ", printed)
-    assert "own, K = 4, loop 3" in printed and "Average " in printed and "own_gsm8k, missing" in printed
+    assert re.search(r"\n *own_gsm8k +own, loop 3 +\d+\.\d\d\n", printed) and re.search(r"K = 2 +K = 4\n", printed)
+    assert "Average " in printed and "own_gsm8k, missing" in printed
     with user_error(r"another model: `model_name_or_path` changed from '.*base' to '.*merged'"):
         SCRIPT.main([*command, "--model_name_or_path", str(saved / "merged")])
     with user_error("`adapter` must give each adapter its own name"):
