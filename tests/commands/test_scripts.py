@@ -207,7 +207,7 @@ def test_plan_counts_parameters_of_chosen_modules(model, tmp_path):
 
 
 def test_wrong_modules_end_a_dry_run_before_the_data(tmp_path, monkeypatch):
-    monkeypatch.setattr("loopdropout_trainer.job.load_examples", lambda *args: pytest.fail("the data are prepared"))
+    monkeypatch.setattr("loopdropout_trainer.training_data.load_examples", lambda *args: pytest.fail("the data are prepared"))
     for modules, message in {
         "q_prj": "must be modules of the model, such as down_proj, .*, got q_prj. Did you mean 'q_proj'?",
         "q_proj v_prj": "must be modules of the model, such as down_proj, .*, got v_prj. Did you mean 'v_proj'?",
@@ -478,7 +478,7 @@ def test_other_number_of_processes_is_not_continued(quickstart, copy, no_steps, 
     record(state.parent)
     words = (WORDS, "--output_dir", copy, "--resume_from_checkpoint true")
     assert f"continues   {state.parent}\n" in run(*words, "--dry_run true")
-    monkeypatch.setattr("loopdropout_trainer.job.load_examples", lambda *args: pytest.fail("data is loaded"))
+    monkeypatch.setattr("loopdropout_trainer.training_data.load_examples", lambda *args: pytest.fail("data is loaded"))
     with user_error("checkpoint-2 was .*: `num_processes` changed from 2 to 1. Continue it with 2 processes, or "):
         run(*words)
 
