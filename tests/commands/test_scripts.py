@@ -207,7 +207,9 @@ def test_plan_counts_parameters_of_chosen_modules(model, tmp_path):
 
 
 def test_wrong_modules_end_a_dry_run_before_the_data(tmp_path, monkeypatch):
-    monkeypatch.setattr("loopdropout_trainer.training_data.load_examples", lambda *args: pytest.fail("the data are prepared"))
+    monkeypatch.setattr(
+        "loopdropout_trainer.training_data.load_examples", lambda *args: pytest.fail("the data are prepared")
+    )
     for modules, message in {
         "q_prj": "must be modules of the model, such as down_proj, .*, got q_prj. Did you mean 'q_proj'?",
         "q_proj v_prj": "must be modules of the model, such as down_proj, .*, got v_prj. Did you mean 'v_proj'?",
