@@ -75,7 +75,8 @@ def accept_other_results(sweep: Any) -> str:
 
 def find_kept_choices(sweep: Any) -> dict[str, dict[str, Any]]:
     """Return the former choice of each method whose results are all of one other code, as `summary.json` has it."""
-    others, incomparable = ({*map(_method_of, find(sweep))} for find in (find_other_results, find_incomparable))
+    others = {_method_of(folder) for folder in find_other_results(sweep)}
+    incomparable = {_method_of(folder) for folder in find_incomparable(sweep)}
     former = read_summary(sweep.output_dir).get("choices", {})
     kept = {method: former[method] for method in sorted(others - incomparable) if method in former}
     return {method: choice for method, choice in kept.items() if choice["best"] is not None}
