@@ -51,10 +51,10 @@ def describe_other_results(sweep: Any) -> str:
     folders = find_other_results(sweep)
     if not folders:
         return ""
-    changes = dict.fromkeys(find_other_code(folder) for folder in folders)
-    reason = " and ".join(changes)
+    changes = [*dict.fromkeys(find_other_code(folder) for folder in folders)]
     if len(folders) > 1:
-        reason = " and ".join(change.replace("its", "their", 1) for change in changes)
+        changes = [change.replace("its", "their", 1) for change in changes]
+    reason = " and ".join(changes)
     return (
         f"{count(len(folders), 'run')} cannot be compared with new ones, because {reason}: {', '.join(map(str, folders))}. "
         "Count the results with `--accept_changed_imports true` if the change does not concern them, remove these folders to "
@@ -78,8 +78,11 @@ def find_kept_choices(sweep: Any) -> dict[str, dict[str, Any]]:
     others = {_method_of(folder) for folder in find_other_results(sweep)}
     incomparable = {_method_of(folder) for folder in find_incomparable(sweep)}
     former = read_summary(sweep.output_dir).get("choices", {})
-    kept = {method: former[method] for method in sorted(others - incomparable) if method in former}
-    return {method: choice for method, choice in kept.items() if choice["best"] is not None}
+    kept = {}
+    for method in sorted(others - incomparable):
+        if method in former and former[method]["best"] is not None:
+            kept[method] = former[method]
+    return kept
 
 
 def describe_fix(sweep: Any) -> str:

@@ -53,7 +53,12 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         of_examples = describe_sweep_examples(load_sweep_examples(sweep), trainings)
     done = ""
     if num_ended:
-        done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", measured]))
+        done = f"{num_ended} of {count(total, 'training')}"
+        if measured:
+            done += f", {measured}"
+    other_code = ""
+    if command is not None:  # else the sweep has printed it
+        other_code = describe_other_results(sweep)
     plan = {
         "methods": ", ".join(sweep.recipes),
         "learning rates": rates,
@@ -66,7 +71,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
         **{title: _by_method(texts) for title, texts in of_examples.items()},
         "done": done,
-        "other code": describe_other_results(sweep) if command is not None else "",  # the start prints it
+        "other code": other_code,
     }
     print(count(total, "training"))
     for title, text in plan.items():
@@ -92,16 +97,16 @@ def print_commands(sweep: Any) -> None:
 
 def _describe_seeds(sweep: Any) -> str:
     """Return the seeds, the learning rates that each one is trained with, and what two seeds cannot show."""
+    text = _describe_order(sweep)
+    if len(sweep.seeds) == 2:
+        text += "\ntwo seeds: a 95% interval reaches 12.7 standard errors to each side, with three 4.3, with five 2.8"
+    return text
+
+
+def _describe_order(sweep: Any) -> str:
+    """Return the seeds with the learning rates that each one is trained with."""
     first, *others = sweep.seeds
     seeds = ", ".join(map(str, sweep.seeds))
-    width = ""
-    if len(sweep.seeds) == 2:
-        width = "\ntwo seeds: a 95% interval reaches 12.7 standard errors to each side, with three 4.3, with five 2.8"
-    return _describe_order(sweep, seeds, first, others) + width
-
-
-def _describe_order(sweep: Any, seeds: str, first: int, others: list[int]) -> str:
-    """Return the seeds with the learning rates that each one is trained with."""
     if len(sweep.learning_rates) == 1:
         return seeds
     if sweep.full_grid:
@@ -137,8 +142,9 @@ def _describe_costs(sweep: Any, trainings: Mapping[str, Training]) -> dict[str, 
     whose = " in all trainings"
     if sweep.extend_grid and not sweep.full_grid:
         whose = " in these trainings, without those of further learning rates"
-    costs = describe_costs(numbers, f"{whose}{', for each process' if sweep.launcher else ''}")
-    return {**costs, "paper": "" if sweep.launcher else describe_paper_costs(numbers)}
+    if sweep.launcher:
+        return {**describe_costs(numbers, f"{whose}, for each process"), "paper": ""}
+    return {**describe_costs(numbers, whose), "paper": describe_paper_costs(numbers)}
 
 
 def _read_training(sweep: Any, method: str) -> Training:
@@ -149,6 +155,7 @@ def _read_training(sweep: Any, method: str) -> Training:
     """
     recipe = {**sweep.recipes[method].selecting, "output_dir": sweep.output_dir}
     kinds = (ModelArguments, AdapterArguments, CONFIGS.get(sweep.script, LoopDropoutConfig))
+    # `num_threads` would set the threads of the sweep itself.
     model, adapter, args = build_part(kinds, {**recipe, "num_threads": None})
     return Training(args, recipe, model, read_config(model), find_rank(adapter))
 
@@ -165,8 +172,12 @@ def _describe_rest(sweep: Any) -> str:
         ]
         return ", so ".join(filter(None, parts))
     # The runs of a scheduler, by `print_commands`.
-    folders = {sweep.folder(run) for method in sweep.recipes for run in sweep.runs(method) if sweep.is_done(run)}
-    rows = [row for folder in folders for row in read_own_results(folder)]
+    folders = set()
+    for method in sweep.recipes:
+        folders.update(sweep.folder(run) for run in sweep.runs(method) if sweep.is_done(run))
+    rows = []
+    for folder in folders:
+        rows += read_own_results(folder)
     seconds = [row["value"] for row in rows if is_of_training(row) and row["metric"] == "train_seconds"]
     if not seconds:
         return ""
@@ -190,12 +201,14 @@ def _describe_choice(sweep: Any) -> str:
 def _describe_evaluations(sweep: Any) -> dict[str, str]:
     """Return the measurements of the final runs of each method, in plain words."""
     measurements = {method: _list_measurements(sweep, method) for method in sweep.recipes}
-    is_shared = len({*map(tuple, measurements.values())}) == 1
-    whose = " of each method" if is_shared else ""
+    different = {tuple(steps) for steps in measurements.values()}
+    whose = " of each method" if len(different) == 1 else ""
     texts = {}
     for method, steps in measurements.items():
-        lines = [f"{count(_count_final_runs(sweep, method), 'final run')}{whose}:", *steps] if steps else ["none"]
-        texts[method] = "\n".join(lines)
+        texts[method] = "none"
+        if steps:
+            num_runs = count(_count_final_runs(sweep, method), "final run")
+            texts[method] = "\n".join([f"{num_runs}{whose}:", *steps])
     return texts
 
 
@@ -217,7 +230,9 @@ def _describe_answers(sweep: Any, trainings: Mapping[str, Training], is_timed: b
             parts.append(count_answers(_read_options(recipes.selecting), recipes.selecting, depth).times(num_rates))
     is_extended = sweep.extend_grid and not sweep.full_grid
     text = add_answers(parts).describe(", without further learning rates" if is_extended else "")
-    return f"{text}\n{HOW_TO_TIME}" if text and not is_timed else text
+    if text and not is_timed:
+        text += f"\n{HOW_TO_TIME}"
+    return text
 
 
 def _count_final_runs(sweep: Any, method: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 """File in the folder of a run with the recipe that the sweep gives to its training."""
 
 SUMMARY_FILE = "summary.json"
-"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed` and
-`run_seconds` by method, and the table `accuracy`.
+"""File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed`,
+`other_code` and `run_seconds` by method, and the table `accuracy`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
@@ -168,9 +169,9 @@ def describe_progress(folder: str | Path) -> str:
     num_ended = sum(ended for ended, _ in trainings.values())
     total = sum(number for _, number in trainings.values())
     missing = ", but measurements are missing" if num_ended == total else ""
-    failed = [run for runs in summary.get("failed", {}).values() for run in runs]  # since the last start of the sweep
+    failed = [*chain.from_iterable(summary.get("failed", {}).values())]  # since the last start of the sweep
     failures = f" (failed: {', '.join(failed)})" if failed else ""
-    others = [run for runs in summary.get("other_code", {}).values() for run in runs]
+    others = [*chain.from_iterable(summary.get("other_code", {}).values())]
     if others:
         failures += f" (of an earlier `--import` file, and not counted: {', '.join(others)})"
     return (

@@ -96,20 +96,18 @@ def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples]:
     """Load and check the examples of each method of a sweep, once for all methods with the same ones.
 
     Args:
-        sweep: `Sweep` of recipes/sweep.py.
+        sweep: `Sweep` of recipes/sweep.py with a training script of the package, which is in `CONFIGS`.
 
     Returns:
-        The examples by method. Those of another training script than the package's, and those that would need the Hub while it
-        cannot be reached, are missing: each training needs them later, but a plan does not.
+        The examples by method. Those that would need the Hub while it cannot be reached are missing: each training needs them
+        later, but a plan does not.
 
     Raises:
         UserError: As in a training, which names the mistake in the data.
     """
-    if sweep.script not in CONFIGS:
-        return {}
     examples, loaded_before = {}, {}
     for method, recipes in sweep.recipes.items():
-        recipe = {**recipes.selecting, "num_threads": None}
+        recipe = {**recipes.selecting, "num_threads": None}  # which would set the threads of the sweep itself
         read = {name: recipe[name] for name in _READ if name in recipe}
         model, data = build_part((ModelArguments, _DATA[sweep.script]), recipe)
         (args,) = build_part((CONFIGS[sweep.script],), {**read, "output_dir": sweep.output_dir, "use_cpu": True})

@@ -392,7 +392,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     if sweep.accept_changed_imports:
         accepted = accept_other_results(sweep)
-        print(*filter(None, [accepted]), file=sys.stderr if sweep.print_commands else None, flush=True)
+        # The standard output of `print_commands` has commands only.
+        print(accepted, file=sys.stderr if sweep.print_commands else None, flush=True)
     if sweep.print_commands:
         print_commands(sweep)
         sweep.check_failures()
