@@ -164,7 +164,7 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[i
         total = sum(cost * bound * number for cost, bound, (_, number) in zip(costs, bounds, trainings, strict=True))
         amount = f"at most {describe_hours(kinds[0], total)}"
     per_token = name_range([f"{cost / 1e9:.3g}" for cost in sorted(costs)])
-    passes = name_range([str(training.num_passes) for training in sorted(kinds, key=lambda kind: kind.num_passes)])
+    passes = name_range([str(number) for number in sorted(training.num_passes for training in kinds)])
     in_passes = "" if passes == "1" else f" in {passes} passes"
     return (
         f"{amount}, without evaluations\ncomputed, not measured: {per_token} GFLOP for a token{in_passes}, at "
@@ -269,6 +269,7 @@ def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
 
 def _describe_checkpoints(trainings: Sequence[tuple[Training, int]], num_rows: int | None = None) -> str:
     """Return the size and the number of the checkpoints that trainings leave on the disk, and the field that limits them."""
+    # Of one checkpoint of each training.
     sizes = [12 * training.num_parameters * number for training, number in trainings]
     kept = [_count_checkpoints(training, num_rows) for training, _ in trainings]
     limits = {training.args.save_total_limit for training, _ in trainings}
@@ -276,21 +277,29 @@ def _describe_checkpoints(trainings: Sequence[tuple[Training, int]], num_rows: i
     if limits != {None}:
         field = f"`save_total_limit: {', '.join(sorted(map(str, limits)))}`"
     if None in kept:
-        whose = "each checkpoint" if sum(number for _, number in trainings) == 1 else "a checkpoint of each training"
+        whose = "a checkpoint of each training"
+        if sum(number for _, number in trainings) == 1:
+            whose = "each checkpoint"
         return f"{_name_size(sum(sizes))} for {whose} ({field})"
-    total = sum(number * num_kept for num_kept, (_, number) in zip(kept, trainings, strict=True))
-    if total == 0:
+    total_number, total_size = 0, 0
+    for (_, number), size, num_kept in zip(trainings, sizes, kept, strict=True):
+        total_number += number * num_kept
+        total_size += size * num_kept
+    if total_number == 0:
         return "no checkpoints"
-    size = sum(size * num_kept for num_kept, size in zip(kept, sizes, strict=True))
-    text = f"{_name_size(size)} for {count(total, 'checkpoint')}"
-    return text if max(kept) == 1 and limits == {None} else f"{text} ({field})"
+    text = f"{_name_size(total_size)} for {count(total_number, 'checkpoint')}"
+    if max(kept) == 1 and limits == {None}:  # there is nothing to limit
+        return text
+    return f"{text} ({field})"
 
 
 def describe_loaded_checkpoints(trainings: Sequence[Training], num_rows: int) -> str:
     """Return the checkpoints of trainings whose number of rows is known now, or "" if the plan has their number already."""
-    was_counted = None not in map(_count_checkpoints, trainings)
-    is_counted = None not in (_count_checkpoints(training, num_rows) for training in trainings)
-    if was_counted or not is_counted or any(training.num_parameters is None for training in trainings):
+    if any(training.num_parameters is None for training in trainings):
+        return ""
+    planned = [_count_checkpoints(training) for training in trainings]
+    loaded = [_count_checkpoints(training, num_rows) for training in trainings]
+    if None not in planned or None in loaded:
         return ""
     return f"about {_describe_checkpoints([(training, 1) for training in trainings], num_rows)}"
 
@@ -317,7 +326,9 @@ def _count_checkpoints(training: Training, num_rows: int | None = None) -> int |
         number = None if num_steps is None else num_steps / args.save_steps
     if number is None:
         return limit
-    return min(math.ceil(number), limit or math.ceil(number))
+    if limit:
+        return min(math.ceil(number), limit)
+    return math.ceil(number)
 
 
 def _weights(training: Training) -> float:

@@ -228,16 +228,15 @@ def describe_passes(
         num_loops: Recurrence depth K of the model, or None if only the loaded model tells it.
         depths: As in `depth_matrix`.
     """
-    last = max(depths) if depths else _times(2, num_loops)
-    passes = {"readouts": "1 pass", "depth_matrix": f"1 pass of at most {last} loops"}
+    most_loops, of_single_loop, of_curvature = "2 K", "K + 2", "2 K + 1"
+    if num_loops is not None:
+        most_loops, of_single_loop, of_curvature = f"{2 * num_loops}", f"{num_loops + 2}", f"{2 * num_loops + 1}"
+    if depths:
+        most_loops = str(max(depths))
+    passes = {"readouts": "1 pass", "depth_matrix": f"1 pass of at most {most_loops} loops"}
     if is_adapter:
-        passes["single_loop"] = "K + 2 passes" if num_loops is None else f"{num_loops + 2} passes"
-        passes["curvature"] = "2 K + 1 passes" if num_loops is None else f"{2 * num_loops + 1} passes"
+        passes |= {"single_loop": f"{of_single_loop} passes", "curvature": f"{of_curvature} passes"}
     return ", ".join(f"{name} {passes[name]}" for name in diagnostics if name in passes) or "nothing is measured"
-
-
-def _times(factor: int, num_loops: int | None) -> str | int:
-    return f"{factor} K" if num_loops is None else factor * num_loops
 
 
 def _target_logits(

@@ -63,7 +63,9 @@ def count_answers(options: ScriptArguments, recipe: Mapping[str, Any], depth: in
     num_settings = sum(other != depth for other in options.eval_num_loops or ())
     if options.single_loop_accuracy:
         num_settings += depth or 0
-    return add_answers([*tasks, *(task.times(num_settings) for task in tasks[:1])])
+    if tasks:
+        tasks.append(tasks[0].times(num_settings))
+    return add_answers(tasks)
 
 
 def _count_task(name: str, options: ScriptArguments, recipe: Mapping[str, Any]) -> Answers:

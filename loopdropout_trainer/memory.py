@@ -152,7 +152,9 @@ def count_parameters(config: Mapping[str, Any], rank: int) -> int | None:
 def find_smallest_projection(config: Mapping[str, Any]) -> int | None:
     """Return the smallest width of a linear projection of the recurrent block, or None for a model of unknown sizes."""
     shape = read_shape(config)
-    return None if shape is None else min(map(min, shape.projections))
+    if shape is None:
+        return None
+    return min(min(sizes) for sizes in shape.projections)
 
 
 def _count_adapter(shape: Shape, rank: int) -> int:

@@ -41,30 +41,39 @@ def describe_paper_costs(trainings: Sequence[tuple[Training, int]]) -> str:
     """
     if any(training.args.world_size > 1 for training, _ in trainings):
         return ""  # the recipes are for one GPU
-    costs = [(find_paper_cost(training.recipe), training, number) for training, number in trainings]
-    known = [(cost, training, number) for cost, training, number in costs if cost is not None]
-    if not known:
+    found = []
+    for training, number in trainings:
+        cost = find_paper_cost(training.recipe)
+        if cost is not None:
+            found.append((training, cost, number))
+    if not found:
         return ""
-    first, training, _ = known[0]
-    known = [(cost, training, number) for cost, training, number in known if cost.place == first.place]
-    shortest, longest = min(cost.shortest for cost, _, _ in known), max(cost.longest for cost, _, _ in known)
+    first_training, first_cost, _ = found[0]
+    known = [(cost, number) for _, cost, number in found if cost.place == first_cost.place]  # others cannot be added
+    costs = [cost for cost, _ in known]
+    shortest, longest = min(cost.shortest for cost in costs), max(cost.longest for cost in costs)
     text = f"{name_range([f'{shortest:g}', f'{longest:g}'])} minutes"
-    num_known, num_all = sum(number for _, _, number in known), sum(number for _, number in trainings)
+    num_known = sum(number for _, number in known)
+    num_all = sum(number for _, number in trainings)
     if num_all > 1:
-        low, high = (sum(getattr(cost, end) * number for cost, _, number in known) for end in ("shortest", "longest"))
-        whose = count(num_all, "training") if num_known == num_all else f"{num_known} of the {num_all} trainings"
+        low = sum(cost.shortest * number for cost, number in known)
+        high = sum(cost.longest * number for cost, number in known)
+        whose = f"{num_known} of the {num_all} trainings"
+        if num_known == num_all:
+            whose = count(num_all, "training")
         text = f"{name_range([f'{low / 60:.3g}', f'{high / 60:.3g}'])} hours in {whose}: {text} each"
-    sizes = sorted(cost.gigabytes for cost, _, _ in known if cost.gigabytes is not None)
+    sizes = sorted(cost.gigabytes for cost in costs if cost.gigabytes is not None)
     if sizes:
-        text += f", {name_range([f'{size:.2f}' for size in (sizes[0], sizes[-1])])} GB"
-    return "\n".join([f"{text} {first.place}", *_explain_memory(training, sizes)])
+        text += f", {name_range([f'{sizes[0]:.2f}', f'{sizes[-1]:.2f}'])} GB"
+    return "\n".join([f"{text} {first_cost.place}", *_explain_memory(first_training, sizes)])
 
 
 def _explain_memory(training: Training, sizes: Sequence[float]) -> list[str]:
     """Return the line about the length of the examples at which the estimate has the paper's memory, if it is known."""
-    bound, fixed = (estimate_training_memory(training, length).get("total") for length in (None, 0))
+    bound = estimate_training_memory(training).get("total")  # of examples of `max_length` tokens
     if not sizes or bound is None:
         return []
+    fixed = estimate_training_memory(training, length=0)["total"]  # the rest grows with the tokens
     max_length = training.args.max_length
     length = max_length * (sizes[-1] - fixed) / (bound - fixed)
     return [

@@ -41,10 +41,13 @@ def list_settings(
     At a depth that only the loaded model says, `single_loop` is one setting, because the number of loops is not known.
     """
     settings = []
+    default = "unit" if is_adapter else "none"
     for num_loops in depths:
-        texts = (gates or [None]) if num_loops is None else expand_gates(gates, num_loops)
+        texts = gates or [None]
+        if num_loops is not None:
+            texts = expand_gates(gates, num_loops)
         for text in texts:
-            settings.append(Setting(name, columns, num_loops, text or ("unit" if is_adapter else "none")))
+            settings.append(Setting(name, columns, num_loops, text or default))
     return settings
 
 
@@ -82,7 +85,9 @@ def print_evaluation_plan(
     if any(setting.gates == "single_loop" for setting in settings):
         in_all = [f"more than {in_all[0]}, because only the loaded model says its number of loops"]
     rows = read_own_results(folder)
-    num_done = sum(_is_done(setting, task, number, rows) for setting in settings for task, number in numbers.items())
+    num_done = 0
+    for setting in settings:
+        num_done += sum(_is_done(setting, task, number, rows) for task, number in numbers.items())
     plan = {
         "models": [*lines.values()],
         "tasks": [_describe_task(task, limit, max_new_tokens) for task in tasks],
