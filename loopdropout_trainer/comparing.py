@@ -27,7 +27,8 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
     Raises:
         UserError: if a run was not measured on the task at this depth, or the problems differ.
     """
-    samples, others = (read_samples(_find_accuracy(place, task, num_loops)) for place in (folder, baseline))
+    samples = read_samples(_find_accuracy(folder, task, num_loops))
+    others = read_samples(_find_accuracy(baseline, task, num_loops))
     if not _have_same_problems(samples, others):
         raise UserError(
             f"Both runs must be measured on the same problems of {task}, but {folder} has {len(samples)} and {baseline} has "
@@ -61,8 +62,9 @@ def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
         own, or those of several adapters.
     """
     measured = {folder: _find_comparable(folder) for folder in folders}
-    lines = []
-    baseline = measured[folders[-1]] if all(measured.values()) else {}
+    lines, baseline = [], {}
+    if all(measured.values()):
+        baseline = measured[folders[-1]]
     for place in sorted(baseline):
         others = read_samples(baseline[place])
         rows = {folder: own[place] for folder, own in measured.items() if place in own}
@@ -124,7 +126,10 @@ def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict
     own = _list_accuracies(rows)
     depth = num_loops
     if depth is None:
-        depth = next((row["num_loops"] for row in [*filter(is_of_training, rows), *own]), None)
+        of_training = [row for row in rows if is_of_training(row)]
+        known = of_training or own  # without results of the training, the depth of the first measurement
+        if known:
+            depth = known[0]["num_loops"]
     found = [row for row in own if row["task"] == task and row["num_loops"] == depth]
     if len(found) > 1:
         raise UserError(
@@ -134,7 +139,9 @@ def _find_accuracy(folder: str | Path, task: str, num_loops: int | None) -> dict
     if found:
         return found[0]
     measured = ", ".join(f"{row['task']} at K = {row['num_loops']}" for row in own) or "no task"
-    at_depth, option = (f" at K = {depth}", f" --eval_num_loops {depth}") if depth else ("", "")
+    at_depth, option = "", ""
+    if depth:
+        at_depth, option = f" at K = {depth}", f" --eval_num_loops {depth}"
     raise UserError(
         f"`task` must be one that {folder} was measured on{at_depth}, got {task}. It was measured on {measured}. "
         f"`loopdropout evaluate {folder} --benchmarks {task}{option}` measures it."

@@ -35,7 +35,7 @@ PLACES = {
 
 
 def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
-    """Return the tables of losses by depth and by readout, one for each set of examples that they were measured on.
+    """Return the tables of losses by depth and by readout, one for each set of examples, and of readouts for each depth, too.
 
     Args:
         results: From `final_results`.

@@ -268,12 +268,15 @@ def describe_losses_above_base(training: pd.DataFrame, runs: Sequence[Run]) -> l
     """
     losses = training[training["metric"] == "eval_loss"].groupby("method")["value"].last().to_dict()
     of_base = losses.get(BASE_MODEL, math.inf)
-    return [
-        f"{run.title}: The held-out loss, {losses[run.title]:.4g}, is above the base model's, {of_base:.4g}. Train with a "
-        f"lower `learning_rate` than {run.args.learning_rate:g}."
-        for run in runs
-        if losses.get(run.title, 0.0) > of_base
-    ]
+    lines = []
+    for run in runs:
+        loss = losses.get(run.title, 0.0)
+        if loss > of_base:
+            lines.append(
+                f"{run.title}: The held-out loss, {loss:.4g}, is above the base model's, {of_base:.4g}. Train with a lower "
+                f"`learning_rate` than {run.args.learning_rate:g}."
+            )
+    return lines
 
 
 def print_differences(accuracy: pd.DataFrame, baseline: str = "LoRA") -> None:

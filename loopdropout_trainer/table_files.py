@@ -245,9 +245,12 @@ def build_table(spec: dict, results: pd.DataFrame) -> tuple[pd.DataFrame, list[s
 
 def find_decimals(spec: dict) -> int:
     """Return the decimals of the differences of a table that set none: those of its means, as far as they set some, else 2."""
-    columns = spec["columns"].values()
-    means = [column for column in columns if "decimals" in column and not {"minus", "of", "metric"} & column.keys()]
-    return max((column["decimals"] for column in means), default=2)
+    decimals = []
+    for column in spec["columns"].values():
+        is_mean = column.keys().isdisjoint(("minus", "of", "metric"))
+        if is_mean and "decimals" in column:
+            decimals.append(column["decimals"])
+    return max(decimals, default=2)
 
 
 def describe_missing(missing: list[tuple]) -> list[str]:

@@ -22,9 +22,11 @@ def read_unfinished(folders: Iterable[str | Path]) -> tuple[list[dict[str, Any]]
     """
     from loopdropout_trainer.saving.source import find_source
 
-    runs = sorted({path.parent for folder in folders for path in Path(folder).rglob("checkpoint-*")})
+    runs: set[Path] = set()
+    for folder in folders:
+        runs.update(path.parent for path in Path(folder).rglob("checkpoint-*"))
     rows, sentences = [], []
-    for run in runs:
+    for run in sorted(runs):
         checkpoint = newest_checkpoint(run)
         if checkpoint is None:
             continue

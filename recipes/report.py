@@ -288,12 +288,13 @@ def report_comparison(folders: Sequence[str], output_dir: Path) -> None:
         print(line)
     if compared.empty:
         return
-    names = dict(zip(folders, shorten_folders(pd.Series([*map(os.path.abspath, folders)])), strict=True))
+    places = pd.Series([os.path.abspath(folder) for folder in folders])
+    names = dict(zip(folders, shorten_folders(places), strict=True))
     comparisons = compared.pop("comparison")
     numbers = compared.join(pd.DataFrame([*comparisons.map(as_numbers)], compared.index))
     texts = compared.rename(names, level="run").rename(columns={"num_problems": "n"})
     texts["accuracy"] = texts["accuracy"].map("{:.2f}".format)
-    texts["difference"] = [*comparisons.map(lambda comparison: "" if comparison is None else str(comparison))]
+    texts["difference"] = ["" if comparison is None else str(comparison) for comparison in comparisons]
     is_other = comparisons.isna() & (compared.index.get_level_values("run") != folders[-1])
     texts.loc[[*is_other], "difference"] = "other problems"
     about = []
