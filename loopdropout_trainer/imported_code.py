@@ -55,7 +55,9 @@ def describe_imports(recipe: Mapping[str, Any], model: nn.Module, trained: str |
     imports, accepted = digest_imports(), {}
     if trained is not None:
         former, accepted = read_imports(trained), read_accepted_imports(trained)
-        imports = {**former, **imports, **{path: former[path] for path in accepted}}  # what it was trained with
+        imports = {**former, **imports}
+        for path in accepted:  # its digest stays that of the training
+            imports[path] = former[path]
         used = [*dict.fromkeys([*read_used_imports(trained), *used])]
     return {"imports": imports, "used_imports": used, "accepted_imports": accepted}
 
@@ -71,14 +73,15 @@ def _holds_any(path: str, parts: Sequence[Any]) -> bool:
 
 def find_other_code(folder: str | Path) -> str | None:
     """Return a clause about the first file that the run in a folder depends on and that is another one now, or None."""
-    return next(_find_changes(folder, read_used_imports(folder)), None)
+    changed = _find_changed(folder, read_used_imports(folder))
+    return _describe_change(changed[0]) if changed else None
 
 
 def find_unused_changes(folder: str | Path) -> list[str]:
     """Return a clause about each changed file that the run in a folder was given, but as far as is known does not use."""
     used = read_used_imports(folder)
     unused = [path for path in read_imports(folder) if path.endswith(".py") and path not in used and path in IMPORTED]
-    return list(_find_changes(folder, unused))
+    return [_describe_change(path) for path in _find_changed(folder, unused)]
 
 
 def describe_accepted(paths: Iterable[str]) -> list[str]:
@@ -99,24 +102,33 @@ def accept_other_code(folder: str | Path) -> bool:
     file that is missing cannot be accepted.
     """
     digests = digest_imports()
-    changed = [path for path in read_used_imports(folder) if path in digests and [*_find_changes(folder, [path])]]
+    changed = [path for path in _find_changed(folder, read_used_imports(folder)) if path in digests]
     if not changed:
         return False
-    accepted = {**read_accepted_imports(folder), **{path: digests[path] for path in changed}}
+    accepted = dict(read_accepted_imports(folder))
+    for path in changed:
+        accepted[path] = digests[path]
     path = Path(folder, RUN_FILE)
     with lock_file(path):
         write_file(path, json.dumps({**read_run(folder), "accepted_imports": accepted}, indent=2) + "\n")
     return True
 
 
-def _find_changes(folder: str | Path, paths: list[str]) -> Iterator[str]:
+def _find_changed(folder: str | Path, paths: list[str]) -> list[str]:
+    """Return those of some files of a run that are missing now, or others than those that it was trained with or accepted."""
     if not paths:
-        return
+        return []
     former, accepted, digests = read_imports(folder), read_accepted_imports(folder), digest_imports()
+    changed = []
     for path in paths:
         if {former.get(path), accepted.get(path)}.isdisjoint(digests.values()):  # the file may have moved
-            change = "has changed since" if path in digests else "is missing"
-            yield f"its `--import` {path} {change}"
+            changed.append(path)
+    return changed
+
+
+def _describe_change(path: str) -> str:
+    change = "has changed since" if path in IMPORTED else "is missing"
+    return f"its `--import` {path} {change}"
 
 
 def _find_registered(value: Any) -> Iterator[Any]:

@@ -230,9 +230,13 @@ class Source:
 
     def _imports_text(self) -> str:
         """Return the files of `--import` of the run, and which of them have changed since and were accepted."""
-        accepted = read_accepted_imports(self.run)
-        remark = " (changed since the training, and accepted)"
-        return ", ".join(path + (remark if path in accepted else "") for path in read_imports(self.run))
+        accepted, texts = read_accepted_imports(self.run), []
+        for path in read_imports(self.run):
+            if path in accepted:
+                texts.append(f"{path} (changed since the training, and accepted)")
+            else:
+                texts.append(path)
+        return ", ".join(texts)
 
     def describe(self) -> str:
         """Return the line that each command prints: what the name is, and what it runs with."""
