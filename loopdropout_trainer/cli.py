@@ -128,8 +128,11 @@ def find_recipes(words: Sequence[str]) -> list[str]:
 
     Case, hyphens and underscores do not count, so `loop_dropout` is "Loop Dropout".
     """
-    described = _describe_recipes()
-    return [name for name, texts in described.items() if all(_has_word(*texts, word) for word in words)]
+    found = []
+    for name, (command, text) in _describe_recipes().items():
+        if all(_has_word(command, text, word) for word in words):
+            found.append(name)
+    return found
 
 
 @cache

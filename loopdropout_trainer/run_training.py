@@ -57,5 +57,6 @@ def name_device(device: torch.device) -> str:
     names = [platform.machine()]
     with suppress(OSError):
         match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        names += [match[1]] if match else []
+        if match:
+            names.append(match[1])
     return f"cpu ({', '.join(names)})"

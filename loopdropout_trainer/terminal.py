@@ -69,10 +69,8 @@ def protect_terminal() -> None:
             continue
         stream = PrintableStream(terminal, has_bars)
         setattr(sys, name, stream)
-        for logger in [
-            logging.root,
-            *logging.root.manager.loggerDict.values(),
-        ]:  # libraries keep the stream of their import
+        # Libraries keep the stream of their import.
+        for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
             for handler in getattr(logger, "handlers", ()):
                 if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
                     handler.setStream(stream)

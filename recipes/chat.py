@@ -113,9 +113,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             try:
                 chats.ask(prompt)
-            except (
-                UserError
-            ) as error:  # such as a conversation that is too long. Another line can replace its last one
+            except UserError as error:
+                # Such as a conversation that is too long. Another line can replace its last one.
                 print(f"{error}\n")
             if prompt_format.text is not None:
                 chats.clear()

@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> None:
     if script_args.preview is not None:
         examples = job.loaded.find_examples(script_args.preview)
         if not examples:
-            most = max([source.num_train for source in job.loaded.sources] or [len(dataset["train"])])
+            most = len(dataset["train"])
+            if job.loaded.sources:  # an example has its number in its data set
+                most = max(source.num_train for source in job.loaded.sources)
             raise UserError(f"`preview` must be from 0 to {most - 1}, got {script_args.preview}.")
         losses = training_args.completion_only_loss, training_args.assistant_only_loss
         for title, index in examples.items():

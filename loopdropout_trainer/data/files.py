@@ -38,9 +38,9 @@ def load_rows(source: DataSource) -> Dataset:
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one from an empty JSON file
         if isinstance(error.__cause__, CastError):
             first, other = error.__cause__.requested_column_names, error.__cause__.table_column_names
-            new = [
-                name for name in other if name not in first
-            ] or other  # `other` can have the first file's columns, too
+            new = [name for name in other if name not in first]
+            if not new:  # the other file may lack some of the first one's columns, or have other types
+                new = other
             raise UserError(
                 f"{source} must have the same columns and types, got {', '.join(first)} in one file and {', '.join(new)} in "
                 "another one. Give each file an item of `datasets` instead, such as `- path: a.jsonl`."

@@ -159,7 +159,9 @@ def load_examples(
         num_held_out = [0] * len(mixture.sizes)
         if not args.eval_files:
             num_held_out = _count_by_source(splits["eval"], len(mixture.sizes))
-        sources = [*map(MixedSource, mixture.titles, num_train, num_held_out, mixture.sizes, mixture.losses)]
+        for number, title in enumerate(mixture.titles):
+            size, loss = mixture.sizes[number], mixture.losses[number]
+            sources.append(MixedSource(title, num_train[number], num_held_out[number], size, loss))
     datasets = DatasetDict()
     for name, split in splits.items():
         if len(split):
@@ -219,7 +221,8 @@ def _load_mixture(
         for number, part in enumerate(parts):
             trained[number] = losses.describe(part.rows.features, titles[number], has_template)
         parts = [mix(part, losses) for part in parts]
-    return Mixture(concatenate(parts).select(interleave(sizes, find_shares(sources))), titles, sizes, trained)
+    order = interleave(sizes, find_shares(sources))  # a part of the examples, if the shares ask for it
+    return Mixture(concatenate(parts).select(order), titles, sizes, trained)
 
 
 def _split(

@@ -56,21 +56,23 @@ class Losses(NamedTuple):
         is_chat = not _is_text(features["prompt"])
         whose = "the assistant's turns of " if self.assistant_only and is_chat else ""
         how = ", as plain text, without the chat template" if has_template and not is_chat else ""
-        if self.completion_only is False:
-            return f"{whose}the prompt and the completion" if whose else f"all tokens{how}"
-        return f"{whose}the completion{how}"
+        if self.completion_only is not False:
+            return f"{whose}the completion{how}"
+        if whose:
+            return f"{whose}the prompt and the completion"
+        return f"all tokens{how}"
 
 
 def concatenate(parts: Sequence[Examples]) -> Examples:
     """Return the examples of several sources with the same columns one behind the other."""
     from datasets import concatenate_datasets
 
-    rows, key = concatenate_datasets([part.rows for part in parts]), step_key(*[part.key for part in parts])
-    sources, origins, num_sources = [], [], 0
+    rows = concatenate_datasets([part.rows for part in parts])
+    key = step_key(*[part.key for part in parts])
+    sources, origins = [], []
     for part in parts:
+        origins.append(part.origins + [len(sources), 0])  # [N, 2]: the index in `sources`, and the row there
         sources += part.sources
-        origins.append(part.origins + [num_sources, 0])
-        num_sources = len(sources)
     return Examples(rows, key, sources, np.concatenate(origins))
 
 
@@ -82,8 +84,7 @@ def have_one_format(parts: Iterable[Examples]) -> bool:
 
 def differ_in_format(first: Examples, other: Examples, formats: Sequence[Sequence[str]]) -> bool:
     """Return whether examples of SFT are of two formats, such as pairs and chats, or pairs of texts and of turns."""
-    names = [_format_of(examples.rows.features) for examples in (first, other)]
-    return _are_supervised(formats) and names[0] != names[1]
+    return _are_supervised(formats) and _format_of(first.rows.features) != _format_of(other.rows.features)
 
 
 def check_formats(parts: Sequence[Examples], titles: Sequence[str], formats: Sequence[Sequence[str]]) -> None:
@@ -99,9 +100,9 @@ def check_formats(parts: Sequence[Examples], titles: Sequence[str], formats: Seq
         return
     for title, other in zip(titles, features, strict=True):
         if other != features[0]:
-            names = [", ".join(_name_columns(columns)) for columns in (features[0], other)]
+            names, other_names = ", ".join(_name_columns(features[0])), ", ".join(_name_columns(other))
             raise UserError(
-                f"`datasets` must have the same columns, got {names[0]} in {titles[0]}, and {names[1]} in {title}."
+                f"`datasets` must have the same columns, got {names} in {titles[0]}, and {other_names} in {title}."
             )
 
 

@@ -300,8 +300,9 @@ class AdapterFilesMixin:
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        tags = [tags] if isinstance(tags, str) else tags or []
-        tags = [*tags, *(getattr(self.model, "model_tags", None) or ())]
+        if isinstance(tags, str):
+            tags = [tags]
+        tags = [*(tags or ()), *(getattr(self.model, "model_tags", None) or ())]
         self._write_card(model_name, dataset_name, tags)  # the card that stays if the push fails
         self._finish_current_push()
         explained = explain_push(self._hub_name, f"The adapter is saved in {args.output_dir}.", token)

@@ -186,9 +186,8 @@ def _write_contents(dataset: Any, formats: Collection[Sequence[str]]) -> Any:
     if not columns:
         return dataset
     features = str([dataset.features[name] for name in columns])
-    if not re.search(
-        r"Value\('u?(int|float)|Json\(", features
-    ):  # types that hold numbers. "points" can be a key of turns
+    # Only these types hold numbers. "points" can be a key of turns.
+    if not re.search(r"Value\('u?(int|float)|Json\(", features):
         return dataset
     rows = dataset.select_columns(list(columns)).with_format(None)
     if all(_write_row(row, columns) == row for row in rows):

@@ -309,9 +309,8 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         self._assistant_only_loss = arguments["args"].assistant_only_loss
         examples = [read_first(dataset) for _, dataset in name_datasets(arguments) if dataset is not None]
         if all(example is not None and "labels" in example for example in examples):
-            arguments[
-                "args"
-            ].assistant_only_loss = False  # labels decide the loss, and TRL refuses the field without turns
+            # Labels decide the loss, and TRL refuses the field without turns.
+            arguments["args"].assistant_only_loss = False
 
     def after_init(self) -> None:
         super().after_init()
