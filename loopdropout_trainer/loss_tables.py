@@ -41,13 +41,12 @@ def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
         results: From `final_results`.
     """
     tables = []
-    for metric, (column, place, words) in PLACES.items():
+    for metric, (column, place, _) in PLACES.items():
         keys = ["task", "n"] if column == "num_loops" else ["task", "n", "num_loops"]
         groups = results[results["metric"] == metric].groupby(keys, sort=False)
         for number, ((task, *_), rows) in enumerate(groups, start=1):
             numbers = _average_places(rows, column, place)
-            title = f"Loss on {name_examples(task, rows)}{words}, in nats per token, mean ± SD over seeds"
-            title = fit_title(title, numbers)
+            title = fit_title(f"{title_losses(metric, task, rows)}, mean ± SD over seeds", numbers)
             texts = spread_places(numbers, decimals=4).rename(columns=lambda name, head=place: _name_place(head, name))
             seeds = texts.loc[has_seeds(texts.index), "seeds"].unique()
             if len(seeds) == 1:  # then the title has their number
@@ -56,6 +55,12 @@ def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
             name = metric if number == 1 else f"{metric}_{number}"
             tables.append(LossTable(name, title, numbers, texts))
     return tables
+
+
+def title_losses(metric: str, task: str, rows: pd.DataFrame) -> str:
+    """Return the title of losses on a task, whose metric is one of `PLACES`."""
+    _, _, words = PLACES[metric]
+    return f"Loss on {name_examples(task, rows)}{words}, in nats per token"
 
 
 def _average_places(rows: pd.DataFrame, column: str, place: str) -> pd.DataFrame:

@@ -19,6 +19,7 @@ from rich.table import Table
 from loopdropout_trainer.diagnostics import FEWEST_PROBLEMS, compare_answers, describe_profile, explain_disagreements
 from loopdropout_trainer.figures import overview_figure
 from loopdropout_trainer.frames import load_results, order_labels
+from loopdropout_trainer.loss_tables import title_losses
 from loopdropout_trainer.results import BASE_MODEL, read_samples
 from loopdropout_trainer.saving.cards import describe_kept_checkpoint, read_card_fields
 from loopdropout_trainer.tables import OWN_FAMILY, name_examples
@@ -179,14 +180,13 @@ def print_loss_reductions(results: pd.DataFrame) -> None:
 
 def print_losses(results: pd.DataFrame) -> None:
     """Print the losses at each depth, and the losses of the readout of each loop, in nats per token."""
-    unit = "in nats per token"
     depths = results.query("metric == 'depth_loss'").sort_values("num_loops", kind="stable")
     for task, own in depths.groupby("task", sort=False):
-        title = f"Loss on {name_examples(task, own)} with K loops, {unit}"
+        title = title_losses("depth_loss", task, own)
         print_by_method(title, own, "K=" + own["num_loops"].astype(str), "{:.4f}".format)
     readouts = results.query("metric == 'readout_loss'")
     for task, own in readouts.groupby("task", sort=False):
-        title = f"Loss on {name_examples(task, own)}, read out after each loop, {unit}"
+        title = title_losses("readout_loss", task, own)
         print_by_method(title, own, "loop " + own["loop"].astype(int).astype(str), "{:.4f}".format)
 
 
