@@ -59,6 +59,11 @@ class Training(NamedTuple):
     rank: int | None
 
     @property
+    def depth(self) -> int | None:
+        """Recurrence depth K, or None if only the loaded model tells it."""
+        return self.model.num_loops or read_depth(self.config)
+
+    @property
     def is_supervised(self) -> bool:
         """Whether a training reads each token of its examples once in an epoch. In DPO and GRPO there are further passes."""
         return isinstance(self.args, LoopDropoutConfig)
@@ -86,7 +91,7 @@ class Training(NamedTuple):
             return None
         number = count_parameters(self.config, self.rank)
         if number is not None and self.args.make_rule().lora_kind == "per_loop":
-            number *= self.model.num_loops or read_depth(self.config)
+            number *= self.depth
         return number
 
 

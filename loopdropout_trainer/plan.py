@@ -66,7 +66,7 @@ def describe_plan(
         "paper": describe_paper_costs([(training, 1) for training in trainings]),
         "samples": describe_samples(runs[0]),
         "afterwards": describe_steps_afterwards(runs[0]),
-        "answers": _describe_answers(runs, model.num_loops or read_depth(config)),
+        "answers": _describe_answers(runs, trainings[0].depth),
         "trained": describe_trained(runs),
         "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
     }

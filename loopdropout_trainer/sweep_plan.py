@@ -12,7 +12,6 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTA
 from loopdropout_trainer.costs import NOT_COMPUTED, Training, describe_costs
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.evaluation_costs import HOW_TO_TIME, add_answers, count_answers
-from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.paper_costs import describe_paper_costs
 from loopdropout_trainer.plan import (
     describe_early_stop,
@@ -57,7 +56,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         if measured:
             done += f", {measured}"
     other_code = ""
-    if command is not None:  # else the sweep has printed it
+    if command is not None:  # else the sweep prints it before its first training
         other_code = describe_other_results(sweep)
     plan = {
         "methods": ", ".join(sweep.recipes),
@@ -223,11 +222,11 @@ def _describe_answers(sweep: Any, trainings: Mapping[str, Training], is_timed: b
     parts = []
     for method, training in trainings.items():
         recipes, num_final = sweep.recipes[method], _count_final_runs(sweep, method)
-        depth = training.model.num_loops or read_depth(training.config)
-        parts.append(count_answers(_read_options(recipes.final), recipes.final, depth).times(num_final))
+        of_final = count_answers(_read_options(recipes.final), recipes.final, training.depth)
+        parts.append(of_final.times(num_final))
         if not sweep.full_grid:
-            num_rates = len(sweep.choice(method).rates)
-            parts.append(count_answers(_read_options(recipes.selecting), recipes.selecting, depth).times(num_rates))
+            of_selecting = count_answers(_read_options(recipes.selecting), recipes.selecting, training.depth)
+            parts.append(of_selecting.times(len(sweep.choice(method).rates)))
     is_extended = sweep.extend_grid and not sweep.full_grid
     text = add_answers(parts).describe(", without further learning rates" if is_extended else "")
     if text and not is_timed:

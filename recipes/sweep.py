@@ -295,7 +295,8 @@ class Sweep:
             UserError: If two runs in a row fail with the same message.
         """
         self.save_progress(None)
-        if other_results := describe_other_results(self):
+        other_results = describe_other_results(self)
+        if other_results:
             print(f"The sweep trains the other runs. {other_results}", flush=True)
         self.pool.train_all()
 
