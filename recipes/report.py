@@ -189,20 +189,27 @@ def describe_early_stops(folders: Sequence[str]) -> list[str]:
 
 
 def describe_starts(folders: Sequence[str]) -> list[str]:
-    """Return a line for each training in some folders whose weights were trained before, as its saved adapter says."""
+    """Return a line for each training in some folders whose weights were trained before."""
     lines = []
     for folder in folders:
-        trained = {row.get("training") for row in read_own_results(folder) if is_of_training(row)}
-        for place in filter(None, [folder, newest_checkpoint(folder)]):
-            try:
-                metadata = find_source(place).metadata
-            except UserError:  # not saved
-                continue
-            earlier = metadata.get("earlier_trainings")
-            if earlier and metadata.get("training_id") in trained:
-                lines.append(f"{folder} started from weights that were trained before: {'; '.join(earlier)}.")
-                break
+        earlier = find_earlier_trainings(folder)
+        if earlier:
+            lines.append(f"{folder} started from weights that were trained before: {'; '.join(earlier)}.")
     return lines
+
+
+def find_earlier_trainings(folder: str) -> Sequence[str]:
+    """Return the trainings before the one in a folder, as its saved adapter says, or else its newest checkpoint."""
+    trained = {row.get("training") for row in read_own_results(folder) if is_of_training(row)}
+    for place in filter(None, [folder, newest_checkpoint(folder)]):
+        try:
+            metadata = find_source(place).metadata
+        except UserError:  # not saved
+            continue
+        earlier = metadata.get("earlier_trainings")
+        if earlier and metadata.get("training_id") in trained:
+            return earlier
+    return ()
 
 
 def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:

@@ -302,15 +302,17 @@ def _make_examples(
     examples = everything.keep(
         _has_texts, left_out, noun, reason, args=args, columns=columns, chat_template=tokenizer.chat_template
     )
-    if len(examples.rows) < len(rows):
+    if len(examples.rows) < len(rows):  # so that `keep` has added their number to `left_out`
         first = int(np.setdiff1d(origins[:, 1], examples.origins[:, 1])[0])
         row = _read_row(rows[first], args)
         found = _describe_turns(row, columns) or describe_other_format(row, columns, args.formats)
         first_row = f". The first one is {everything.describe_row(first)}{found}"
         left_out[-1] = left_out[-1]._replace(reason=reason + first_row)
     if not len(examples.rows):
-        first = short_repr(_read_row(rows[0], args)[columns[-1]]) if len(rows) else "no examples"
-        raise UserError(f"The data of {data} must have an example with text in {columns[-1]}, got {first}.")
+        found = "no examples"
+        if len(rows):
+            found = short_repr(_read_row(rows[0], args)[columns[-1]])
+        raise UserError(f"The data of {data} must have an example with text in {columns[-1]}, got {found}.")
     preparation = PREPARATIONS[args.preparation]
     if preparation.keep is not keep_all:
         reason = f"`preparation: {args.preparation}` excludes them"
