@@ -28,7 +28,6 @@ from loopdropout_trainer.plan import (
     list_examples,
     print_next_commands,
     read_trainings,
-    titled,
 )
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
@@ -37,6 +36,7 @@ from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
+from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.distributed import check_devices
 from loopdropout_trainer.training_data import load_training_examples, load_training_tokenizer
 

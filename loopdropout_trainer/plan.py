@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from loopdropout_trainer.paper_costs import describe_paper_costs
 from loopdropout_trainer.published import PUBLISHED
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
+from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import word_of
 
 
@@ -379,12 +380,6 @@ def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
 def describe_left_out(left_out: Sequence[LeftOut]) -> list[str]:
     """Return the lines about examples that are left out, each with its number and the reason."""
     return [titled("left out", map(str, left_out))] if left_out else []
-
-
-def titled(title: str, lines: Iterable[str], width: int = 12) -> str:
-    """Return lines of a plan next to their title, which has `width` characters with the space behind it."""
-    indent = " " * width
-    return f"{title:<{width}}" + f"\n{indent}".join(lines)
 
 
 def print_next_commands(runs: Sequence[Run]) -> None:

@@ -20,12 +20,12 @@ from loopdropout_trainer.plan import (
     describe_step,
     find_rank,
     read_config,
-    titled,
 )
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.results import is_of_training, read_own_results
 from loopdropout_trainer.sweep_code import describe_other_results
 from loopdropout_trainer.sweeps import read_summary
+from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training_data import CONFIGS, describe_sweep_examples, load_sweep_examples
 from loopdropout_trainer.workers import describe_left, is_running

@@ -1,4 +1,4 @@
-"""Texts of a terminal: control characters of strangers, which are shown and never obeyed, and whole numbers.
+"""Texts of a terminal: control characters of strangers, which are shown and never obeyed, numbers, and titled lines.
 
 Names, fields of recipes and data sets, and answers of models can hold escape sequences, which clear a terminal, set its title
 or make a message look like another one. Every command prints by way of a `PrintableStream`.
@@ -92,3 +92,9 @@ def format_value(value: Any, digits: int = 4) -> Any:
     if not isinstance(value, float):
         return value
     return f"{value:.0f}" if value.is_integer() else f"{value:.{digits}g}"
+
+
+def titled(title: str, lines: Iterable[str], width: int = 12) -> str:
+    """Return lines of a plan next to their title, which has `width` characters with the space behind it."""
+    indent = " " * width
+    return f"{title:<{width}}" + f"\n{indent}".join(lines)

@@ -15,6 +15,7 @@ from loopdropout_trainer.evaluation.harness import leaves_of, name_of
 from loopdropout_trainer.evaluation_costs import DEFAULT_MAX_NEW_TOKENS, HOW_TO_TIME
 from loopdropout_trainer.gate_texts import expand_gates
 from loopdropout_trainer.results import read_own_results, unneeded_columns
+from loopdropout_trainer.terminal import titled
 
 
 class Setting(NamedTuple):
@@ -148,7 +149,7 @@ def _describe_depths(depths: Sequence[int | None]) -> str:
 def _print_plan(plan: Mapping[str, Sequence[str]]) -> None:
     """Print the lines of a plan below each other, the title only before the first one."""
     for title, texts in plan.items():
-        print(f"{title:<12}" + f"\n{' ' * 12}".join(texts))
+        print(titled(title, texts))
 
 
 def _count_problems(task: Task | Group, limit: int | None) -> int:
