@@ -63,10 +63,10 @@ def describe_other_results(sweep: Any) -> str:
 
 
 def accept_other_results(sweep: Any) -> str:
-    """Let the results of other imported code count as those of the present code. Return a sentence about them, or ""."""
+    """Let results of other imported code count as those of the present code. Return a sentence about it."""
     accepted = [folder for folder in find_other_results(sweep) if accept_other_code(folder)]
     if not accepted:
-        return ""
+        return "No run has results of other `--import` code, so `accept_changed_imports` accepts nothing."
     return (
         f"{count(len(accepted), 'run')} of other `--import` code, which `run.json` records, from now on count as results of "
         f"the present code: {', '.join(map(str, accepted))}."

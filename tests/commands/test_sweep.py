@@ -867,6 +867,8 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
         "2 runs of other `--import` code, which `run.json` records, from now on count as results of the"
     )
     assert lab.runs[4:] == ["lora/lr_0.02/seed_102"] and describe_progress(lab.out) == ""
+    sweep.main([*words, "--accept_changed_imports", "true"])
+    assert "so `accept_changed_imports` accepts nothing.\n" in capsys.readouterr().out and len(lab.runs) == 5
     run = lab.out / "lora/lr_0.02/seed_101"
     facts = read_run(run)
     assert facts["imports"] == former and facts["accepted_imports"] == digest_imports() != former
