@@ -27,6 +27,7 @@ from loopdropout_trainer.files import model_path
 from loopdropout_trainer.memory import count_parameters, find_smallest_projection, read_depth
 from loopdropout_trainer.paper_costs import describe_paper_costs
 from loopdropout_trainer.published import PUBLISHED
+from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
 from loopdropout_trainer.terminal import titled
@@ -386,7 +387,8 @@ def print_next_commands(runs: Sequence[Run]) -> None:
     """Print commands that use the adapter of the first run."""
     folder, rule = runs[0].args.output_dir, runs[0].args.make_rule()
     commands = {"chat": "ask it"}
-    if runs[0].script_args.benchmarks:  # without one, no task of the package is known to fit the data
+    benchmarks = {*(runs[0].script_args.benchmarks or ())} - {DEVELOPMENT}  # which exists in trainings only
+    if benchmarks:  # without one, no task of the package is known to fit the data
         commands["evaluate"] = "measure its tasks again, or others"
     else:
         commands["report"] = "tables of losses and costs (accuracies: add `own_benchmarks`, docs/evaluation.md)"

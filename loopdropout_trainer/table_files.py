@@ -327,10 +327,11 @@ def lay_out(spec: dict, table: pd.DataFrame, mark_best: Callable[[str], str]) ->
         texts.loc[best, source] = texts.loc[best, source].map(mark_best)
     rows = []
     width = len(spec["columns"])
+    heads = table.reindex(columns=[*spec["heads"]], fill_value="–")  # rows may leave out the last heads
     for start in range(0, len(table), width):
         cells = texts.iloc[start : start + width]
         titles = table["column"].iloc[start : start + width]
-        row = table[[*spec["heads"]]].iloc[start].to_dict()
+        row = heads.iloc[start].to_dict()
         for title, (_, own) in zip(titles, cells.iterrows(), strict=True):
             for source in sources:
                 head = f"{title}, {source}" if has_paper else title

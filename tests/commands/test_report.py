@@ -990,6 +990,13 @@ def test_differences_have_the_decimals_of_the_means(finished_sweep, capsys):
     assert "+12.00 [" in report_on(finished_sweep, capsys, filter={"task": "b"}, columns=columns)[0]
 
 
+def test_rows_of_a_table_may_leave_out_the_last_heads(finished_sweep, capsys):
+    heads = {"Method": "method", "rate": "recipe_learning_rate"}
+    text, folder = report_on(finished_sweep, capsys, filter={"task": "b"}, heads=heads)
+    assert "Method rate all gain" in text and "LoRA – 57.00" in text
+    assert [*pd.read_csv(folder / "own.csv")["Method"]] == ["LoRA", "LoRA", "Loop Dropout", "Loop Dropout"]
+
+
 def test_numbers_in_printed_tables_are_whole(capsys):
     gain = "+13.2 [-9.5, +116.7], not significant"
     table = pd.DataFrame(

@@ -1198,6 +1198,7 @@ def test_sweep_runs_the_training_script(lab):
     log = (made.folder(first) / "log.txt").read_text()
     assert re.search(r"LoRA, 0:\d\d:\d\d left.*: {'train_runtime'", log)  # a line, and not a bar
     assert "\r" not in log and "it/s" not in log
+    assert "\nNext:\n" in log and "loopdropout evaluate" not in log  # which cannot load `development`
     for run in first, SweepRun("lora", 0.01, 1, False):
         python(*made.command(run)[1:])
         assert made.is_done(run) and all(map(math.isfinite, made.score(run)))
