@@ -30,8 +30,10 @@ PEAK_FLOPS = {
 MEASURED_SHARE, ASSUMED_SHARE = 0.07, 0.3
 """Shares of a card's peak: of the paper's run on an H100, the only measured one, and one that nobody has measured."""
 
-SHORT_TRAINING = "to measure it: `--max_steps 20 --output_dir outputs/try` writes `step_seconds` to its results.jsonl"
-"""Way to measure the time if it cannot be computed."""
+SHORT_TRAINING = (
+    "to measure it: `loopdropout {}` with `--max_steps 20 --output_dir outputs/try` (`step_seconds` in results.jsonl)"
+)
+"""Way to measure the time of a command's training if it cannot be computed. `loopdropout sweep` has no `max_steps`."""
 
 
 NOT_COMPUTED = "not computed"
@@ -156,13 +158,14 @@ def describe_costs(trainings: Sequence[tuple[Training, int]], whose: str = "") -
 def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[int | None]) -> str:
     """Return the computed hours of trainings on one GPU with the assumptions, or why there are none."""
     kinds = [training for training, _ in trainings]
+    how_to_measure = SHORT_TRAINING.format(kinds[0].args.command)
     if not kinds[0].is_supervised:
-        return f"{NOT_COMPUTED} for this kind of training\n{SHORT_TRAINING}"
+        return f"{NOT_COMPUTED} for this kind of training\n{how_to_measure}"
     if not all(training.may_use_gpu for training in kinds):
-        return f"{NOT_COMPUTED} for a training on a CPU or without `bf16`\n{SHORT_TRAINING}"
+        return f"{NOT_COMPUTED} for a training on a CPU or without `bf16`\n{how_to_measure}"
     costs = [training.operations for training in kinds]
     if None in costs:
-        return f"{NOT_COMPUTED}, because the sizes of the model are not known\n{SHORT_TRAINING}"
+        return f"{NOT_COMPUTED}, because the sizes of the model are not known\n{how_to_measure}"
     if None in bounds:
         amount = f"{describe_hours(kinds[0], max(costs) * 1e7)} for each 10 million tokens"
     else:

@@ -573,6 +573,7 @@ def test_plan_has_the_costs_of_the_paper(capsys):
     sweep.main([*lora, "--settings", '{"use_cpu": true}', "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "paper           110.6 minutes, 45.36 GB on an H100 80GB" in out and "the bound is" not in out
+    assert "to measure it: `loopdropout sft` with `--max_steps 20 --output_dir outputs/try`" in out
     sweep.main([*lora, "--launcher", "accelerate launch", "--dry_run", "true"])
     assert "\npaper " not in capsys.readouterr().out  # of one GPU
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
