@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,6 +107,7 @@ def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples]:
         UserError: As in a training, which names the mistake in the data.
     """
     examples, loaded_before = {}, {}
+    can_reach_hub = cache(_can_reach_hub)  # once for all methods, because the answer can take seconds
     for method, recipes in sweep.recipes.items():
         recipe = {**recipes.selecting, "num_threads": None}  # which would set the threads of the sweep itself
         read = {name: recipe[name] for name in _READ if name in recipe}
@@ -113,16 +115,18 @@ def load_sweep_examples(sweep: Any) -> dict[str, SweepExamples]:
         (args,) = build_part((CONFIGS[sweep.script],), {**read, "output_dir": sweep.output_dir, "use_cpu": True})
         key = repr((data, model.model_name_or_path, model.model_revision, model.chat_template, read))
         if key not in loaded_before:
-            loaded_before[key] = _load_unless_unreachable(model, data, args)
+            loaded_before[key] = _load_unless_unreachable(model, data, args, can_reach_hub)
         if loaded_before[key] is not None:
             examples[method] = loaded_before[key]
     return examples
 
 
-def _load_unless_unreachable(model: ModelArguments, data: DataArguments, args: GateConfig) -> SweepExamples | None:
+def _load_unless_unreachable(
+    model: ModelArguments, data: DataArguments, args: GateConfig, can_reach_hub: Callable[[], bool]
+) -> SweepExamples | None:
     """Load the examples of a training, or return None if they are on the Hub, which cannot be reached."""
     check_files(data.files)
-    if not _is_local(model, data) and not _can_reach_hub():
+    if not _is_local(model, data) and not can_reach_hub():
         return None
     left_out: list[LeftOut] = []
     try:

@@ -537,6 +537,17 @@ def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
     ]
 
 
+def test_plan_asks_once_whether_the_hub_answers(capsys, monkeypatch):
+    """Each answer can take five seconds. The two methods have different examples."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    methods = ["--recipe", "gsm8k.yaml", "--methods", '{"long": "lora", "short": {"max_length": 64}}']
+    with patch("loopdropout_trainer.training_data._can_reach_hub", wraps=training_data._can_reach_hub) as ask:
+        sweep.main([*methods, "--learning_rates", "1e-4", "--seeds", "1", "--dry_run", "true"])
+    assert "\nexamples        not checked, because the Hub cannot be reached\n" in capsys.readouterr().out
+    assert ask.call_count == 1
+
+
 def test_plan_counts_the_passes_of_a_rule(capsys):
     """LoRA Dropout takes four passes for a micro-batch, so as many hours, as the paper's 444.9 and 110.6 minutes."""
     hours = {}
