@@ -40,10 +40,16 @@ def name_other_results(sweep: Any) -> dict[str, list[str]]:
 
 def find_incomparable(sweep: Any) -> list[Path]:
     """Return those of `find_other_results` that tables leave out, because their method has runs of several codes."""
+    mixed = _find_mixed(sweep)
+    return [folder for folder in find_other_results(sweep) if _method_of(folder) in mixed]
+
+
+def _find_mixed(sweep: Any) -> set[str]:
+    """Return the methods whose runs have several codes."""
     codes: dict[str, set[tuple[str, ...]]] = {}
     for folder in _list_trained(sweep):
         codes.setdefault(_method_of(folder), set()).add(code_of(folder))
-    return [folder for folder in find_other_results(sweep) if len(codes[_method_of(folder)]) > 1]
+    return {method for method, of_runs in codes.items() if len(of_runs) > 1}
 
 
 def describe_other_results(sweep: Any) -> str:
@@ -76,10 +82,9 @@ def accept_other_results(sweep: Any) -> str:
 def find_kept_choices(sweep: Any) -> dict[str, dict[str, Any]]:
     """Return the former choice of each method whose results are all of one other code, as `summary.json` has it."""
     others = {_method_of(folder) for folder in find_other_results(sweep)}
-    incomparable = {_method_of(folder) for folder in find_incomparable(sweep)}
     former = read_summary(sweep.output_dir).get("choices", {})
     kept = {}
-    for method in sorted(others - incomparable):
+    for method in sorted(others - _find_mixed(sweep)):
         if method in former and former[method]["best"] is not None:
             kept[method] = former[method]
     return kept
