@@ -40,9 +40,15 @@ class Losses(NamedTuple):
             has_template: Whether there is a chat template, which pairs of texts do not get.
 
         Raises:
-            UserError: If only the assistant's turns are to be trained on, and the examples are texts without turns.
+            UserError: If the examples have no format of SFT, or are texts without turns, and only the assistant's turns are to
+                be trained on.
         """
         names = find_format(features, TEXTS)
+        if not names:
+            raise UserError(
+                f"The examples of {title} must have a format of SFT, because those to train on have several ones, got "
+                f"{', '.join(_name_columns(features))}."
+            )
         if "text" in names:
             if self.assistant_only:
                 raise UserError(
@@ -84,7 +90,9 @@ def have_one_format(parts: Iterable[Examples]) -> bool:
 
 def differ_in_format(first: Examples, other: Examples, formats: Sequence[Sequence[str]]) -> bool:
     """Return whether examples of SFT are of two formats, such as pairs and chats, or pairs of texts and of turns."""
-    return _are_supervised(formats) and _format_of(first.rows.features) != _format_of(other.rows.features)
+    first_format, other_format = _format_of(first.rows.features), _format_of(other.rows.features)
+    have_formats = bool(first_format and other_format)  # examples with `chosen` have none of SFT
+    return _are_supervised(formats) and have_formats and first_format != other_format
 
 
 def check_formats(parts: Sequence[Examples], titles: Sequence[str], formats: Sequence[Sequence[str]]) -> None:

@@ -243,6 +243,18 @@ def test_held_out_file_of_another_format_has_its_own_labels(ouro_tokenizer):
         load_datasets(args, ouro_tokenizer, 100, assistant_only_loss=True)
 
 
+def test_held_out_preferences_are_not_mixed_with_other_formats(ouro_tokenizer):
+    for train, held_out in (("a.jsonl", "chosen.jsonl"), ("chosen.jsonl", "b.jsonl")):
+        data = load_datasets(DataArguments(train_files=[train], eval_files=[held_out]), ouro_tokenizer, 100)
+        for name, file in (("train", train), ("eval", held_out)):
+            alone = load_datasets(DataArguments(train_files=[file]), ouro_tokenizer, 100)["train"]
+            assert data[name].to_list() == alone.to_list()
+    with user_error(
+        r"examples of `eval_files` must have a format of SFT, .*, got prompt \(text\), chosen \(text\), rejected"
+    ):
+        load(ouro_tokenizer, {"path": "a.jsonl"}, {"path": "b_chat.jsonl"}, eval_files=["chosen.jsonl"])
+
+
 @pytest.mark.parametrize(("row", "losses", "text"), [
     (TURNS, (None, False), "the completion"), (TURNS, (None, True), "the assistant's turns of the completion"),
     (TURNS, (False, True), "the assistant's turns of the prompt and the completion"), (TURNS, (False, False), "all tokens"),
