@@ -196,6 +196,11 @@ def check_layers(model: nn.Module) -> None:
     check_not_compiled(model)
     if not isinstance(model, PeftModel):
         raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
+    if isinstance(model.get_base_model(), PeftModel):
+        raise UserError(
+            "`model` must be a PEFT model over a looped model, got one over another PEFT model. Call `get_peft_model` once, "
+            "on the base model, and add other adapters by `model.add_adapter`."
+        )
     for config in model.peft_config.values():
         check_peft_config(config)
     check_present(model)

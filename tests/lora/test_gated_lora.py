@@ -257,6 +257,9 @@ def test_later_adapters_are_checked(tmp_path):
 def test_use_gates_needs_an_unmerged_adapter(model):
     with user_error("Wrap it with peft.get_peft_model first"), use_gates(model, torch.ones(4)):
         pass
+    twice = get_peft_model(with_adapter(), LoraConfig(r=4, target_modules=["q_proj"]))
+    with user_error("must be a PEFT model over a looped model, got one over another PEFT model"):
+        add_gates(twice)
     for gated_first in (True, False):
         merged = two_adapters(gated_first)
         merged.merge_adapter()
