@@ -225,11 +225,14 @@ def name_repository(folder: str | Path, repo_id: str, revision: str | None = Non
     named = _name_repository(text, repo_id, revision)
     if named != text:
         file.write_text(named, encoding="utf-8")
-    return repo_id in named
+    return repo_id in _RECIPE.sub("", named)
 
 
 _COMMANDS = re.compile(r"(?ms)^```(?:python|bash)\n.*?^```$")
-"""Blocks of a card with commands. Its recipe is in another block, which may name a repository before any push."""
+"""Blocks of a card with commands."""
+
+_RECIPE = re.compile(r"(?ms)^```yaml\n.*?^```$")
+"""Block of a card with the recipe, which names the repository of its own pushes in `hub_model_id`."""
 
 
 def _is_in_commands(repo_id: str, text: str) -> bool:

@@ -533,6 +533,14 @@ def test_card_of_a_branch_loads_the_branch(tmp_path, tokenizer):
     assert own == ["loopdropout chat someone/model@try-1", "loopdropout serve someone/model@try-1"]
 
 
+def test_card_of_another_repository_does_not_name_that_of_its_recipe(tmp_path):
+    merge_and_save(adapted(), tmp_path, card={"recipe": "hub_model_id: someone/model\n"}, repo_id="another/model")
+    before = card_of(tmp_path)
+    assert "hub_model_id: someone/model" in before
+    assert not name_repository(tmp_path, "someone/model") and card_of(tmp_path) == before
+    assert name_repository(tmp_path, "another/model")
+
+
 def test_push_uploads_the_merged_folder(tmp_path, monkeypatch):
     folder = merge_and_save(adapted(), tmp_path / "merged", repo_id="someone/model")
     create = Mock(return_value=SimpleNamespace(repo_id="someone/model"))
