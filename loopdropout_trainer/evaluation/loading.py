@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.data.preparations import SCORED_LIKE
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, hint_at_login, short_repr
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, count, hint_at_login, short_repr
 from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
@@ -211,9 +211,10 @@ def development_task(preparation: str | None, examples: Dataset | None) -> Task:
         UserError: if the examples do not have questions with answers that can be scored.
     """
     if preparation not in SCORED_LIKE or not examples:
+        origin = f"of {preparation}" if preparation else "without a preparation"
         raise UserError(
             f"The task `{DEVELOPMENT}` must have held-out examples (`num_eval_examples`) of the preparation "
-            f"{', '.join(SCORED_LIKE)}, got {len(examples or ())} examples of {preparation}. With your own data, name an "
+            f"{', '.join(SCORED_LIKE)}, got {count(len(examples or ()), 'example')} {origin}. With your own data, name an "
             "own benchmark. The field `select_on` of a sweep can also be `eval_loss`."
         )
     return task_of_rows(DEVELOPMENT, SCORED_LIKE[preparation], examples)

@@ -156,6 +156,16 @@ def test_development_task_scores_held_out_examples(replay, preparation, answer):
     assert (accuracy["task"], accuracy["value"]) == ("development", pytest.approx(100 / 3))
 
 
+def test_development_task_of_other_data_raises():
+    rows = Dataset.from_list([{"question": "1 + 1?", "answer": "2"}])
+    with user_error(
+        r"held-out examples \(`num_eval_examples`\) of the preparation .*, got 1 example without a preparation"
+    ):
+        loading.development_task(None, rows)
+    with user_error("got 0 examples of gsm8k"):
+        loading.development_task("gsm8k", None)
+
+
 def test_group_is_the_mean_over_problems(tokenizer, tmp_path, monkeypatch, log):
     def load_subject(*, name, **options):
         """Generate one to three problems of a subject of MMLU."""
