@@ -172,14 +172,11 @@ def _choose_colors(methods: Iterable[str]) -> dict[str, str]:
     return colors
 
 
-def _choose_lines(labels: Iterable[str]) -> list[str]:
-    """Return a line for each label, which tells the settings of one method apart."""
-    kinds: dict[str, list[str]] = {}
+def _choose_lines(methods: Sequence[str]) -> list[str]:
+    """Return a line for each label, which tells the settings of one method apart. `methods`: the method of each label."""
     lines = []
-    for label in labels:
-        settings = kinds.setdefault(label.split(", ")[0], [])
-        lines.append(LINES[len(settings) % len(LINES)])
-        settings.append(label)
+    for place, method in enumerate(methods):
+        lines.append(LINES[methods[:place].count(method) % len(LINES)])
     return lines
 
 
@@ -215,13 +212,14 @@ def line_plot(
     if "low" not in data:
         data = data.assign(low=data["mean"] - data["sd"], high=data["mean"] + data["sd"])
     labels = [*data["label"].unique()]
-    by_method = _choose_colors(label.split(", ")[0] for label in labels)
-    colors = [by_method[label.split(", ")[0]] for label in labels]
+    methods = [label.split(", ")[0] for label in labels]
+    by_method = _choose_colors(methods)
+    colors = [by_method[method] for method in methods]
     others = cycle("^v<>P*X")
     shapes = []
     for label in labels:
         shapes.append(SHAPES[label] if label in SHAPES else next(others))
-    lines = _choose_lines(labels)
+    lines = _choose_lines(methods)
     panels = [(axes.loc[panel], own) for panel, own in data.groupby("panel", observed=True, sort=False)]
     legend = fit_legend(labels, len(panels))
     height = choose_height(len(panels), title, caption, labels)
