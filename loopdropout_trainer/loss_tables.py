@@ -42,11 +42,15 @@ def make_loss_tables(results: pd.DataFrame) -> list[LossTable]:
     """
     tables = []
     for metric, (column, place, _) in PLACES.items():
+        losses = results[results["metric"] == metric]
         keys = ["task", "n"] if column == "num_loops" else ["task", "n", "num_loops"]
-        groups = results[results["metric"] == metric].groupby(keys, sort=False)
-        for number, ((task, *_), rows) in enumerate(groups, start=1):
+        has_depths = "num_loops" in keys and losses["num_loops"].nunique() > 1
+        for number, ((task, *_), rows) in enumerate(losses.groupby(keys, sort=False), start=1):
             numbers = _average_places(rows, column, place)
-            title = fit_title(f"{title_losses(metric, task, rows)}, mean ± SD over seeds", numbers)
+            title = title_losses(metric, task, rows)
+            if has_depths:  # with a table for each
+                title += f", at K = {rows['num_loops'].iloc[0]:g}"
+            title = fit_title(f"{title}, mean ± SD over seeds", numbers)
             texts = spread_places(numbers, decimals=4).rename(columns=lambda name, head=place: _name_place(head, name))
             seeds = texts.loc[has_seeds(texts.index), "seeds"].unique()
             if len(seeds) == 1:  # then the title has their number

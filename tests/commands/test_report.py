@@ -31,7 +31,7 @@ from loopdropout_trainer.figures import average_windows, points
 from loopdropout_trainer.final_results import final_results
 from loopdropout_trainer.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
-from loopdropout_trainer.results import write_results
+from loopdropout_trainer.results import write_results, write_run
 from loopdropout_trainer.saved_tables import TableText
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.sweep_summary import print_lowest
@@ -404,6 +404,11 @@ def test_cell_shows_seeds_costs_and_averages(tmp_path):
     for option in ({"of": "train_seconds"}, {"scale": 2.0}):
         with user_error("`minus` must not be set together with `of` or `scale`"):
             cell(tmp_path, minus={"method": "LoRA"}, **option)
+    with user_error(
+        "`task` must be one with accuracies next to `of`, got training. Leave it out, or set `metric: examples`"
+    ):
+        cell(tmp_path, task="training", of="examples")
+    assert cell(tmp_path, task="training", metric="train_seconds", seed=2) == "120.00"
     heads, columns = {"method": "method"}, {"b": {"task": "b"}}
     spec = {"title": "Mine", "heads": heads, "columns": columns, "rows": [["LoRA", 51.5, 52.0]]}
     with user_error("A row must have at most one number for each of the 1 columns, got .*52.0"):
@@ -980,6 +985,32 @@ def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
     write(tmp_path / "run/evaluation", [base])
     text, folder = report_on(tmp_path / "run", capsys)
     assert "was not evaluated" not in text and "base model" in {*pd.read_csv(folder / "accuracy.csv")["method"]}
+
+
+def test_command_for_the_base_model_has_all_depths_and_imports(tmp_path, capsys):
+    """Each depth of a training, and the files that the tasks of the recipe may need."""
+    for name, depth in (("a", 8), ("b", 2)):
+        rows = [{"value": 50.0}, {"task": "training", "metric": "train_seconds", "value": 1.0}]
+        write(tmp_path / f"runs/{name}", rows, {"benchmarks": ["b"], "rule": "lora"}, num_loops=depth)
+    imports = dict.fromkeys(["/my/unused.py", "/my/scorer.py", "/my/task.yaml"], "digest")
+    write_run(tmp_path / "runs/a", imports=imports, used_imports=["/my/scorer.py"])
+    options = "none --eval_num_loops 2 8 --import /my/scorer.py /my/task.yaml"
+    command = f"`loopdropout evaluate {tmp_path}/runs/a/recipe.yaml {options}` does so"
+    assert f"The base model was not evaluated. {command}" in report_on(tmp_path / "runs", capsys)[0]
+
+
+def test_tables_of_readouts_at_several_depths_have_them_in_the_title(tmp_path, capsys):
+    title = "Loss on held-out examples (20 tokens), read out after each loop, in nats per token"
+    for depth in (2, 4):
+        rows = [{"loop": loop, "value": 1.0 / loop} for loop in range(1, depth + 1)]
+        shared = {"metric": "readout_loss", "task": "development", "unit": "nats", "num_loops": depth}
+        write(tmp_path / f"runs/{depth}", rows, {"num_loops": depth}, **shared)
+    text, folder = report_on(tmp_path / "runs", capsys)
+    assert f"{title}, at K = 2 method loop 1 loop 2 LoRA" in text
+    assert f"{title}, at K = 4 method loop 1 loop 2 loop 3 loop 4 LoRA" in text
+    assert (folder / "readout_loss.md").is_file() and (folder / "readout_loss_2.md").is_file()
+    alone, _ = report_on(tmp_path / "runs/2", capsys)
+    assert f"{title} method loop 1 loop 2 LoRA" in alone
 
 
 def test_differences_have_the_decimals_of_the_means(finished_sweep, capsys):
