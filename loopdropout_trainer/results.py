@@ -290,6 +290,12 @@ def read_used_imports(output_dir: str | Path) -> list[str]:
     return [path for path in read_imports(output_dir) if path.endswith(".py")]
 
 
+def read_needed_imports(output_dir: str | Path) -> list[str]:
+    """Return the files of `--import` that the recipe of a run needs: those that the run depends on, and its task files."""
+    task_files = [path for path in read_imports(output_dir) if not path.endswith(".py")]
+    return [*read_used_imports(output_dir), *task_files]
+
+
 def read_accepted_imports(output_dir: str | Path) -> dict[str, str]:
     """Return the digests of files of `--import` that changed since a run, and that the user accepted for its results."""
     accepted = read_run(output_dir).get("accepted_imports")

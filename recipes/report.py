@@ -39,7 +39,7 @@ from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.loss_tables import make_loss_tables
 from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
-from loopdropout_trainer.results import RECIPE_FILE, is_of_base, is_of_training, read_own_results
+from loopdropout_trainer.results import RECIPE_FILE, is_of_base, is_of_training, read_needed_imports, read_own_results
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
 from loopdropout_trainer.saving.source import find_source
@@ -262,9 +262,13 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
     measured = accuracy[accuracy["recipe_benchmarks"].notna() & (accuracy["num_loops"] == accuracy["trained_loops"])]
     if measured.empty:
         return []
-    first = measured.iloc[0]
-    words = ["loopdropout", "evaluate", str(Path(first["run"], RECIPE_FILE)), "none", "--eval_num_loops"]
-    command = shlex.join([*words, f"{first['num_loops']:g}"])
+    run = measured["run"].iloc[0]
+    depths = [f"{depth:g}" for depth in sorted(measured["num_loops"].unique())]
+    words = ["loopdropout", "evaluate", str(Path(run, RECIPE_FILE)), "none", "--eval_num_loops", *depths]
+    imports = read_needed_imports(run)
+    if imports:
+        words += ["--import", *imports]
+    command = shlex.join(words)
     return [f"The base model was not evaluated. `{command}` does so, and the next report has it."]
 
 
