@@ -111,8 +111,7 @@ def fill_cell(
         num_fitting_examples: argument of `describe_recipe`.
         wanted: values of the columns that select the results.
     """
-    if minus and (of or scale != 1):
-        raise UserError("`minus` must not be set together with `of` or `scale`: it compares accuracies in points.")
+    check_cell(minus, of, scale, wanted)
     if recipe:
         return str(describe_recipe(recipe, num_fitting_examples)[show]), {}
     rows = find(results, wanted)
@@ -139,6 +138,16 @@ def fill_cell(
     if show == "seeds":
         return " / ".join(f"{value:.{decimals}f}" for value in values), numbers
     return f"{rows[show].iloc[0]:g}", {}
+
+
+def check_cell(minus: dict | None, of: str | None, scale: float, wanted: dict) -> None:
+    """Raise UserError if the options of a cell do not go together."""
+    if minus and (of or scale != 1):
+        raise UserError("`minus` must not be set together with `of` or `scale`: it compares accuracies in points.")
+    if of and wanted.get("task") == "training" and "metric" not in wanted:
+        raise UserError(
+            f"`task` must be one with accuracies next to `of`, got training. Leave it out, or set `metric: {of}` for `of`."
+        )
 
 
 def subtract_from(results: pd.DataFrame, wanted: dict, minus: dict) -> dict[str, Any]:
