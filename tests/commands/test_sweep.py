@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
+from torch.nn import Identity
 
 from helpers.errors import user_error
 from helpers.files import ROOT, load_script, read_lines
@@ -31,7 +32,7 @@ from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.final_results import describe_left_out_runs, final_results
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.gates import RULES
-from loopdropout_trainer.imported_code import accept_other_code, digest_imports
+from loopdropout_trainer.imported_code import accept_other_code, describe_imports, digest_imports
 from loopdropout_trainer.recipe import dump_recipe, import_files, load_recipe, parse
 from loopdropout_trainer.results import read_run, write_results
 from loopdropout_trainer.saving.source import find_source
@@ -893,6 +894,22 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     for text in ("x = 2\n", "x = 1\n"):  # accepted, and that of the training
         rule.write_text(text)
         assert has_other_results(run) is False
+
+
+def test_accepted_change_of_a_file_lasts_when_another_one_changes(tmp_path):
+    """A run can depend on several files of `--import`. A later measurement of it keeps what was accepted."""
+    rules = [tmp_path / "first.py", tmp_path / "second.py"]
+    for rule in rules:
+        rule.write_text(f"{rule.stem} = 1\n")
+    import_files(map(str, rules))
+    former = digest_imports()
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "imports": former}))
+    for rule in rules:
+        rule.write_text(f"{rule.stem} = 2\n")
+        assert has_other_results(tmp_path) and accept_other_code(tmp_path) and not has_other_results(tmp_path)
+    assert not accept_other_code(tmp_path)
+    facts = describe_imports({}, Identity(), trained=tmp_path)
+    assert facts["imports"] == former and facts["accepted_imports"] == digest_imports() != former
 
 
 def test_failed_training_begins_again_with_changed_code(lab, forks, capsys):
