@@ -36,7 +36,12 @@ from loopdropout_trainer.imported_code import accept_other_code, describe_import
 from loopdropout_trainer.recipe import dump_recipe, import_files, load_recipe, parse
 from loopdropout_trainer.results import read_run, write_results
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.sweep_code import describe_other_results, has_other_results
+from loopdropout_trainer.sweep_code import (
+    describe_other_results,
+    find_incomparable,
+    find_kept_choices,
+    has_other_results,
+)
 from loopdropout_trainer.sweep_summary import print_summary
 from loopdropout_trainer.sweeps import SweepRun, describe_choices, describe_progress, read_summary
 from loopdropout_trainer.workers import _describe_start, read_message
@@ -538,13 +543,20 @@ def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
     ]
 
 
-def test_plan_asks_once_whether_the_hub_answers(capsys, monkeypatch):
-    """Each answer can take five seconds. The two methods have different examples."""
+@pytest.mark.parametrize("methods", [
+    {"long": "lora", "short": {"max_length": 64}},
+    {"of_the_package": {"model_name_or_path": "tiny-ouro"}},
+    {"on_own_data": {"train_files": ["rows.jsonl"], "preparation": None}},
+])  # fmt: skip
+def test_plan_asks_once_whether_the_hub_answers(capsys, monkeypatch, tmp_path, methods):
+    """Each answer can take five seconds. The model or the examples of a method are on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "1 =", "completion": " 1"}\n' * 600)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
-    methods = ["--recipe", "gsm8k.yaml", "--methods", '{"long": "lora", "short": {"max_length": 64}}']
+    words = ["--recipe", "gsm8k.yaml", "--methods", json.dumps(methods), "--learning_rates", "1e-4", "--seeds", "1"]
     with patch("loopdropout_trainer.training_data._can_reach_hub", wraps=training_data._can_reach_hub) as ask:
-        sweep.main([*methods, "--learning_rates", "1e-4", "--seeds", "1", "--dry_run", "true"])
+        sweep.main([*words, "--dry_run", "true"])
     assert "\nexamples        not checked, because the Hub cannot be reached\n" in capsys.readouterr().out
     assert ask.call_count == 1
 
@@ -891,6 +903,12 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     rule.write_text("x = 3\n")
     made = lab.sweep(learning_rates=[0.01, 0.02])
     assert describe_other_results(made).startswith("3 runs cannot be compared with new ones") and made.pending() == []
+    assert find_incomparable(made) == [] and [*find_kept_choices(made)] == ["lora"]  # all have the code of `x = 2`
+    other = lab.out / "lora/lr_0.02/seed_102/run.json"
+    text = other.read_text()
+    other.write_text(json.dumps({**json.loads(text), "imports": former}))
+    assert len(find_incomparable(made)) == 3 and find_kept_choices(made) == {}
+    other.write_text(text)
     for text in ("x = 2\n", "x = 1\n"):  # accepted, and that of the training
         rule.write_text(text)
         assert has_other_results(run) is False
