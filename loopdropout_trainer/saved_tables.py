@@ -13,7 +13,14 @@ import pandas as pd
 
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.table_files import lay_out
-from loopdropout_trainer.tables import CHOICE_NOTE, OWN_FAMILY, describe_means, describe_sizes, explain_differences
+from loopdropout_trainer.tables import (
+    CHOICE_NOTE,
+    OWN_FAMILY,
+    describe_means,
+    describe_sizes,
+    explain_differences,
+    explain_unpaired,
+)
 
 
 class TableText(NamedTuple):
@@ -49,7 +56,9 @@ def save_layout(spec: dict, table: pd.DataFrame, path: Path, notes: Sequence[str
         places = ", ".join(chosen["column"].unique())
         note = CHOICE_NOTE.format("losses" if chosen["num_problems"].isna().all() else "accuracies")
         about.append(f"The learning rates were chosen on the problems of: {places}. {note}")
-    text = TableText(spec["title"], [*about, *explain_differences(table)], notes, spec.get("label"))
+    names = table[[*table.columns.intersection([*spec["heads"]]), "column"]].agg(", ".join, axis=1)
+    about += [*explain_differences(table), *explain_unpaired(table, names)]
+    text = TableText(spec["title"], about, notes, spec.get("label"))
     bold = lay_out(spec, table, bold_in_latex)
     if "paper" in table:
         bold.columns = pd.MultiIndex.from_tuples([name.rsplit(", ", 1) for name in bold], names=[None, "numbers"])
@@ -81,7 +90,7 @@ def save_csv(numbers: pd.DataFrame, path: Path, index: bool = True) -> None:
 
     A column of counts with a missing value has floats, which become whole numbers again.
     """
-    counts = numbers.columns.intersection(["num_problems", "num_seeds"])
+    counts = numbers.columns.intersection(["num_problems", "num_seeds", "num_pairs"])
     numbers.astype(dict.fromkeys(counts, "Int64")).to_csv(path.with_suffix(".csv"), index=index)
     print(f"Wrote {path}.md, .tex and .csv")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from loopdropout_trainer.final_results import final_results
-from loopdropout_trainer.frames import load_results
+from loopdropout_trainer.frames import has_seeds, load_results
 from loopdropout_trainer.printing import print_table
 from loopdropout_trainer.results import is_of_base
 from loopdropout_trainer.sweep_code import find_incomparable, find_kept_choices, find_other_results
@@ -22,6 +22,7 @@ from loopdropout_trainer.tables import (
     accuracy_numbers,
     accuracy_table,
     choice_numbers,
+    explain_unpaired,
     fit_title,
     loss_numbers,
 )
@@ -50,6 +51,8 @@ def print_summary(sweep: Any) -> None:
     table = accuracy_table(numbers)
     if len(table):
         print_table(fit_title(ACCURACY_TITLE, numbers), table)
+        for line in explain_unpaired(numbers, numbers.index.get_level_values("method")):
+            print(line)
     of_choice = choice_numbers(final)
     if len(of_choice):
         print_table(fit_title(CHOICE_TITLE, of_choice), accuracy_table(of_choice))
@@ -109,15 +112,16 @@ def _print_scores(sweep: Any, method: str, rates: list[float], of_other_code: bo
 def print_lowest(losses: pd.DataFrame) -> None:
     """Print the method with the lowest held-out loss, and by how much the losses of the others are higher.
 
-    Methods with different numbers of seeds, as after a failed run, are not compared, because seeds differ.
+    Methods with other seeds, as after a failed run, are not compared, because seeds differ.
 
     Args:
         losses: From `loss_numbers`.
     """
     means = losses["mean"].sort_values(kind="stable")
-    if losses["num_seeds"].nunique() > 1:
-        seeds = ", ".join(f"{name}: {number:.0f}" for name, number in losses["num_seeds"].items())
-        print(f"The held-out losses are not compared, because the methods have different numbers of seeds ({seeds}).")
+    own = losses[has_seeds(losses.index)]
+    if own["seeds"].nunique() > 1:
+        seeds = "; ".join(f"{name}: {seeds}" for name, seeds in own["seeds"].items())
+        print(f"The held-out losses are not compared, because the methods have different seeds ({seeds}).")
     elif len(means):
         others = [f"{name}: {mean - means.iloc[0]:+.4f}" for name, mean in means.iloc[1:].items()]
         higher = f" ({', '.join(others)})" if others else ""

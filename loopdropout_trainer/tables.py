@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from loopdropout_trainer.diagnostics import (
     describe_gain,
     explain_disagreements,
 )
+from loopdropout_trainer.errors import count
 from loopdropout_trainer.frames import average, find_baseline, has_seeds, is_base_label, labelled, select, tasks_of
 from loopdropout_trainer.results import BASE_MODEL, DEVELOPMENT, is_of_base, read_samples
 
@@ -95,6 +98,8 @@ class Gain(NamedTuple):
         low, high: Its 95% interval, or NaN for a single seed without answers to problems.
         p: Two-sided p-value, or NaN without an interval.
         test: `OVER_SEEDS` or `OVER_PROBLEMS`, or without an interval one of `NO_INTERVAL` or "".
+        num_pairs: Number of seeds of the difference, which both settings have.
+        unpaired: Seeds of one setting only, such as "2, 3", which the difference leaves out, or "".
     """
 
     difference: float
@@ -102,6 +107,8 @@ class Gain(NamedTuple):
     high: float = math.nan
     p: float = math.nan
     test: str = ""
+    num_pairs: int = 0
+    unpaired: str = ""
 
     def text(self, decimals: int = 1) -> str:
         """Return the difference with its interval, and whether it is not significant."""
@@ -121,20 +128,27 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
     rates. `part`: as in `paired_gains`.
 
     Returns:
-        The difference, or None if the settings have no common seed or are the same.
+        The difference, or None if the settings are the same. It is NaN if they have no common seed.
     """
     if ours.equals(other):
         return None
     gains = paired_gains(ours, other, part)
-    if len(gains) and ours["chose"].any():
+    unpaired = {*ours["seed"].dropna()} ^ {*other["seed"].dropna()}
+    seeds = name_seeds([*unpaired], ", ")
+    return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=seeds)
+
+
+def _compare_gains(gains: pd.Series, ours: pd.DataFrame, other: pd.DataFrame, part: str | None) -> Gain:
+    """Return the mean of differences by seed, with its interval and test, as `compare` describes them."""
+    if len(gains) == 0:
+        return Gain(math.nan)
+    if ours["chose"].any():
         return Gain(gains.mean(), test=NOT_A_TEST)
     if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
         found = compare_answers(*paired_samples(ours, other, gains.index[0]))
         if found.n < FEWEST_PROBLEMS:
             return Gain(found.gain, test=TOO_FEW)
         return Gain(found.gain, found.low, found.high, found.p, OVER_PROBLEMS)
-    if len(gains) == 0:
-        return None
     if len(gains) == 1:
         return Gain(gains.iloc[0])
     if np.allclose(gains, gains.iloc[0], rtol=1e-9, atol=1e-9):  # apart from rounding
@@ -174,6 +188,28 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
     if EQUAL in kinds:
         sentences.append(f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known.")
     return [" ".join(sentences)] if sentences else []
+
+
+def explain_unpaired(numbers: pd.DataFrame, names: pd.Series | pd.Index) -> list[str]:
+    """Return a line about the differences that leave out seeds, as after a failed run, or no line if there are none.
+
+    Args:
+        numbers: Table with the columns `NUMBERS`.
+        names: Name of each line of the table. Lines of one name that leave out the same seeds share a sentence.
+    """
+    keys = ["name", "num_pairs", "unpaired"]
+    named = numbers.assign(name=[*names])[keys]
+    is_unpaired = named["unpaired"].map(bool, na_action="ignore").eq(True)
+    sentences = []
+    for name, num_pairs, seeds in named[is_unpaired].drop_duplicates().itertuples(index=False, name=None):
+        left_out = f"seed {seeds}" if seeds.isdecimal() else f"seeds {seeds}"
+        if num_pairs:
+            sentences.append(f"{name} over {count(int(num_pairs), 'common seed')}, without {left_out}")
+        else:
+            sentences.append(f"{name} has none, because no seed is common ({left_out})")
+    if not sentences:
+        return []
+    return [f"A difference is over the seeds that both methods have: {'; '.join(sentences)}."]
 
 
 def format_p(p: float) -> str:
@@ -287,7 +323,7 @@ def _format_costs(costs: pd.Series) -> pd.Series:
 def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
     """Return the held-out losses of trainings by method in the columns `NUMBERS`, and differences to LoRA, paired by seed.
 
-    The column `chose` has whether they chose the learning rates, and then they have no differences.
+    The column `chose` has whether they chose the learning rates, and then they have no differences. `seeds` has the seeds.
     """
     losses = labelled(results[(results["metric"] == "eval_loss") & (results["task"] == "training")])
     # The base model has one loss on the same examples, which batches of another size round in another way.
@@ -296,7 +332,9 @@ def loss_numbers(results: pd.DataFrame) -> pd.DataFrame:
         losses.loc[of_base, "label"] += losses.loc[of_base, "num_loops"].map(", K = {:g}".format)
     losses.loc[of_base, "value"] = losses[of_base].groupby("label")["value"].transform("first")
     numbers = pd.DataFrame(_compare_methods(losses), columns=["method", *NUMBERS]).set_index("method")
-    return numbers.assign(chose=losses.groupby("label")["chose"].any())
+    by_label = losses.groupby("label")
+    seeds = by_label["seed"].agg(partial(name_seeds, separator=", "))
+    return numbers.assign(chose=by_label["chose"].any(), seeds=seeds)
 
 
 def loss_table(numbers: pd.DataFrame) -> pd.DataFrame:
@@ -309,9 +347,9 @@ def accuracy_table(numbers: pd.DataFrame) -> pd.DataFrame:
     return _format_numbers(numbers, "accuracy", decimals=2, gain_decimals=1)
 
 
-def name_seeds(numbers: pd.Series) -> str:
-    """Return different numbers of seeds in ascending order, such as "2 or 3"; missing ones do not count."""
-    return " or ".join(f"{number:.0f}" for number in sorted({*numbers.dropna()}))
+def name_seeds(numbers: Iterable[float], separator: str = " or ") -> str:
+    """Return different seeds, or numbers of them, in ascending order, such as "2 or 3". Missing ones do not count."""
+    return separator.join(f"{number:.0f}" for number in sorted({*pd.Series(numbers, dtype=float).dropna()}))
 
 
 def describe_means(table: pd.DataFrame) -> list[str]:

@@ -60,6 +60,7 @@ from loopdropout_trainer.tables import (
     cost_title,
     describe_sizes,
     explain_differences,
+    explain_unpaired,
     fit_title,
     loss_numbers,
     loss_table,
@@ -220,6 +221,7 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
     about = [
         "The loss of the held-out examples at the end of the training, or of its best checkpoint. Lower is better.",
         *explain_differences(numbers),
+        *explain_unpaired(numbers, numbers.index),
     ]
     if numbers["chose"].any():
         about.append(CHOICE_NOTE.format("losses"))
@@ -237,7 +239,8 @@ def report_accuracy(results: pd.DataFrame, output_dir: Path) -> bool:
         return False
     numbers = accuracy_numbers(results)
     if len(numbers):
-        about = [*describe_sizes(numbers), *explain_differences(numbers)]
+        methods = numbers.index.get_level_values("method")
+        about = [*describe_sizes(numbers), *explain_differences(numbers), *explain_unpaired(numbers, methods)]
         text = TableText(fit_title(ACCURACY_TITLE, numbers), about, describe_missing_base(results))
         save_table(numbers, accuracy_table(numbers), text, output_dir / "accuracy")
     of_choice = choice_numbers(results)

@@ -723,8 +723,8 @@ def test_sweeps_are_reported_next_to_each_other(tmp_path, capsys):
     assert re.search(column, printed) and not re.search(column, capsys.readouterr().out)
     losses = tables.loss_numbers(frames.load_results(tmp_path))
     print_lowest(losses)
-    text = "The held-out losses are not compared, because the methods have different numbers of seeds"
-    assert f"{text} (LoRA, sweep = mine: 2, LoRA, sweep = other: 1).\n" in capsys.readouterr().out
+    text = "The held-out losses are not compared, because the methods have different seeds"
+    assert f"{text} (LoRA, sweep = mine: 1, 2; LoRA, sweep = other: 1).\n" in capsys.readouterr().out
 
 
 def test_report_shows_the_rates_of_a_sweep(tmp_path, capsys):
@@ -942,6 +942,24 @@ def test_report_explains_the_tests_that_it_has(finished_sweep, capsys):
     shutil.rmtree(finished_sweep / "lora")
     text, _ = report_on(finished_sweep, capsys)
     assert "interval" not in text and "test of its own" not in text
+
+
+def test_differences_name_the_seeds_that_they_leave_out(finished_sweep, capsys):
+    """As after a failed run: of the summary, of a table of your own, and of the lowest held-out loss."""
+    text, _ = report_on(finished_sweep, capsys)
+    assert "common seed" not in text
+    shutil.rmtree(finished_sweep / "lora/lr_0.002/seed_2")
+    text, folder = report_on(finished_sweep, capsys)
+    sentence = "A difference is over the seeds that both methods have: Loop Dropout"
+    assert f"{sentence} over 1 common seed, without seed 2." in text
+    numbers = pd.read_csv(folder / "accuracy.csv").query("method == 'Loop Dropout'")
+    assert {*numbers["num_pairs"]} == {1} and {*numbers["unpaired"]} == {2}
+    text, _ = report_on(finished_sweep, capsys, filter={"task": "b"})
+    assert f"{sentence}, gain over 1 common seed, without seed 2." in text
+    shutil.rmtree(finished_sweep / "loop_dropout/lr_0.002/seed_1")
+    for spec in ({}, {"filter": {"task": "b"}}):
+        text, _ = report_on(finished_sweep, capsys, **spec)
+        assert "has none, because no seed is common (seeds 1, 2)." in text
 
 
 def test_figures_say_what_their_bands_are(finished_sweep, capsys):
