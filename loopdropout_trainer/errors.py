@@ -55,8 +55,11 @@ class UserError(ValueError):
 
 
 def short_repr(value: Any) -> str:
-    """Return `repr(value)`, shortened to fit into a sentence."""
-    return _repr.repr(value)
+    """Return `repr(value)` in one line, shortened to fit into a sentence."""
+    text = _repr.repr(value)
+    if "\n" in text:  # of a model or a tensor
+        text = " ".join(text.split())
+    return text
 
 
 OWN_FILE_HINT = " If it is your own, import its file first, in a `loopdropout` command with `--import FILE`."
@@ -146,6 +149,13 @@ def check_type(name: str, value: Any, hint: Any, kinds: str | None = None) -> No
         validate_typed_dict(_typed_field(hint), {"value": value})
     except StrictDataclassFieldValidationError:
         raise UserError(f"{name} must be {kinds or describe_type(hint)}, got {short_repr(value)}.") from None
+
+
+def as_path(name: str, value: Any) -> Path:
+    """Return a folder or file as a path, or raise UserError for a value that is not one."""
+    if not isinstance(value, str | os.PathLike) or value == "":
+        raise UserError(f"`{name}` must be a path, got {short_repr(value)}.")
+    return Path(value)
 
 
 def check_name(

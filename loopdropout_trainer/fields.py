@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from functools import cache
 from numbers import Real
@@ -115,14 +115,20 @@ def _type_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def check_fields(instance: Any) -> None:
+def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
     """Check the numbers and texts of a dataclass that Python code has made, as `check_value` does.
+
+    Args:
+        instance: The dataclass.
+        names: Fields to check. Default: all.
 
     Raises:
         UserError: for a value out of bounds, and for a text or a mapping instead of a number.
     """
     hints = _type_hints(type(instance))
     for own in fields(instance):
+        if names is not None and own.name not in names:
+            continue
         value = getattr(instance, own.name)
         types = single_types(hints[own.name]) - {None}
         if value is not None and types and types <= {int, float} and not isinstance(value, Real):

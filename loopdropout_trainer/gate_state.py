@@ -323,7 +323,8 @@ class GateState:
         if self.must_draw and not self.running.batch.is_set and layer.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "The model trains without drawn gates, which is plain LoRA. Call `super().compute_loss(...)` in your "
-                "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs."
+                "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs. In a callback, run the model under "
+                "`torch.no_grad()`."
             )
 
     def gate_for(self, hidden_states: Tensor, module: int = 0, factor: Tensor | None = None) -> Tensor | None:
@@ -419,6 +420,24 @@ def find_examples(inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], Tensor
     return ids, token_examples.clamp(max=len(ids) - 1)  # padding counts as part of the last example
 
 
+def check_token_examples(token_examples: Any, num_examples: int) -> None:
+    """Raise UserError unless `token_examples` is None or an integer tensor [B, S] with values from 0 to N - 1."""
+    if token_examples is None:
+        return
+    is_index = torch.is_tensor(token_examples) and token_examples.dtype in (torch.int64, torch.int32)
+    if not is_index or token_examples.dim() != 2:
+        got = short_repr(token_examples)
+        if torch.is_tensor(token_examples):
+            got = f"{token_examples.dtype} of shape {[*token_examples.shape]}"
+        raise UserError(f"`token_examples` must be a tensor [B, S] of integers, got {got}.")
+    low, high = int(token_examples.min()), int(token_examples.max())
+    if num_examples > 1 and not 0 <= low <= high < num_examples:
+        raise UserError(
+            f"`token_examples` must be from 0 to {num_examples - 1}, because `gates` have {num_examples} columns, got values "
+            f"from {low} to {high}."
+        )
+
+
 def as_gate_matrix(
     gates: Any, num_loops: int, num_modules: int, num_examples: int | None = None, name: str = "`gates`"
 ) -> Tensor:
@@ -434,10 +453,19 @@ def as_gate_matrix(
     Raises:
         UserError: If the gates have another shape, or are not finite real numbers.
     """
+    value = gates
     try:
         gates = torch.as_tensor(gates)
     except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"{name} must be numbers, got {short_repr(gates)}.") from None
+        raise UserError(
+            f"{name} must be numbers, one for each of the K = {num_loops} loops, got {short_repr(value)}."
+        ) from None
+    if gates.dim() == 0:
+        number = short_repr(value)
+        raise UserError(
+            f"{name} must have one number for each of the K = {num_loops} loops, got {number}. For one gate in all loops, "
+            f"write `[{number}] * {num_loops}`. A drop probability belongs in `loop_dropout(model, p)`."
+        )
     if gates.is_complex() or gates.is_meta:
         raise UserError(f"{name} must be real numbers, got {gates.dtype} on the device {gates.device}.")
     if not gates.is_floating_point():

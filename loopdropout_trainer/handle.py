@@ -6,6 +6,7 @@ This module imports torch, transformers and PEFT only.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError, count, short_repr
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
-from loopdropout_trainer.gates import Draw, GateRule, make_rule
+from loopdropout_trainer.gates import Draw, GateRule, change_p, make_rule
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -37,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 def loop_dropout(
     model: PeftModel,
-    p: float | Sequence[float] = 0.5,
+    p: float | Sequence[float] | None = None,
     rule: str | GateRule = "loop_dropout",
     seed: int | None = None,
 ) -> LoopDropoutHandle:
@@ -52,29 +53,54 @@ def loop_dropout(
 
     Args:
         model: PEFT model over a looped model. Call this after PEFT has added the adapter.
-        p: Drop probability, one number or one for each loop.
-        rule: Rule with the field `p`, or an instance such as `make_rule("exactly_m", m=2)`, which ignores `p`.
+        p: Drop probability, one number or one for each loop. Default: the rule's own value, 0.5 for `loop_dropout`.
+        rule: Name of a rule, or an instance such as `make_rule("exactly_m", m=2)`, which has its fields already.
         seed: Seed of the draws. Default: `torch.initial_seed()`, which `torch.manual_seed` sets.
 
     Returns:
-        A handle, whose `remove()` restores the model.
+        A handle, whose `remove()` restores the model. Its `p` and its `rule` can be set between passes.
 
     Raises:
         UserError: If the model has gates already, or the adapter or the rule is not supported.
     """
     if isinstance(rule, str):
-        rule = make_rule(rule, p=p)
-    if not isinstance(rule, GateRule):
-        raise UserError(f"`rule` must be a name, or a rule such as `ExactlyM(m=2)`, got {short_repr(rule)}.")
+        rule = make_rule(rule) if p is None else make_rule(rule, p=p)
+    elif p is not None and isinstance(rule, GateRule):
+        raise UserError(
+            f"Set the fields of a rule in one place: in `rule`, got {short_repr(rule)} and `p` {short_repr(p)}."
+        )
+    _check_rule(rule)
     find_looped_model(model)  # raises an error for a trainer, or a model without loops
     return LoopDropoutHandle(model, rule, seed)
+
+
+def _check_rule(rule: Any) -> None:
+    """Raise UserError unless `rule` is a rule that only draws gates."""
+    if not isinstance(rule, GateRule):
+        raise UserError(f"`rule` must be a name, or a rule such as `ExactlyM(m=2)`, got {short_repr(rule)}.")
+    needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
+    if rule.lora_kind != "gated" or needs_trainer:
+        raise UserError(
+            f"`rule` must only draw gates, got {rule.name!r}, which needs `LoopDropoutSFTTrainer` and its training steps."
+        )
+
+
+def _check_seed(seed: Any) -> int:
+    """Return a seed as an integer of Python, or raise UserError."""
+    try:
+        if not isinstance(seed, bool):
+            return operator.index(seed)
+    except TypeError:
+        pass
+    raise UserError(f"`seed` must be an integer, got {short_repr(seed)}.")
 
 
 class LoopDropoutHandle:
     """Gates of a model's training passes. Override `sample` to use other gates.
 
     Attributes:
-        rule: Rule that draws the gates.
+        rule: Rule that draws the gates. Another one of the same kind can be set.
+        p: Drop probability of the rule, or None. Setting it makes a new rule.
         seed: Seed of the draws.
         num_draws: Number of passes that drew gates.
         last_gates: Gates of the last pass that drew gates, or None.
@@ -86,17 +112,12 @@ class LoopDropoutHandle:
     drawn = renamed_attribute("drawn", "last_gates")
 
     def __init__(self, model: PeftModel, rule: GateRule, seed: int | None) -> None:
-        needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
-        if rule.lora_kind != "gated" or needs_trainer:
-            raise UserError(
-                f"`rule` must only draw gates, got {rule.name!r}, which needs `LoopDropoutSFTTrainer` and its training steps."
-            )
-        self.rule = rule
-        self.seed = torch.initial_seed() if seed is None else seed
+        _check_rule(rule)
+        self.seed = torch.initial_seed() if seed is None else _check_seed(seed)
         self._was_described = any("loop_description" in vars(module) for module in model.modules())
         check_trainable(model)
         self.looped = attach_looped_model(model)
-        rule.check(self.looped.num_loops)
+        self.rule = rule
         layers = adapted_layers(model)
         self._before = _variants(layers)
         casts_inputs = all(layer.cast_input_dtype_enabled for layer in layers)  # PEFT's arithmetic
@@ -119,6 +140,26 @@ class LoopDropoutHandle:
     def __repr__(self) -> str:
         state = f"{count(self.num_draws, 'draw')} so far" if self._hooks else "removed"
         return f"LoopDropoutHandle of {self.rule}, seed {self.seed}, {state}"
+
+    @property
+    def rule(self) -> GateRule:
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: GateRule) -> None:
+        _check_rule(rule)
+        rule.check(self.looped.num_loops)
+        self._rule = rule
+
+    @property
+    def p(self) -> float | tuple[float, ...] | None:
+        return getattr(self.rule, "p", None)
+
+    @p.setter
+    def p(self, p: float | Sequence[float]) -> None:
+        if self.p is None:
+            raise UserError(f"`p` must not be set, because the rule {self.rule.name!r} has no such field.")
+        self.rule = change_p(self.rule, p)
 
     def sample(self, example_ids: Sequence[tuple[int, int]]) -> Tensor:
         """Return gates [K, N] for the N examples of a pass, each of them a (row, segment)."""

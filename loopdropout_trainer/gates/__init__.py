@@ -7,6 +7,6 @@
 from loopdropout_trainer.gates.loop_dropout import DoseControl, Independent, Learned, LoopDropout, ModuleWise, Unscaled
 from loopdropout_trainer.gates.lora import LoRA, LoRADropout
 from loopdropout_trainer.gates.noise import ParallelNoise, WeightNoise
-from loopdropout_trainer.gates.rule import RULES, Draw, GateRule, make_rule, register_rule
+from loopdropout_trainer.gates.rule import RULES, Draw, GateRule, change_p, make_rule, register_rule
 from loopdropout_trainer.gates.schedule import Adaptive, CoTo, Schedule
 from loopdropout_trainer.gates.subsets import ExactlyM, RandomPrefix, RandomSuffix

@@ -157,9 +157,19 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     loop if its own field is not declared as one `float`.
     """
     if "p" in fields and name in RULES and "p" in RULES[name].__dataclass_fields__:
-        takes_one = RULES[name].__dataclass_fields__["p"].type in (float, "float")
-        fields["p"] = as_probability(fields["p"]) if takes_one else as_probabilities(fields["p"])
+        fields["p"] = _read_p(RULES[name], fields["p"])
     return make_from_fields(RULES, "rule", name, fields, OWN_FILE_HINT)
+
+
+def change_p(rule: GateRule, p: float | Sequence[float]) -> GateRule:
+    """Return a rule with the field `p` that has another drop probability."""
+    return dataclasses.replace(rule, p=_read_p(type(rule), p))
+
+
+def _read_p(rule_class: type[GateRule], p: float | Sequence[float]) -> float | tuple[float, ...]:
+    """Return p as the rule's own field `p` is declared, a float or a tuple."""
+    takes_one = rule_class.__dataclass_fields__["p"].type in (float, "float")
+    return as_probability(p) if takes_one else as_probabilities(p)
 
 
 def make_from_fields(
@@ -194,6 +204,8 @@ def check_number(name: str, value: Any, low: float, high: float, kind: type | tu
 
 def as_probabilities(p: float | Sequence[float], name: str = "p") -> float | tuple[float, ...]:
     """Return p as a float or a tuple of floats. Every value must be in [0, 1)."""
+    if hasattr(p, "tolist"):  # of torch or numpy
+        p = p.tolist()
     values = p if isinstance(p, (list, tuple)) else [p]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:

@@ -7,6 +7,7 @@ from loopdropout_trainer.lora.compatibility import (
     check_trainable,
     default_peft_config,
     find_active_adapter,
+    is_default_target,
     parse_peft_config,
 )
 from loopdropout_trainer.lora.gated import (

@@ -58,26 +58,67 @@ def default_peft_config(
 
     Args:
         model: Looped model. None lets PEFT find the linear projections when it adds the adapter.
-        peft_config: Configuration to complete. If `target_modules` is None or "all-linear", it gets all linear projections of
-            the recurrent block. A name such as `q_proj` means the projections of the recurrent block. A `task_type` of None
-            becomes "CAUSAL_LM".
-        **fields: Other fields of `LoraConfig`.
+        peft_config: Configuration to complete. If `target_modules` is None or "all-linear", it gets the linear projections of
+            the recurrent block. PEFT's own "all-linear" also has layers outside of it, which gates do not support. A name such
+            as `q_proj` means the projections of the recurrent block. A `task_type` of None becomes "CAUSAL_LM".
+        **fields: Other fields of `LoraConfig`, without a `peft_config`.
+
+    Raises:
+        UserError: If a field is unknown or has a wrong type or value, or `peft_config` is not a LoraConfig.
     """
     if peft_config is None:
-        peft_config = LoraConfig(**{"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", **fields})
-    peft_config = copy.copy(peft_config)  # another model may use it
-    targets = getattr(peft_config, "target_modules", "")
+        peft_config = _make_config(fields)
+    elif fields:
+        raise UserError(f"Set `{next(iter(fields))}` in the given `peft_config`, not next to it.")
     if not isinstance(peft_config, LoraConfig):
-        return peft_config
+        raise UserError(
+            f"`peft_config` must be a LoraConfig, such as `LoraConfig(r=16)`, got {short_repr(peft_config)}."
+        )
+    peft_config = copy.copy(peft_config)  # another model may use it
+    _check_values(peft_config)
+    targets = peft_config.target_modules
     if peft_config.task_type is None:  # PEFT then saves the module of the model's class, and does not import it
         peft_config.task_type = TaskType.CAUSAL_LM
-    if targets in (None, "all-linear"):
+    if is_default_target(targets):
         peft_config.target_modules = _default_targets(model, peft_config)
     elif model is not None and isinstance(targets, str):
         _check_pattern(model, targets)
     elif model is not None:
         peft_config.target_modules = _targets_inside(model, peft_config)
     return peft_config
+
+
+def _make_config(fields: Mapping[str, Any]) -> LoraConfig:
+    """Return the paper's adapter with other fields, or raise UserError for an unknown one."""
+    known = [field.name for field in dataclasses.fields(LoraConfig) if field.init]
+    for name in fields:
+        if name not in known:
+            meant = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}.get(name, name)
+            raise UserError(f"`{name}` is not a field of `LoraConfig`.{closest_match(meant, known)}")
+    return LoraConfig(**{"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", **fields})
+
+
+def _check_values(config: LoraConfig) -> None:
+    """Raise UserError for a field whose type or value PEFT finds wrong only in its layers."""
+    for name in ("r", "lora_alpha", "lora_dropout"):
+        check_type(f"`{name}`", getattr(config, name), _SAVED_TYPES[name])
+    if config.r < 1:
+        raise UserError(f"`r` must be at least 1, got {config.r}.")
+    if not 0 <= config.lora_dropout < 1:
+        raise UserError(f"`lora_dropout` must be a number in [0, 1), got {config.lora_dropout}.")
+    targets = config.target_modules
+    if targets is not None and (not isinstance(targets, str | list | set | tuple) or len(targets) == 0):
+        raise UserError(
+            f"`target_modules` must be a list of names, a pattern or None for all projections of the recurrent block, got "
+            f"{short_repr(targets)}."
+        )
+
+
+def is_default_target(targets: Any) -> bool:
+    """Return whether `target_modules` names the default, also by PEFT's word or, as on a command line, in a list of it."""
+    return (
+        targets is None or targets == "all-linear" or (not isinstance(targets, str) and [*targets] == ["all-linear"])
+    )
 
 
 def _default_targets(model: PreTrainedModel | None, peft_config: LoraConfig) -> set[str] | None:
@@ -117,8 +158,8 @@ def _targets_inside(model: PreTrainedModel, peft_config: LoraConfig) -> Collecti
     if unknown:
         known = sorted({_last_part(name) for name in inside})
         hint = closest_match(unknown[0], known)
-        if unknown == ["all-linear"]:
-            hint = " Without target modules, all linear projections of the recurrent block are adapted."
+        if "all-linear" in unknown:
+            hint = " `all-linear` must be the only target module."
         raise UserError(
             f"The target modules must be modules of the model, such as {', '.join(known)}, got {', '.join(unknown)}."
             f"{hint}"
@@ -194,8 +235,7 @@ def check_layers(model: nn.Module) -> None:
     their adapters are merged. Other tuners' layers and quantized layers with their own forward are not supported.
     """
     check_not_compiled(model)
-    if not isinstance(model, PeftModel):
-        raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
+    check_present(model)
     if isinstance(model.get_base_model(), PeftModel):
         raise UserError(
             "`model` must be a PEFT model over a looped model, got one over another PEFT model. Call `get_peft_model` once, "
@@ -203,7 +243,6 @@ def check_layers(model: nn.Module) -> None:
         )
     for config in model.peft_config.values():
         check_peft_config(config)
-    check_present(model)
     merged = set()
     recurrent = set(find_looped_model(model).recurrent_linears())
     for name, module in model.get_base_model().named_modules():
@@ -246,7 +285,9 @@ def find_smallest_dimension(model: nn.Module) -> int:
 
 
 def check_present(model: PeftModel) -> None:
-    """Raise UserError if the layers of the adapters are gone, without which nothing trains and an empty adapter is saved."""
+    """Raise UserError if the model or its layers have no adapter, without which nothing trains or is saved."""
+    if not isinstance(model, PeftModel):
+        raise UserError(f"{type(model).__name__} has no adapter to gate. Wrap it with peft.get_peft_model first.")
     if model.peft_config and not any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise UserError(
             f"The layers of the adapter {next(iter(model.peft_config))!r} must be in the model, but `merge_and_unload` or "

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from loopdropout_trainer.errors import UserError
-from loopdropout_trainer.gate_state import GateState, applied_gates, as_gate_matrix
+from loopdropout_trainer.gate_state import GateState, applied_gates, as_gate_matrix, check_token_examples
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora.compatibility import check_layers, check_variant, find_active_adapter
 
@@ -409,6 +409,7 @@ def use_gates(
         yield looped.gate_state
         return
     gates = as_gate_matrix(gates, looped.num_loops, len(adapted_layers(model)))
+    check_token_examples(token_examples, gates.shape[1])
     was_gated = bool(gated_layers(model))
     has_gradient = torch.is_grad_enabled()
     if was_gated:

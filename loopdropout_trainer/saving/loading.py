@@ -20,7 +20,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, first_line
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
-from loopdropout_trainer.lora import add_gates, attach_adapter, check_peft_config, remove_gates
+from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
 from loopdropout_trainer.models.external import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
 from loopdropout_trainer.renames import hide_old_checkpointing
@@ -239,6 +239,11 @@ def load_adapter(model: PreTrainedModel, adapter: str | Path, is_trainable: bool
         raise UserError(
             "`model` must be a looped base model with its head and without an adapter, as `load_model` and "
             f"`AutoModelForCausalLM` load it, got a {type(model).__name__}."
+        )
+    if adapted_layers(model):
+        raise UserError(
+            "`model` must not have an adapter already, which a second one would replace. Load the base model again, or add "
+            "the adapter to the PEFT model by its `load_adapter`."
         )
     return put_adapter(model, find_source(adapter, accept=("adapter",), what="adapter"), is_trainable)
 

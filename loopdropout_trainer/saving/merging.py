@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, as_path
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
@@ -169,7 +169,7 @@ def merge_and_save(
     Raises:
         UserError: If the adapter cannot be merged, or the folder holds an adapter or the base model.
     """
-    output_dir = Path(output_dir)
+    output_dir = as_path("output_dir", output_dir)
     if not isinstance(model, PeftModel):
         raise UserError(
             "`model` must be a PEFT model with an adapter, such as `trainer.model` or `load_model(folder)` of the adapter's "
@@ -300,7 +300,7 @@ def push_merged_to_hub(
     Raises:
         UserError: If the folder does not hold a merged model, or the push fails.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     if holds_adapter(folder) or not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
     repository = _repository(repo_id, f"The merged model is saved in {folder}.", token, private, revision)

@@ -23,6 +23,15 @@ _USUAL_ARGUMENTS = {
 }
 """Names of arguments that people type by habit, and the names that they have now."""
 
+_FUNCTIONS = (
+    "data_collator",
+    "compute_loss_func",
+    "compute_metrics",
+    "preprocess_logits_for_metrics",
+    "formatting_func",
+)
+"""Arguments that are functions. The libraries call some of them hours later, or never if no evaluation runs."""
+
 
 def check_names(trainer: type, given: Iterable[str], arguments: Collection[str]) -> None:
     """Raise UserError for an unknown argument of a trainer, which names the argument or the field that helps."""
@@ -39,7 +48,7 @@ def check_names(trainer: type, given: Iterable[str], arguments: Collection[str])
 
 
 def check_kinds(arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for a model, a list of callbacks or an adapter's configuration of another type."""
+    """Raise UserError for a model, a tokenizer, a list of callbacks, an optimizer or a function of another type."""
     model, callbacks = arguments["model"], arguments["callbacks"]
     for name, value in arguments.items():
         if name != "args" and isinstance(value, TrainingArguments):
@@ -49,3 +58,32 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
     check_not_compiled(model)
     if callbacks is not None and not isinstance(callbacks, list | tuple):
         raise UserError(f"`callbacks` must be a list of callbacks, got {short_repr(callbacks)}.")
+    for callback in callbacks or ():
+        if not hasattr(callback, "on_train_begin"):
+            raise UserError(f"`callbacks` must be a list of `TrainerCallback`s, got {short_repr(callback)} in it.")
+    for name in _FUNCTIONS:
+        value = arguments.get(name)
+        if value is not None and not callable(value):
+            raise UserError(f"`{name}` must be a function, got {short_repr(value)}.")
+    _check_tokenizer(arguments["processing_class"])
+    _check_optimizers(arguments.get("optimizers"))
+
+
+def _check_tokenizer(processing_class: Any) -> None:
+    """Raise UserError if a tokenizer is a name or a number. Tokenizers and processors can be called."""
+    if isinstance(processing_class, str | Path):
+        raise UserError(
+            f"`processing_class` must be a tokenizer, got the name {str(processing_class)!r}. Load it by "
+            f"`load_tokenizer({str(processing_class)!r})`."
+        )
+    if processing_class is not None and not callable(processing_class):
+        raise UserError(f"`processing_class` must be a tokenizer, got {short_repr(processing_class)}.")
+
+
+def _check_optimizers(optimizers: Any) -> None:
+    """Raise UserError unless optimizers are a pair of an optimizer and a schedule, as in transformers."""
+    if optimizers is not None and not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
+        raise UserError(
+            f"`optimizers` must be a pair of an optimizer and its schedule, such as `(optimizer, None)`, got "
+            f"{short_repr(optimizers)}."
+        )

@@ -185,6 +185,11 @@ class GateConfig:
         if "save_steps" not in self.given_names:
             self.save_steps = self.eval_steps or self.logging_steps
 
+    def check_changes(self) -> None:
+        """Raise UserError for a wrong value of a field that was set after the configuration was made."""
+        made = vars(self).get("_made", {})  # a copy has none
+        check_fields(self, [name for name, value in made.items() if getattr(self, name) != value])
+
     def given_fields(self) -> list[str]:
         """Return the names of the fields that the user has given or changed. The libraries and this class set others."""
         made = vars(self).get("_made", {})  # a copy has none

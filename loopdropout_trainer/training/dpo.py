@@ -55,6 +55,9 @@ class LoopDropoutDPOTrainer(ReferenceMixin, GateSamplingMixin, DPOTrainer):
         # A separate reference model starts from evaluation's state, so the policy does, too.
         self.samples_start_states = self.ref_model is None
 
+    def prepare_rows(self, dataset, name, keeps_order):
+        return self._prepare_dataset(dataset, self.processing_class, self.args, name)
+
     def example_ids(self, inputs: dict[str, Any]) -> tuple[list[tuple[int, int]], None]:
         """Return the ids of N chosen and N rejected completions, which share the ids of their pairs."""
         return [(pair, 0) for pair in range(len(inputs["input_ids"]) // 2)] * 2, None

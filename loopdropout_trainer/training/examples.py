@@ -26,7 +26,7 @@ from loopdropout_trainer.data.formats import (
     wrong_columns,
 )
 from loopdropout_trainer.data.tokenizing import find_training_template
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, set_chat_template, unknown_template
 from loopdropout_trainer.training.config import word_of
@@ -71,15 +71,21 @@ def find_system_turn(dataset: Any) -> str | None:
     return shared
 
 
+_DATASETS = ("train_dataset", "eval_dataset", "test_dataset")
+"""Arguments with datasets: of a trainer, of its `evaluate` and of its `predict`."""
+
+
 def name_datasets(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the datasets among the arguments of a trainer, each with its name in messages."""
-    yield "`train_dataset`", arguments.get("train_dataset")
-    held_out = arguments.get("eval_dataset")
-    if not isinstance(held_out, dict):
-        yield "`eval_dataset`", held_out
-        return
-    for name, dataset in held_out.items():
-        yield f"`eval_dataset[{name!r}]`", dataset
+    """Yield the datasets among the arguments of a trainer or of its methods, each with its name in messages."""
+    for argument in _DATASETS:
+        if argument not in arguments:
+            continue
+        dataset = arguments[argument]
+        if argument == "eval_dataset" and isinstance(dataset, dict):
+            for name, part in dataset.items():
+                yield f"`{argument}[{name!r}]`", part
+        else:
+            yield f"`{argument}`", dataset
 
 
 def check_datasets(arguments: Mapping[str, Any]) -> None:
@@ -98,6 +104,13 @@ def check_datasets(arguments: Mapping[str, Any]) -> None:
                 f"{title} must be a `Dataset` or an `IterableDataset`, got a {kind}. Convert it by "
                 f"`datasets.Dataset.{_CONVERTERS[kind]}`."
             )
+        if isinstance(dataset, str | Path):
+            raise UserError(
+                f"{title} must be a `Dataset` or an `IterableDataset`, got {short_repr(str(dataset))}. Load a file by "
+                "`datasets.load_dataset('json', data_files=..., split='train')`."
+            )
+        if dataset is not None and not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+            raise UserError(f"{title} must be a `Dataset` or an `IterableDataset`, got {short_repr(dataset)}.")
         if isinstance(dataset, Sized) and len(dataset) == 0:
             raise UserError(f"{title} must have at least one example.")
 
@@ -156,15 +169,15 @@ def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], ch
     """
     for place, row in _iterate_rows(arguments, formats):
         _check_row(row, chat_template, place)
-    train, *held_out = [
-        _check_stream(title, _write_contents(dataset, formats), formats, chat_template)
+    checked = {
+        title: _check_stream(title, _write_contents(dataset, formats), formats, chat_template)
         for title, dataset in name_datasets(arguments)
-    ]
-    arguments["train_dataset"] = train
-    if isinstance(arguments.get("eval_dataset"), dict):
-        arguments["eval_dataset"] = dict(zip(arguments["eval_dataset"], held_out, strict=True))
-    else:
-        arguments["eval_dataset"] = held_out[0]
+    }
+    for argument in _DATASETS:
+        if f"`{argument}`" in checked:
+            arguments[argument] = checked[f"`{argument}`"]
+        elif argument in arguments:
+            arguments[argument] = {name: checked[f"`{argument}[{name!r}]`"] for name in arguments[argument]}
 
 
 def _check_row(row: Mapping[str, Any], chat_template: Any, place: str) -> None:

@@ -13,6 +13,7 @@ from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
+    adapted_layers,
     add_gates,
     check_trainable,
     is_gated_by,
@@ -59,6 +60,7 @@ class GatingMixin:
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
+        self.args.check_changes()
         self._read_rule()
         _forbid_reentrant_checkpoints(self.args, self.model)
         check_trainable(self.model)
@@ -73,12 +75,27 @@ class GatingMixin:
         self.gate_state = self.unit_gates.gate_state = self.looped.gate_state
         self.gate_state.rule = self.rule
         self.physical_layers = physical_layers(self.model)  # [M]
+        self._adapted_layers = adapted_layers(self.model)
         self.batch_options = self.find_batch_options()
         for callback in self.step_callbacks:
             callback.trainer, callback.rule = self, self.rule
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
             self.start = find_start(self.model)
             self.looped.trained_with = self.saved_settings()
+
+    def check_adapter(self) -> None:
+        """Raise UserError if a callback has merged, switched off, frozen or replaced the adapter that trains."""
+        adapter = self.looped.trained_adapter
+        layers = self._adapted_layers
+        is_used = all(
+            adapter in layer.active_adapters and not layer.merged and not layer.disable_adapters for layer in layers
+        )
+        if is_used and any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
+            return
+        raise UserError(
+            f"The adapter {adapter!r} must stay active, trainable and unmerged in the training, which would change nothing "
+            "otherwise. Undo the change at the end of the callback that makes it, for example by `model.unmerge_adapter()`."
+        )
 
     def forget_drawn_gates(self) -> None:
         """Return to unit gates, if a trainer of this model has drawn the current gates. Those of `use_gates` stay."""

@@ -9,9 +9,24 @@ from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers.utils import is_liger_kernel_available
+from transformers.utils import is_liger_kernel_available, logging
 
 from loopdropout_trainer.errors import UserError, first_line, short_repr
+
+
+logger = logging.get_logger(__name__)
+
+_OPTIMIZER_FIELDS = (
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
+    "optim_args",
+    "loraplus_lr_ratio",
+)
+"""Fields that an optimizer is made with. transformers keeps the first optimizer, so that later changes have no effect."""
 
 
 class OptimizerMixin:
@@ -21,8 +36,14 @@ class OptimizerMixin:
     """Name of the adapter that an optimizer of this trainer was made for, or None for an optimizer of the user."""
 
     def forget_other_optimizer(self) -> None:
-        """Let the next training make a new optimizer if `set_adapter` has chosen another adapter since the last one."""
-        if self.optimized_adapter not in (None, self.model.active_adapters[0]):
+        """Let the next training make a new optimizer if the active adapter or a field of the optimizer has changed."""
+        if self.optimized_adapter is None:
+            return
+        changed = [name for name in _OPTIMIZER_FIELDS if getattr(self.args, name) != self._optimized_with[name]]
+        if changed:
+            names = ", ".join(f"`{name}`" for name in changed)
+            logger.warning(f"The training begins with a new optimizer, because {names} of `args` changed.")
+        if changed or self.optimized_adapter != self.model.active_adapters[0]:
             self.optimizer = self.lr_scheduler = self.optimized_adapter = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
@@ -30,6 +51,7 @@ class OptimizerMixin:
         args = self.args
         if self.optimizer is None:
             self.optimized_adapter = self.model.active_adapters[0]
+            self._optimized_with = {name: getattr(args, name) for name in _OPTIMIZER_FIELDS}
         if args.loraplus_lr_ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)
         model = model or self.model

@@ -25,7 +25,7 @@ from loopdropout_trainer.files import model_path
 from loopdropout_trainer.gate_state import BatchOptions, GatedBatch, GateState
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopedModelMixin
-from loopdropout_trainer.lora import adapted_layers, default_peft_config
+from loopdropout_trainer.lora import adapted_layers, check_present, default_peft_config, is_default_target
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
 from loopdropout_trainer.renames import hide_old_checkpointing, renamed_attribute
@@ -55,6 +55,7 @@ from loopdropout_trainer.training.examples import (
     read_first,
 )
 from loopdropout_trainer.training.gating import GatingMixin
+from loopdropout_trainer.training.given_data import prepare_given
 from loopdropout_trainer.training.optimizer import OptimizerMixin
 from loopdropout_trainer.training.resuming import ResumptionCallback
 from loopdropout_trainer.training.sampling import check_sampling, seed_lengths
@@ -185,6 +186,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         if self.rule.draws_per_batch > 1 and not self.runs_several_draws:
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.step_metrics = defaultdict(list)
+        self.formatting_func = arguments.get("formatting_func")
         self.saved_facts["is_chat"] = has_conversations(read_first(dataset))
         self._choose_adapter(arguments, skeleton, revision)
         if arguments["processing_class"] is None:
@@ -218,8 +220,17 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
                 self.num_given[title] = len(dataset)
         if self._template_path is None and getattr(args, "eos_token", None) is None:
             check_end_token(tokenizer)
-        check_columns(arguments, self.formats(args))
         check_assistant_loss(args, read_first(arguments.get("train_dataset")), tokenizer)
+        self.check_rows_of(arguments)
+
+    def check_rows_of(self, arguments: dict[str, Any]) -> None:
+        """Raise UserError if the examples lack columns, their tokenizer a chat template, or TRL cannot read one of them.
+
+        Args:
+            arguments: Datasets by argument, `args` and `processing_class`. Datasets with numbers as contents are replaced.
+        """
+        args, tokenizer = arguments["args"], arguments["processing_class"]
+        check_columns(arguments, self.formats(args))
         if getattr(args, "chat_template_path", None) is None:  # else TRL copies another tokenizer's template
             check_conversations(arguments, tokenizer)
             check_rows(arguments, self.formats(args), tokenizer.chat_template)
@@ -231,7 +242,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     def reads_columns(self, arguments: dict[str, Any]) -> bool:
         """Return whether TRL makes tokens of the columns of the examples, and neither the user's function nor subclass."""
         prepares = getattr(type(self), "_prepare_dataset", None)
-        is_own = prepares is not None and not prepares.__module__.startswith("trl.")
+        is_own = prepares is not None and not prepares.__module__.startswith(("trl.", "loopdropout_trainer."))
         skips = (getattr(arguments["args"], "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
         return not is_own and not skips and arguments.get("formatting_func") is None
 
@@ -261,7 +272,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
             )
         else:
             lora = arguments["peft_config"]
-            names_targets = getattr(lora, "target_modules", None) not in (None, "all-linear")
+            names_targets = not is_default_target(getattr(lora, "target_modules", None))
             if skeleton is None and names_targets:  # of a model by name, whose modules are not known yet
                 skeleton = load_skeleton(model, revision)
             arguments["peft_config"] = default_peft_config(skeleton, lora)
@@ -311,7 +322,9 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate with all gates at 1, as transformers' Trainer does."""
+        """Evaluate with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data."""
+        check_present(self.model)
+        eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self.restore_accelerator()
         self.forget_drawn_gates()
         with hide_old_checkpointing():
@@ -320,11 +333,26 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predict with all gates at 1, as transformers' Trainer does."""
+        """Predict with all gates at 1, as transformers' Trainer does. A dataset is prepared as the training data.
+
+        The predictions have the order of the examples, so these are neither shuffled nor packed.
+        """
+        check_present(self.model)
+        test_dataset = prepare_given(self, "test_dataset", test_dataset)
         self.restore_accelerator()
         self.forget_drawn_gates()
         with hide_old_checkpointing():
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def prepare_rows(self, dataset: Any, name: str, keeps_order: bool) -> Any:
+        """Return examples as TRL's trainer prepares those of its own data. GRPO reads them unprepared.
+
+        Args:
+            dataset: Examples with the columns of one of TRL's formats, or tokens.
+            name: Name of the dataset in progress bars.
+            keeps_order: Whether each example stays a row of its own, at its place.
+        """
+        return dataset
 
     def saved_settings(self) -> dict[str, Any]:
         """Return the settings that are saved with an adapter which this trainer has trained."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import uuid
 from collections.abc import Collection, Iterator, Sequence
@@ -62,6 +63,8 @@ class GateSamplingMixin(AdapterTrainingMixin):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """Draw the gates of a training micro-batch and compute the loss under them. In evaluation, gates are one."""
+        if model.training and self.is_in_train:
+            self.check_adapter()
         self.restore_head()
         inputs = dict(self.looped.complete_batch(inputs))
         if model.training:
@@ -320,6 +323,23 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
         self._check_lengths()
         if self.looped.reads_prompts:
             self._check_prompts()
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        """Prepare examples as TRL does, but packed rows only once. TRL would pack them again and lose where examples begin."""
+        if "seq_lengths" not in (dataset.column_names or ()):
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if args.shuffle_dataset:
+            return dataset.shuffle(seed=args.seed)
+        return dataset
+
+    def prepare_rows(self, dataset, name, keeps_order):
+        args = self.args
+        packing = args.packing if args.eval_packing is None else args.eval_packing
+        if keeps_order:
+            packing = False
+            args = copy.copy(args)
+            args.shuffle_dataset = False
+        return self._prepare_dataset(dataset, self.processing_class, args, packing, self.formatting_func, name)
 
     def _check_lengths(self) -> None:
         """Warn if TRL has left out examples whose prompt fills `max_length`, which it does not say.

@@ -81,7 +81,8 @@ class StopCallback(TrainerCallback):
         if not self.received:
             if self._is_first_process:  # the others get the signal, too
                 logger.warning(
-                    "Training stops after this step with a checkpoint. Another signal stops it immediately."
+                    "Training stops after this step with a checkpoint. To stop it immediately, repeat the signal after "
+                    f"{REPEATED_SECONDS} seconds."
                 )
             self.received, self._received_at = number, time.monotonic()
         elif time.monotonic() - self._received_at > REPEATED_SECONDS:

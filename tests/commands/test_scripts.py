@@ -655,11 +655,7 @@ MISTAKES = [
         "`assistant_only_loss` must be false for examples without turns of an assistant",
     ),
     ("sft", "--chat_template_path tulu2", "`chat_template` must be set instead of `chat_template_path`, got 'tulu2'."),
-    (
-        "sft",
-        "--lora_target_modules all-linear",
-        "got all-linear. Without target modules, all linear projections of the re",
-    ),
+    ("sft", "--lora_target_modules all-linear q_proj", "got all-linear. `all-linear` must be the only target module."),
     ("sft", "--preparation null --train_files [1].jsonl", "The file [1].jsonl does not exist."),
     ("sft", "--patience 3", "`patience` is not a field of this script. Did you mean 'early_stopping_patience'?"),
     ("sft", "--benchmarks development --single_loop_batches 0 --num_eval_examples 0", "must have held-out examples"),

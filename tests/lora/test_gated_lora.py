@@ -162,12 +162,26 @@ def test_checkpointed_unit_pass_raises_in_a_block(use_reentrant):
         (torch.ones(3), r"K = 4 loops, .* got the shape \[3\]"),
         (torch.full((4,), float("nan")), "finite"),
         (torch.full((4, 3), 0.5), "one column for each of the 4 examples"),
-        ("1-0-0-0", "`gates` must be numbers, got '1-0-0-0'"),
+        ("1-0-0-0", "`gates` must be numbers, one for each of the K = 4 loops, got '1-0-0-0'"),
+        (0.3, r"got 0.3. For one gate in all loops, write `\[0.3\] \* 4`. A drop probability belongs in"),
     ],
 )
 def test_use_gates_validates_gates(gates, message):
     with user_error(message), use_gates(model := adapted(), gates):
         model(IDS)
+
+
+@pytest.mark.parametrize(
+    ("token_examples", "message"),
+    [
+        ([0, 1], r"`token_examples` must be a tensor \[B, S\] of integers, got \[0, 1\]"),
+        (torch.zeros(2, 4), "got torch.float32 of shape"),
+        (torch.full((2, 4), 7), "`token_examples` must be from 0 to 1, .* got values from 7 to 7"),
+    ],
+)
+def test_use_gates_validates_token_examples(token_examples, message):
+    with user_error(message), use_gates(adapted(), torch.ones(4, 2), token_examples):
+        pass
 
 
 def test_use_gates_without_gates_changes_nothing():

@@ -239,3 +239,23 @@ def test_wrong_arguments_of_a_handle_raise(make_sft):
         loop_dropout(with_adapter(), rule=LoopDropout)
     with user_error("`model` must be a looped model, .* Pass its `model`"):
         loop_dropout(make_sft(), p=0.5)
+    with user_error("`seed` must be an integer, got 1.5"):
+        loop_dropout(with_adapter(), seed=1.5)
+    with user_error("Set the fields of a rule in one place"):
+        loop_dropout(with_adapter(), p=0.25, rule=LoopDropout(p=0.5))
+
+
+def test_handle_takes_another_p_and_rule():
+    model = with_adapter().train()
+    handle = loop_dropout(model, torch.tensor(0.5))
+    handle.p = 0.75
+    model(torch.arange(40).view(8, 5))
+    assert handle.p == 0.75 and {*handle.last_gates.sampled.unique().tolist()} == {0.0, 4.0}
+    handle.rule = make_rule("exactly_m", m=1)
+    model(torch.arange(40).view(8, 5))
+    assert (handle.last_gates.sampled > 0).sum(dim=0).tolist() == [1] * 8
+    with user_error("`p` must not be set, because the rule 'exactly_m' has no such field"):
+        handle.p = 0.5
+    with user_error("`rule` must be a name, or a rule .*, got 'lora'"):
+        handle.rule = "lora"
+    assert loop_dropout(with_adapter(), rule="lora").p is None

@@ -27,6 +27,7 @@ from loopdropout_trainer import (
     load_model,
     loop_dropout,
     merge_and_save,
+    push_merged_to_hub,
     use_gates,
 )
 from loopdropout_trainer.arguments import AdapterArguments
@@ -85,6 +86,12 @@ def test_merged_adapter_neither_trains_nor_merges_again(train, tmp_path, action)
         ({"max_seq_length": 8}, "Set `max_length` in a `LoopDropoutConfig`"),
         ({"callbacks": TrainerCallback()}, "`callbacks` must be a list of callbacks, got <.*TrainerCallback"),
         ({"model": None}, "`model` must be a looped model, a PEFT model over one, or a name, got None"),
+        ({"callbacks": [5]}, "`callbacks` must be a list of `TrainerCallback`s, got 5 in it"),
+        ({"processing_class": "tiny-ouro"}, "`processing_class` must be a tokenizer, .* `load_tokenizer.'tiny-ouro'.`"),
+        ({"optimizers": 5}, "`optimizers` must be a pair of an optimizer and its schedule"),
+        ({"compute_metrics": 5}, "`compute_metrics` must be a function, got 5"),
+        ({"peft_config": {"r": 4}}, "`peft_config` must be a LoraConfig, such as .*, got {'r': 4}"),
+        ({"train_dataset": "rows.jsonl"}, "`train_dataset` must be .*, got 'rows.jsonl'. Load a file by"),
         (
             {"model": torch.compile(tiny_ouro(), backend="eager")},
             "`model` must not be compiled. .* `torch_compile=True` in `args`",
@@ -698,3 +705,84 @@ def test_libraries_give_each_other_no_warnings(config, dataset, tokenizer, saved
         is_renamed = hasattr(model, "activation_checkpointing_enable")  # in newer releases of transformers
         own = [warning for warning in shown if "`gradient_checkpointing_enable` is deprecated" in str(warning.message)]
         assert len(own) == is_renamed
+
+
+CHANGES = {
+    "merged": lambda model: model.merge_adapter(),
+    "switched off": lambda model: model.base_model.disable_adapter_layers(),
+    "deleted": lambda model: model.delete_adapter("default"),
+    "frozen": lambda model: model.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_adapter_that_a_callback_changes_raises(make_sft, change):
+    """A merged adapter would train nothing without an error, and the others end in an error of torch or PEFT."""
+
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            CHANGES[change](model)
+
+    with user_error("The adapter 'default' must stay active, trainable and unmerged in the training"):
+        make_sft(max_steps=2, callbacks=[Change()]).train()
+
+
+def test_changed_learning_rate_applies_to_the_next_training(make_sft, log):
+    trainer = make_sft(max_steps=1, logging_steps=1, lr_scheduler_type="constant")
+    trainer.train()
+    trainer.train()
+    assert "new optimizer" not in log.text
+    trainer.args.learning_rate = 0.5
+    trainer.train()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.5, 0.5]
+    assert "The training begins with a new optimizer, because `learning_rate` of `args` changed." in log.text
+    for value, message in ((-1, "`learning_rate` must be at least 0"), ("1e-4", "`learning_rate` must be a number")):
+        trainer.args.learning_rate = value
+        with user_error(message):
+            trainer.train()
+
+
+def test_model_that_replaces_the_adapter_raises(train):
+    trainer = train(max_steps=1)
+    trainer.model = trainer.model.merge_and_unload()
+    for call in (trainer.save_model, trainer.evaluate, lambda: merge_and_save(trainer.model, None)):
+        with user_error("OuroForCausalLM has no adapter|`output_dir` must be a path, got None"):
+            call()
+
+
+def test_second_adapter_on_a_base_model_raises(saved):
+    base = load_model(saved / "base")
+    load_adapter(base, saved / "adapter")
+    with user_error("`model` must not have an adapter already"):
+        load_adapter(base, saved / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 4}, "`rank` is not a field of `LoraConfig`. Did you mean 'r'"),
+        ({"r": "a"}, "`r` must be an integer, got 'a'"),
+        ({"r": 0}, "`r` must be at least 1, got 0"),
+        ({"lora_alpha": None}, "`lora_alpha` must be a number, got None"),
+        ({"lora_dropout": 1}, r"`lora_dropout` must be a number in \[0, 1\), got 1"),
+        ({"target_modules": 5}, "`target_modules` must be a list of names, .* got 5"),
+        ({"target_modules": []}, "`target_modules` must be a list of names, .* got set"),
+        ({"target_modules": ["all-linear", "q_proj"]}, "`all-linear` must be the only target module"),
+        ({"peft_config": LoraConfig(r=4), "r": 8}, "Set `r` in the given `peft_config`"),
+    ],
+)
+def test_wrong_fields_of_an_adapter_raise(fields, message):
+    with user_error(message):
+        default_peft_config(tiny_ouro(), **fields)
+
+
+def test_all_linear_means_the_recurrent_block():
+    model = tiny_ouro()
+    want = default_peft_config(model).target_modules
+    for targets in ("all-linear", ["all-linear"]):
+        assert default_peft_config(model, target_modules=targets).target_modules == want
+
+
+def test_folder_of_a_push_must_be_a_path():
+    with user_error("`folder` must be a path, got OuroFor"):
+        push_merged_to_hub(tiny_ouro(), "me/model")

@@ -1,0 +1,51 @@
+"""The data that a trainer's `evaluate` and `predict` get: checked and prepared as the data of its training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.training.examples import check_datasets, check_token_ids, name_datasets
+
+
+def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
+    """Return a dataset, or several by name, with tokens. TRL's `evaluate` prepares in newer releases, its `predict` in none.
+
+    Args:
+        trainer: Trainer of this package.
+        argument: `eval_dataset` or `test_dataset`.
+        dataset: Examples in the format of the training data, or with tokens. Also None and the name of one of the trainer's
+            own held-out datasets, which stay unchanged.
+
+    Raises:
+        UserError: If the examples cannot be read. The message names the row.
+    """
+    if dataset is None:
+        return None
+    if argument == "eval_dataset" and isinstance(dataset, str):
+        own = trainer.eval_dataset
+        if isinstance(own, dict) and dataset in own:
+            return dataset
+        known = f"the names {', '.join(map(repr, own))}" if isinstance(own, dict) else "no names"
+        raise UserError(
+            f"`eval_dataset` must be a `Dataset` or the name of a held-out dataset of the trainer, which has {known}, got "
+            f"{short_repr(dataset)}."
+        )
+    arguments = {argument: dataset, "args": trainer.args, "processing_class": trainer.processing_class}
+    check_datasets(arguments)
+    if (getattr(trainer.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        return dataset
+    if trainer.reads_columns({**arguments, "formatting_func": trainer.formatting_func}):
+        trainer.check_rows_of(arguments)
+    prepared = _prepare(trainer, argument, arguments[argument])
+    vocabulary = trainer.model.get_input_embeddings().num_embeddings
+    for title, part in name_datasets({argument: prepared}):
+        check_token_ids(title, part, vocabulary)
+    return prepared
+
+
+def _prepare(trainer: Any, argument: str, dataset: Any) -> Any:
+    is_prediction = argument == "test_dataset"
+    if isinstance(dataset, dict):
+        return {name: trainer.prepare_rows(part, name, is_prediction) for name, part in dataset.items()}
+    return trainer.prepare_rows(dataset, argument.removesuffix("_dataset"), is_prediction)
