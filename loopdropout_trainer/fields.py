@@ -133,4 +133,6 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
         types = single_types(hints[own.name]) - {None}
         if value is not None and types and types <= {int, float} and not isinstance(value, Real):
             raise UserError(f"`{own.name}` must be {describe_type(hints[own.name])}, got {short_repr(value)}.")
+        if types == {bool} and isinstance(value, str):  # "false" would count as true
+            raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
         check_value(own, value, hints[own.name])

@@ -207,6 +207,7 @@ class LoopDropoutHandle:
     def _number_layers(self) -> None:
         """Find the physical layer of each adapted layer, and remember the adapters that they belong to."""
         self.physical_layers = physical_layers(self.model)
+        self._layers = adapted_layers(self.model)
         self._adapters = dict(self.model.peft_config)
 
     @torch.compiler.disable
@@ -223,6 +224,11 @@ class LoopDropoutHandle:
             )
         if not torch.is_grad_enabled():
             return
+        if any(layer.merged for layer in self._layers):
+            raise UserError(
+                "The adapter must not be merged in a training pass, because it would not train. Call `unmerge_adapter`, or "
+                "`model.eval()` for inference."
+            )
         if self.model.peft_config != self._adapters:
             self._gate_new_layers()
         signature = inspect.signature(backbone.forward)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match
+from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, short_repr
 
 
 Reward = Callable[..., list[float | None]]
@@ -56,6 +56,10 @@ def find_rewards(rewards: Sequence[Any]) -> list[Any]:
     found = []
     for reward in rewards:
         is_name = isinstance(reward, str) and "/" not in reward and not Path(reward).is_dir()
+        if not isinstance(reward, str) and not callable(reward):
+            raise UserError(
+                f"`reward_funcs` must be functions, reward models or names of rewards, got {short_repr(reward)}."
+            )
         if is_name and reward not in REWARDS:
             raise UserError(
                 f"`reward_funcs` must be functions, reward models, or names such as {', '.join(REWARDS)}, got {reward!r}."

@@ -17,7 +17,15 @@ from tokenizers import Tokenizer
 from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
 
-from loopdropout_trainer.errors import UserError, check_name, closest_match, first_line, hint_at_login, short_repr
+from loopdropout_trainer.errors import (
+    UserError,
+    as_path,
+    check_name,
+    closest_match,
+    first_line,
+    hint_at_login,
+    short_repr,
+)
 from loopdropout_trainer.files import model_hint, model_path, public_name, read_text
 from loopdropout_trainer.limits import bounded_rendering, check_length, end_rendering, render_chat
 
@@ -93,6 +101,17 @@ class PreTrainedTokenizerFast(TokenizersBackend):
         return files
 
 
+def check_tokenizer(processing_class: Any) -> None:
+    """Raise UserError if a tokenizer is a name or a number. Tokenizers and processors can be called."""
+    if isinstance(processing_class, str | Path):
+        raise UserError(
+            f"`processing_class` must be a tokenizer, got the name {str(processing_class)!r}. Load it by "
+            f"`load_tokenizer({str(processing_class)!r})`."
+        )
+    if processing_class is not None and not callable(processing_class):
+        raise UserError(f"`processing_class` must be a tokenizer, got {short_repr(processing_class)}.")
+
+
 def load_tokenizer(
     name_or_path: str | Path,
     revision: str | None = None,
@@ -112,6 +131,7 @@ def load_tokenizer(
     Raises:
         UserError: if the tokenizer or the template cannot be loaded, or if no token ends answers.
     """
+    as_path("name_or_path", name_or_path)
     name_or_path = model_path(name_or_path)
     check_name(str(name_or_path))
     if Path(name_or_path).is_dir() and not Path(name_or_path, "tokenizer.json").is_file():

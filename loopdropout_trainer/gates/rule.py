@@ -130,6 +130,8 @@ def register_rule(cls: type[GateRule]) -> type[GateRule]:
 
     A user's rule replaces a former one of its name, as when a notebook cell runs again, but no rule of this package.
     """
+    if not isinstance(cls, type) or not issubclass(cls, GateRule):
+        raise UserError(f"`register_rule` takes a subclass of `GateRule`, got {short_repr(cls)}.")
     if not {"__dataclass_fields__", "name"} <= {*vars(cls)}:
         raise UserError(
             f"The rule {cls.__name__} must be a dataclass with its own `name`. Write `@dataclass` under `@register_rule`."

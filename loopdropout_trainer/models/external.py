@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import REMOVED_EARLY, UNIT_GATES, GateState, applied_gates
 from loopdropout_trainer.looped import (
     DESCRIPTIONS,
@@ -185,6 +185,10 @@ def register_looped(model_class: type[PreTrainedModel], description: type[LoopDe
         model_class: Class of causal language models whose `base_model` returns a head-ready `last_hidden_state`.
         description: Description of its loops.
     """
+    if not isinstance(model_class, type) or not hasattr(model_class, "base_model_prefix"):
+        raise UserError(f"`model_class` must be a class of causal language models, got {short_repr(model_class)}.")
+    if not isinstance(description, type) or not issubclass(description, LoopDescription):
+        raise UserError(f"`description` must be a subclass of `LoopDescription`, got {short_repr(description)}.")
     if not model_class.base_model_prefix or not model_class.can_generate():
         raise UserError(f"`model_class` must be a causal language model, got {model_class.__name__}.")
     if not hasattr(model_class.config_class, "auto_map"):
@@ -240,6 +244,9 @@ def check_loops(model: nn.Module, **inputs: Any) -> None:
         NotLoopedError: If a projection did not run in every loop, or not under the gates. The message names it.
     """
     looped = attach_looped_model(model)
+    for name, value in inputs.items():
+        if name in ("input_ids", "inputs_embeds", "attention_mask") and not isinstance(value, Tensor):
+            raise UserError(f"`{name}` must be a tensor of a batch, got {short_repr(value)}.")
     state = looped.gate_state
     loops: dict[str, list[int]] = {name: [] for name in looped.recurrent_linears()}
     names = {looped.get_submodule(name): name for name in loops}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, first_line
+from loopdropout_trainer.errors import UserError, first_line, short_repr
 from loopdropout_trainer.files import TINY_OURO_PATH, write_file
 from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, check_num_loops
 from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
@@ -69,10 +69,40 @@ def load_model(
     Raises:
         UserError: If the model or the adapter does not exist, or the adapter does not fit the model.
     """
+    _check_placement(dtype, device)
     source = find_source_of(name_or_path, adapter, revision)
     return load(
         source, dtype=dtype, attn_implementation=attn_implementation, num_loops=num_loops, device=device, **kwargs
     )
+
+
+def _check_placement(dtype: Any, device: Any) -> None:
+    """Raise UserError for a data type or a device that torch does not have, before the weights are read."""
+    is_known = isinstance(dtype, torch.dtype) or dtype in ("auto", None)
+    if not is_known and not (isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)):
+        raise UserError(f"`dtype` must be auto, bfloat16, float16 or float32, got {short_repr(dtype)}.")
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise UserError(
+            f"`device` must be a device of this computer, such as 'cpu', got {short_repr(device)} ({first_line(error)})."
+        ) from None
+
+
+@contextmanager
+def _explain_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
+    """Turn transformers' error about an argument that neither it nor the model's configuration knows into one sentence."""
+    try:
+        yield
+    except TypeError as error:
+        unknown = [name for name in keywords if f"unexpected keyword argument {name!r}" in str(error)]
+        if not unknown:
+            raise
+        raise UserError(
+            f"`{unknown[0]}` is not an argument of `load_model`, of `from_pretrained` or a field of the model's configuration."
+        ) from None
 
 
 def load(
@@ -88,7 +118,7 @@ def load(
 
     Its tokenizer is `source.load_tokenizer()`.
     """
-    with explain_loading(source.name):
+    with explain_loading(source.name), _explain_keywords(kwargs):
         model = load_base(source, dtype=dtype, attn_implementation=attn_implementation, num_loops=num_loops, **kwargs)
     if source.is_adapter:
         model = put_adapter(model, source)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from loopdropout_trainer.errors import UserError, as_path
+from loopdropout_trainer.errors import UserError, as_path, check_type, short_repr
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import find_active_adapter, merged_update
 from loopdropout_trainer.results import RECIPE_FILE
@@ -52,7 +53,7 @@ from loopdropout_trainer.saving.pushing import (
 from loopdropout_trainer.saving.saved_adapter import holds_adapter, read_saved_adapter
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.saving.standalone import check_code, write_code
-from loopdropout_trainer.tokenizers import add_end_tokens, end_token_ids, load_tokenizer
+from loopdropout_trainer.tokenizers import add_end_tokens, check_tokenizer, end_token_ids, load_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -175,6 +176,7 @@ def merge_and_save(
             "`model` must be a PEFT model with an adapter, such as `trainer.model` or `load_model(folder)` of the adapter's "
             f"folder, got a {type(model).__name__}."
         )
+    _check_arguments(processing_class, card, repo_id, scale)
     base = model.get_base_model()
     if holds_adapter(output_dir) or output_dir.resolve() == Path(base.config.name_or_path or "?").resolve():
         raise UserError(f"`output_dir` must not be the folder of an adapter or of the base model, got {output_dir}.")
@@ -190,6 +192,17 @@ def merge_and_save(
     with integrity.saving(output_dir, integrity.MODEL_FILES):
         _write_merged(output_dir, model, weights, processing_class, card, repo_id, scale, standalone)
     return output_dir
+
+
+def _check_arguments(processing_class: Any, card: Any, repo_id: Any, scale: Any) -> None:
+    """Raise UserError for an argument of `merge_and_save` of another type, before anything is written."""
+    check_tokenizer(processing_class)
+    if card is not None and not isinstance(card, Mapping):
+        raise UserError(f"`card` must be a mapping, as from `read_card_fields`, got {short_repr(card)}.")
+    check_type("`repo_id`", repo_id, str | None)
+    check_type("`scale`", scale, int | float)
+    if not math.isfinite(scale):
+        raise UserError(f"`scale` must be a finite number, got {scale}.")
 
 
 def _find_tokenizer(model: PeftModel, output_dir: Path) -> PreTrainedTokenizerBase | None:
@@ -301,6 +314,7 @@ def push_merged_to_hub(
         UserError: If the folder does not hold a merged model, or the push fails.
     """
     folder = as_path("folder", folder)
+    check_type("`repo_id`", repo_id, str)
     if holds_adapter(folder) or not any(folder.glob("*.safetensors")):
         raise UserError(f"`folder` must hold a merged model, got {folder}. Call `merge_and_save` first.")
     repository = _repository(repo_id, f"The merged model is saved in {folder}.", token, private, revision)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, check_name, count
+from loopdropout_trainer.errors import UserError, as_path, check_name, count
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results import (
@@ -64,7 +64,7 @@ def find_source(
         UserError: If there is no such folder or repository, if it holds no model and no adapter, or one that the caller cannot
             use. An unfinished run names its newest complete checkpoint.
     """
-    text = str(name)
+    text = str(as_path(what, name))
     given = Path(model_path(text)).expanduser()
     repository = commit = None
     if not given.is_dir():

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.field_hints import USUAL_NAMES
 from loopdropout_trainer.looped import check_not_compiled
+from loopdropout_trainer.tokenizers import check_tokenizer
 
 
 _USUAL_ARGUMENTS = {
@@ -65,19 +66,11 @@ def check_kinds(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and not callable(value):
             raise UserError(f"`{name}` must be a function, got {short_repr(value)}.")
-    _check_tokenizer(arguments["processing_class"])
+    reference = arguments.get("ref_model")
+    if reference is not None and not isinstance(reference, str | nn.Module):
+        raise UserError(f"`ref_model` must be a model or its name, got {short_repr(reference)}.")
+    check_tokenizer(arguments["processing_class"])
     _check_optimizers(arguments.get("optimizers"))
-
-
-def _check_tokenizer(processing_class: Any) -> None:
-    """Raise UserError if a tokenizer is a name or a number. Tokenizers and processors can be called."""
-    if isinstance(processing_class, str | Path):
-        raise UserError(
-            f"`processing_class` must be a tokenizer, got the name {str(processing_class)!r}. Load it by "
-            f"`load_tokenizer({str(processing_class)!r})`."
-        )
-    if processing_class is not None and not callable(processing_class):
-        raise UserError(f"`processing_class` must be a tokenizer, got {short_repr(processing_class)}.")
 
 
 def _check_optimizers(optimizers: Any) -> None:

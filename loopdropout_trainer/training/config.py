@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, as_path, short_repr
 from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint, is_usual_name
 from loopdropout_trainer.fields import check_fields, option
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
@@ -119,6 +119,8 @@ class GateConfig:
     def __post_init__(self):
         self._take_numbers()
         self._take_rule()
+        if self.output_dir is not None:
+            as_path("output_dir", self.output_dir)
         check_fields(self)
         p = getattr(self.make_rule(), "p", None)
         self.p = list(p) if isinstance(p, tuple) else p

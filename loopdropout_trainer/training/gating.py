@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from loopdropout_trainer.errors import UserError
@@ -82,6 +83,17 @@ class GatingMixin:
         if self.looped.trained_with.get("training_id") is None:  # else the weights still come from that training
             self.start = find_start(self.model)
             self.looped.trained_with = self.saved_settings()
+
+    def check_surroundings(self) -> None:
+        """Raise UserError if `train` runs inside of a block that it would ignore, or in which nothing would train."""
+        if not torch.is_grad_enabled():
+            raise UserError("`train()` must run outside of `torch.no_grad()` and `torch.inference_mode()`.")
+        batch = self.gate_state.batch
+        if batch.is_set and batch.rule is None:
+            raise UserError(
+                "`train()` must run outside of `use_gates`, because it draws gates of its own. Register a rule to train under "
+                "other gates."
+            )
 
     def check_adapter(self) -> None:
         """Raise UserError if a callback has merged, switched off, frozen or replaced the adapter that trains."""

@@ -193,6 +193,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         adapter of this trainer, or starts if there is no checkpoint, unless this trainer has trained its model before. The
         data must be the data of the checkpoint.
         """
+        self.check_surroundings()
         num_loops = self.num_loops
         self.restore_accelerator()
         self.prepare_gates()  # the adapter and the arguments may have changed since `__init__`

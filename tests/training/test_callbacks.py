@@ -18,6 +18,7 @@ from loopdropout_trainer.progress import JobProgressCallback, SampleCompletionsC
 from loopdropout_trainer.results import read_results
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.terminal import format_value
+from loopdropout_trainer.training import stopping
 from loopdropout_trainer.training.stopping import TrainingInterrupted
 from loopdropout_trainer.training_results import training_results
 
@@ -189,3 +190,17 @@ def test_callback_may_run_another_depth_in_a_block_only(train, is_block):
         return
     with user_error(r"`num_loops` must stay 4 in the training, got 2. Measure .* `with use_depth\(model, 2\):`"):
         train(callbacks=[Measure()])
+
+
+def test_signal_says_when_another_one_stops_immediately(monkeypatch, log):
+    now = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    callback = stopping.StopCallback()
+    callback._is_first_process = True
+    callback._receive(signal.SIGINT, None)
+    assert f"repeat the signal after {stopping.REPEATED_SECONDS} seconds" in log.text
+    now[0] = stopping.REPEATED_SECONDS - 0.1
+    callback._receive(signal.SIGTERM, None)  # of a launcher
+    now[0] = stopping.REPEATED_SECONDS + 0.1
+    with pytest.raises(KeyboardInterrupt):
+        callback._receive(signal.SIGINT, None)

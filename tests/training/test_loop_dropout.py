@@ -259,3 +259,13 @@ def test_handle_takes_another_p_and_rule():
     with user_error("`rule` must be a name, or a rule .*, got 'lora'"):
         handle.rule = "lora"
     assert loop_dropout(with_adapter(), rule="lora").p is None
+
+
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+def test_merged_adapter_of_a_handle_raises(merge):
+    model = with_adapter().train()
+    loop_dropout(model)
+    merged = getattr(model, merge)() or model
+    with user_error("The adapter must not be merged in a training pass"):
+        merged(torch.arange(10).view(2, 5))
+    merged.eval()(torch.arange(10).view(2, 5))

@@ -17,17 +17,22 @@ from helpers.errors import user_error
 from helpers.tiny import tiny_ouro, with_adapter
 from helpers.trainers import assert_same_weights
 from loopdropout_trainer import (
+    LoopDropoutConfig,
     LoopDropoutDPOConfig,
     LoopDropoutDPOTrainer,
     LoopDropoutGRPOConfig,
     LoopDropoutGRPOTrainer,
     LoopDropoutSFTTrainer,
+    check_loops,
     default_peft_config,
     load_adapter,
     load_model,
+    load_tokenizer,
     loop_dropout,
     merge_and_save,
     push_merged_to_hub,
+    register_looped,
+    register_rule,
     use_gates,
 )
 from loopdropout_trainer.arguments import AdapterArguments
@@ -783,6 +788,49 @@ def test_all_linear_means_the_recurrent_block():
         assert default_peft_config(model, target_modules=targets).target_modules == want
 
 
-def test_folder_of_a_push_must_be_a_path():
-    with user_error("`folder` must be a path, got OuroFor"):
-        push_merged_to_hub(tiny_ouro(), "me/model")
+BASE = tiny_ouro()
+MISTAKES = {
+    "push a model": (lambda: push_merged_to_hub(BASE, "me/model"), "`folder` must be a path, got OuroFor"),
+    "push to 5": (lambda: push_merged_to_hub("merged", 5), "`repo_id` must be a text, got 5"),
+    "merge with a name": (
+        lambda: merge_and_save(with_adapter(), "merged", "tiny-ouro"),
+        "`processing_class` must be a tokenizer, got the name 'tiny-ouro'",
+    ),
+    "merge scale": (lambda: merge_and_save(with_adapter(), "merged", scale="a"), "`scale` must be a number, got 'a'"),
+    "merge card": (lambda: merge_and_save(with_adapter(), "merged", card=5), "`card` must be a mapping, .* got 5"),
+    "load a model": (lambda: load_model(BASE), "`model` must be a path, got OuroFor"),
+    "load tokenizer": (lambda: load_tokenizer(None), "`name_or_path` must be a path, got None"),
+    "load dtype": (lambda: load_model("tiny-ouro", dtype="float99"), "`dtype` must be auto, .* got 'float99'"),
+    "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
+    "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `load_model`"),
+    "load adapter": (lambda: load_adapter(BASE, 5), "`adapter` must be a path, got 5"),
+    "rule": (lambda: register_rule(5), "`register_rule` takes a subclass of `GateRule`, got 5"),
+    "looped": (lambda: register_looped(BASE, BASE), "`model_class` must be a class of .* got OuroFor"),
+    "description": (lambda: register_looped(LlamaForCausalLM, 5), "`description` must be a subclass of .* got 5"),
+    "loops": (lambda: check_loops(BASE, input_ids=[1, 2]), r"`input_ids` must be a tensor of a batch, got \[1, 2\]"),
+    "folder": (lambda: LoopDropoutConfig(BASE), "`output_dir` must be a path, got OuroFor"),
+    "truth": (lambda: LoopDropoutConfig(remove_padding="false"), "`remove_padding` must be true or false, got 'fal"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_with_public_functions_raise(mistake):
+    call, message = MISTAKES[mistake]
+    with user_error(message):
+        call()
+
+
+def test_training_inside_of_a_block_raises(make_sft):
+    trainer = make_sft(max_steps=1)
+    with torch.no_grad(), user_error("must run outside of `torch.no_grad.."):
+        trainer.train()
+    with use_gates(trainer.model, [1, 0, 0, 0]), user_error("must run outside of `use_gates`, because it draws"):
+        trainer.train()
+
+
+def test_wrong_reward_and_reference_raise(config, dataset, tokenizer):
+    data = {"train_dataset": dataset, "processing_class": tokenizer}
+    with user_error("`reward_funcs` must be functions, .* got 5"):
+        LoopDropoutGRPOTrainer(tiny_ouro(), 5, config(LoopDropoutGRPOConfig, num_generations=2), **data)
+    with user_error("`ref_model` must be a model or its name, got 5"):
+        LoopDropoutDPOTrainer(tiny_ouro(), 5, config(LoopDropoutDPOConfig), **data)
