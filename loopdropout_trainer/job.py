@@ -293,7 +293,7 @@ class Job:
         from loopdropout_trainer.progress import JobProgressCallback
 
         trainer.method, trainer.recipe = run.title, run.recipe
-        trainer.saved_facts["prompt_template"] = self.data_args.prompt_format
+        trainer.saved_facts |= {**self.loaded.prompts, "prompt_template": self.data_args.prompt_format}
         if run.script_args.evaluate_base:
             with trainer.model.disable_adapter():
                 evaluate(trainer, run, self.tasks)
@@ -311,6 +311,8 @@ class Job:
             )
             if not is_trained:
                 run.remove_checkpoints_of_other_code()
+                if self.loaded.sources:
+                    code["trained_shares"] = self.loaded.trained_shares
             write_run(folder, status="trained" if is_trained else "training", **code)
         if is_trained:
             load_trained(trainer, folder)

@@ -20,7 +20,7 @@ from loopdropout_trainer.costs import (
 )
 from loopdropout_trainer.data import DataArguments, LeftOut, LoadedExamples
 from loopdropout_trainer.data.arguments import has_held_out
-from loopdropout_trainer.data.sources import describe_data
+from loopdropout_trainer.data.sources import describe_data, describe_other_share, differ_in_text
 from loopdropout_trainer.errors import UserError, count, is_unreachable
 from loopdropout_trainer.evaluation_costs import add_answers, count_answers
 from loopdropout_trainer.files import model_path
@@ -298,7 +298,8 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
     """Return the lines about the examples that are trained on, the optimizer steps and the epochs.
 
     If fewer examples are held out than the recipe asks for, the rest was too long, and the line says so. A mixture has a
-    line for each data set, with the numbers of its examples that are trained on and held out.
+    line for each data set, with the numbers of its examples that are trained on and held out, and with its share if it
+    differs from the share of the recipe.
     """
     num_examples, num_held_out = len(loaded.datasets["train"]), len(loaded.datasets.get("eval") or ())
     held_out = f"{num_held_out:,} held out"
@@ -319,8 +320,10 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
     if args.max_steps > 0:  # then the epochs depend on the number of rows
         length = f"{num_steps}, {about}{num_epochs} {epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
-    for source in loaded.sources:
+    for source, trained_share in zip(loaded.sources, loaded.trained_shares, strict=True):
         line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
+        if source.share is not None and differ_in_text(source.share, trained_share):
+            line += f" ({describe_other_share(source.share, trained_share)})"
         if data.num_held_out:
             line += f", {source.num_held_out:,} held out"
         lines.append(f"{line}, loss on {source.loss}" if source.loss else line)

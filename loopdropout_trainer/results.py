@@ -276,6 +276,13 @@ def read_version(output_dir: str | Path) -> str | None:
     return version_text if isinstance(version_text, str) else None
 
 
+def read_trained_shares(output_dir: str | Path) -> list[float]:
+    """Return the shares of the data sets of a mixture in the training examples, or an empty list if they are not known."""
+    shares = read_run(output_dir).get("trained_shares")
+    is_known = isinstance(shares, list) and all(isinstance(share, int | float) for share in shares)
+    return shares if is_known else []
+
+
 def read_imports(output_dir: str | Path) -> dict[str, str]:
     """Return the digests of the files of `--import` that a run was trained with, by their absolute paths."""
     imports = read_run(output_dir).get("imports")

@@ -34,7 +34,7 @@ from loopdropout_trainer.gate_texts import expand_gates, parse_gates
 from loopdropout_trainer.generation import check_prompt_length, generate_greedy
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model, use_depth
 from loopdropout_trainer.lora import use_gates
-from loopdropout_trainer.prompts import PromptFormat, make_turns
+from loopdropout_trainer.prompts import PLAIN_TEXT, PromptFormat, make_turns
 from loopdropout_trainer.recipe import name_words, parse
 from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.loading import load
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Model and tokenizer
     source = find_source(args.model)
-    print(source.describe())
+    print(source.describe(with_prompts=False))
     for num_loops in args.eval_num_loops or [None]:
         source.check_run(num_loops, *(args.gates or ()))
     model = load(source, device=torch.accelerator.current_accelerator(check_available=True))
@@ -91,9 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     # Format of the prompts
     prompt_format = source.choose_prompt_format(tokenizer, args.chat_template, args.prompt_template)
     print(prompt_format.describe(args.system_instruction))
-    system_turn = source.describe_system_turn()
-    if system_turn and args.system_instruction is None and prompt_format.text is None:
-        print(f"{system_turn} Add `--system_instruction` to ask with it.")
+    if prompt_format.text is None:
+        print_left_out(source, args.system_instruction)
 
     # Answers
     prompts, is_session = read_prompts(), sys.stdin.isatty() and not args.prompt
@@ -118,6 +117,15 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{error}\n")
             if prompt_format.text is not None:
                 chats.clear()
+
+
+def print_left_out(source: Source, system_instruction: str | None) -> None:
+    """Print which prompts of the training the chat template leaves out, and the options that ask with them."""
+    plain_texts, system_turn = source.describe_plain_texts(), source.describe_system_turn()
+    if plain_texts:
+        print(f'{plain_texts} Add `--prompt_template "{PLAIN_TEXT}"` to ask without it.')
+    if system_turn and system_instruction is None:
+        print(f"{system_turn} Add `--system_instruction` to ask with it.")
 
 
 NEW = "/new"

@@ -67,15 +67,18 @@ def main(argv: list[str] | None = None) -> None:
     own, options = split_options(sys.argv[1:] if argv is None else argv)
     (args,) = parse(ARGUMENTS, name_words(own, "model"), __doc__)
     source = find_source(args.model)
-    print(source.describe(), flush=True)
+    print(source.describe(with_prompts=False), flush=True)
     source.check_run(args.num_loops, args.gates)
     engine = choose_engine(args, source, options)
     tokenizer = source.load_tokenizer(args.chat_template)
     prompt_format = source.choose_prompt_format(tokenizer, args.chat_template)
     print(f"Engine: {engine}\n{prompt_format.describe()}", flush=True)
-    system_turn = source.describe_system_turn()
-    if system_turn:
-        print(f"{system_turn} Send it as the first turn.", flush=True)
+    if prompt_format.text is None:
+        plain_texts, system_turn = source.describe_plain_texts(), source.describe_system_turn()
+        if plain_texts:
+            print(f"{plain_texts} Send such prompts to `/v1/completions`.", flush=True)
+        if system_turn:
+            print(f"{system_turn} Send it as the first turn.", flush=True)
     api_key = args.api_key or os.environ.get(API_KEY_VARIABLE) or None
     if engine == "vllm":
         start_vllm(args, source, prompt_format, api_key, options)

@@ -37,6 +37,7 @@ from loopdropout_trainer.data.mixing import (
     mix,
 )
 from loopdropout_trainer.data.preparations import FIELD, PREPARATIONS, Row, find_columns, keep_all
+from loopdropout_trainer.data.saved_prompts import find_prompts
 from loopdropout_trainer.data.sources import DataSource, find_shares
 from loopdropout_trainer.data.tokenizing import tokenize
 from loopdropout_trainer.errors import UserError, count, short_repr
@@ -59,12 +60,20 @@ class LoadedExamples(NamedTuple):
         lengths: [N] numbers of tokens of the training examples, or None if they were not counted.
         sources: The data sets of a mixture.
         source_numbers: [N] the numbers of the data sets that the training examples come from, from 0.
+        prompts: Settings of `find_prompts` if the examples are of several formats, which their tokens do not tell, else none.
     """
 
     datasets: DatasetDict
     lengths: np.ndarray | None
     sources: list[MixedSource]
     source_numbers: np.ndarray
+    prompts: dict[str, Any]
+
+    @property
+    def trained_shares(self) -> list[float]:
+        """Shares of the data sets of a mixture in the training examples."""
+        total = sum(source.num_train for source in self.sources)
+        return [source.num_train / total for source in self.sources]
 
     def find_examples(self, number: int) -> dict[str, int]:
         """Return the index of the training example with a number, from 0: in a mixture, of each data set that has so many.
@@ -90,6 +99,7 @@ class MixedSource(NamedTuple):
         num_held_out: Number of its held-out examples.
         size: Number of its usable examples, of which the mixture may have a part.
         loss: Tokens that are trained on, if the data sets have several formats, else "".
+        share: Share in the recipe, or None if all of its usable examples are used.
     """
 
     title: str
@@ -97,6 +107,7 @@ class MixedSource(NamedTuple):
     num_held_out: int
     size: int
     loss: str
+    share: float | None = None
 
 
 def load_datasets(
@@ -160,14 +171,19 @@ def load_examples(
         num_held_out = [0] * len(mixture.sizes)
         if not args.eval_files:
             num_held_out = np.bincount(_read_numbers(splits["eval"], "source"), minlength=len(mixture.sizes)).tolist()
+        shares = find_shares(args.train_sources) or [None] * len(mixture.titles)
         for number, title in enumerate(mixture.titles):
             size, loss = mixture.sizes[number], mixture.losses[number]
-            sources.append(MixedSource(title, num_train[number], num_held_out[number], size, loss))
+            source = MixedSource(title, num_train[number], num_held_out[number], size, loss, shares[number])
+            sources.append(source)
+    prompts = {}
+    if "mixed" in splits["train"].column_names:
+        prompts = find_prompts(mixed["example"] for mixed in splits["train"]["mixed"])
     datasets = DatasetDict()
     for name, split in splits.items():
         if len(split):
             datasets[name] = split.remove_columns([own for own in split.column_names if own in OWN_COLUMNS])
-    return LoadedExamples(datasets, lengths, sources, source_numbers)
+    return LoadedExamples(datasets, lengths, sources, source_numbers, prompts)
 
 
 def _read_numbers(rows: Dataset, name: str) -> np.ndarray:

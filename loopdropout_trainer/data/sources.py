@@ -131,10 +131,39 @@ def find_shares(sources: Sequence[DataSource]) -> list[float] | None:
     return [source.fraction / total for source in sources]
 
 
-def describe_data(recipe: Mapping[str, Any], without_folders: bool = False) -> str:
-    """Return the preparation of a recipe and the names of its training data, with the shares of a mixture."""
+def differ_in_text(share: float, trained_share: float) -> bool:
+    """Return whether a share of the training examples differs from the share of the recipe as both are written."""
+    return _percent(share) != _percent(trained_share)
+
+
+def describe_other_share(share: float, trained_share: float) -> str:
+    """Return the share of the training examples next to the share of the recipe, such as "66.7% instead of 75%"."""
+    return f"{_percent(trained_share)} instead of {_percent(share)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def describe_data(
+    recipe: Mapping[str, Any], without_folders: bool = False, trained_shares: Sequence[float] = ()
+) -> str:
+    """Return the preparation of a recipe and the names of its training data, with the shares of a mixture.
+
+    Args:
+        recipe: Recipe of a training.
+        without_folders: Whether to shorten paths to the names of the files.
+        trained_shares: Shares of the training examples, as far as they are known. They can differ from those of the recipe,
+            because few examples cannot have each share, and some are held out or too long.
+    """
     sources = read_sources(recipe)
-    names = [source.public_name if without_folders else str(source) for source in sources]
-    if shares := find_shares(sources):
-        names = [f"{100 * share:.3g}% {name}" for share, name in zip(shares, names, strict=True)]
-    return f"{recipe.get('preparation') or ''} {', '.join(names)}".strip()
+    texts = []
+    shares = find_shares(sources) or [None] * len(sources)
+    for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
+        text = source.public_name if without_folders else str(source)
+        if share is not None:
+            text = f"{_percent(share)} {text}"
+            if len(trained_shares) == len(sources) and differ_in_text(share, trained_shares[number]):
+                text += f" ({_percent(trained_shares[number])} of the examples)"
+        texts.append(text)
+    return f"{recipe.get('preparation') or ''} {', '.join(texts)}".strip()

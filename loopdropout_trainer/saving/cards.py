@@ -22,6 +22,7 @@ from loopdropout_trainer.results import (
     is_of_training,
     read_recipe,
     read_run_results,
+    read_trained_shares,
     read_version,
     recipe_path,
     weights_of,
@@ -150,7 +151,7 @@ def read_card_fields(folder: str | Path, weights: Mapping[str, Any] | None = Non
     recipe = read_recipe(folder)
     return {
         "dataset": [source.path for source in read_sources(recipe) if not source.files],
-        "data_description": describe_data(recipe, without_folders=True) or None,
+        "data_description": describe_data(recipe, True, read_trained_shares(recipe_path(folder).parent)) or None,
         "recipe": read_text(recipe_path(folder)) if recipe else None,
         "program": read_version(recipe_path(folder).parent),
         "results": read_run_results(folder, weights),

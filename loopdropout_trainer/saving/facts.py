@@ -14,7 +14,7 @@ from loopdropout_trainer.gate_texts import expand_gates, parse_gates
 from loopdropout_trainer.results import read_accepted_imports, read_imports
 from loopdropout_trainer.saving import integrity
 from loopdropout_trainer.saving.hub import split_revision
-from loopdropout_trainer.saving.metadata import describe_system_turn
+from loopdropout_trainer.saving.metadata import describe_plain_texts, describe_system_turn
 from loopdropout_trainer.saving.saved_adapter import SavedAdapter
 from loopdropout_trainer.sweeps import describe_progress, list_runs
 
@@ -197,8 +197,12 @@ class Source:
         return choose_prompt_format(tokenizer, prompt_template or self.prompt_template, self.is_chat, chat_template)
 
     def describe_system_turn(self) -> str:
-        """Return a sentence about the system turn that all conversations of the training had, or "" if there is none."""
+        """Return a sentence about the system turn of the conversations of the training, or "" if they have none."""
         return describe_system_turn(self.metadata)
+
+    def describe_plain_texts(self) -> str:
+        """Return a sentence about the plain texts of a training on conversations and texts, or "" for other trainings."""
+        return describe_plain_texts(self.metadata)
 
     def lines(self) -> dict[str, str]:
         """Return the facts that `loopdropout show` prints, by title."""
@@ -238,17 +242,24 @@ class Source:
                 texts.append(path)
         return ", ".join(texts)
 
-    def describe(self) -> str:
-        """Return the line that each command prints: what the name is, and what it runs with."""
-        return f"{_at(public_name(self.name), self.commit)}: {self.describe_setup()}"
+    def describe(self, with_prompts: bool = True) -> str:
+        """Return the line that each command prints: what the name is, and what it runs with.
 
-    def describe_setup(self) -> str:
-        """Return what the name is and what it runs with, without the name itself."""
+        Args:
+            with_prompts: Whether to name the format of the prompts, which `chat` and `serve` print in a line of its own.
+        """
+        return f"{_at(public_name(self.name), self.commit)}: {self.describe_setup(with_prompts)}"
+
+    def describe_setup(self, with_prompts: bool = True) -> str:
+        """Return what the name is and what it runs with, without the name itself. `with_prompts`: as in `describe`."""
         facts = self.lines()
         kind = self.kind
         if "base model" in facts:
             kind += f" of {facts['base model']}"
-        return ", ".join([kind, facts["depth"], f"tokenizer: {facts['tokenizer']}", f"prompts: {facts['prompts']}"])
+        parts = [kind, facts["depth"], f"tokenizer: {facts['tokenizer']}"]
+        if with_prompts:
+            parts.append(f"prompts: {facts['prompts']}")
+        return ", ".join(parts)
 
     def _base_text(self) -> str | None:
         """Return the base model of an adapter, or of a merged model that knows it."""
@@ -293,6 +304,8 @@ class Source:
             return repr(self.prompt_template)
         if self.is_chat is False:
             return "plain text"
+        if self.metadata.get("has_plain_texts"):
+            return "the tokenizer's chat template, and plain text"
         if self.chat_template is not None:
             return f"chat template {self.chat_template}"
         return "the tokenizer's chat template, else plain text"

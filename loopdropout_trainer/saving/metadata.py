@@ -24,7 +24,9 @@ _TYPES = {
     "eos_token_id": list[int] | None,
     "prompt_template": str | None,
     "is_chat": bool | None,
+    "has_plain_texts": bool | None,
     "system_turn": str | None,
+    "has_system_turns": bool | None,
     "base_model": str | None,
     "base_revision": str | None,
     "base_weights": str | None,
@@ -72,9 +74,19 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def describe_system_turn(metadata: Mapping[str, Any]) -> str:
-    """Return a sentence about the system turn that all conversations of a training had, or "" if there is none."""
-    text = metadata.get("system_turn")
-    return f"The training data had the system turn {short_repr(text)}." if text else ""
+    """Return a sentence about the system turn of the conversations of a training, or "" if they have none."""
+    if text := metadata.get("system_turn"):
+        return f"The training data had the system turn {short_repr(text)}."
+    if metadata.get("has_system_turns"):
+        return "Some conversations of the training data had a system turn."
+    return ""
+
+
+def describe_plain_texts(metadata: Mapping[str, Any]) -> str:
+    """Return a sentence about the plain texts of a training on conversations and texts, or "" for other trainings."""
+    if not metadata.get("has_plain_texts"):
+        return ""
+    return "The training data also had plain texts, such as pairs of a prompt and a completion, without the chat template."
 
 
 def write_metadata(folder: Path, metadata: Mapping[str, Any]) -> None:

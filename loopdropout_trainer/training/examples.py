@@ -25,6 +25,7 @@ from loopdropout_trainer.data.formats import (
     write_numbers,
     wrong_columns,
 )
+from loopdropout_trainer.data.saved_prompts import find_beginning, find_system_turns
 from loopdropout_trainer.data.tokenizing import find_training_template
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.limits import render_chat
@@ -51,24 +52,17 @@ def has_conversations(example: Mapping[str, Any] | None) -> bool | None:
     return bool(is_conversational(example) or is_conversational_from_value(example))
 
 
-def find_system_turn(dataset: Any) -> str | None:
-    """Return the text of the system turn that all conversations of a dataset begin with, or None. Streams are not read."""
+def describe_prompts(dataset: Any) -> dict[str, Any]:
+    """Return the settings about the prompts of a dataset that are saved with an adapter. Of streams, the first row is read."""
     example = read_first(dataset)
-    if not isinstance(dataset, Dataset) or not has_conversations(example):
-        return None
-    columns = ("prompt", "messages", "conversations", "chosen")  # of which the first one begins a conversation
-    column = next((name for name in columns if isinstance(example.get(name), list)), None)
+    settings = {"is_chat": has_conversations(example)}
+    if not settings["is_chat"] or not isinstance(dataset, Dataset):
+        return settings
+    column = find_beginning(example)
     if column is None:
-        return None
-    shared = None
-    for row in dataset.select_columns([column]).with_format(None):
-        turns = rename_keys(row[column])
-        if not turns or turns[0].get("role") != "system" or not isinstance(turns[0].get("content"), str):
-            return None
-        if shared is not None and turns[0]["content"] != shared:
-            return None
-        shared = turns[0]["content"]
-    return shared
+        return settings
+    rows = dataset.select_columns([column]).with_format(None)
+    return settings | find_system_turns(row[column] for row in rows)
 
 
 _DATASETS = ("train_dataset", "eval_dataset", "test_dataset")

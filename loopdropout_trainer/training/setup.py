@@ -48,9 +48,8 @@ from loopdropout_trainer.training.examples import (
     check_rows,
     check_token_ids,
     choose_template,
+    describe_prompts,
     explain_row,
-    find_system_turn,
-    has_conversations,
     name_datasets,
     read_first,
 )
@@ -132,7 +131,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         start: Settings of `find_start`, which say what the training starts from.
         num_given: Numbers of examples of the datasets that TRL makes tokens of, by their names in messages.
         saved_facts: Further settings that are saved with the adapter for later commands: `prompt_template` (a text with a
-            {field}), `is_chat`, `system_turn` (of all conversations), and `base_weights` (a digest).
+            {field}), those of `describe_prompts`, and `base_weights` (a digest).
     """
 
     config_class: type[GateConfig]
@@ -187,7 +186,6 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
             raise UserError(f"`rule` {self.rule.name!r} must be trained with `LoRADropoutSFTTrainer`.")
         self.step_metrics = defaultdict(list)
         self.formatting_func = arguments.get("formatting_func")
-        self.saved_facts["is_chat"] = has_conversations(read_first(dataset))
         self._choose_adapter(arguments, skeleton, revision)
         if arguments["processing_class"] is None:
             if not _name_of(model):
@@ -199,8 +197,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         else:
             warn_if_rebuilt(arguments["processing_class"])
         self._check_examples(arguments)
-        if system_turn := find_system_turn(dataset):
-            self.saved_facts["system_turn"] = system_turn
+        self.saved_facts |= describe_prompts(dataset)
         self._add_callbacks(arguments)
 
     def _check_examples(self, arguments: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ def test_chat_uses_the_chat_template(saved, shown, tokenizer, tmp_path, monkeypa
     assert "Example: '[system] Add.<eos>[user] What is 7 times 8?<eos>[assistant]'" in capsys.readouterr().out
 
 
-def test_chat_names_the_system_turn_of_the_training(saved, shown, tokenizer, tmp_path, monkeypatch, capsys):
+def test_chat_names_the_prompts_that_it_leaves_out(saved, shown, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     folder = merge_and_save(load_model(saved), tmp_path / "model", tokenizer)
     (folder / "checksums.json").unlink()
@@ -180,9 +180,18 @@ def test_chat_names_the_system_turn_of_the_training(saved, shown, tokenizer, tmp
     hint = "The training data had the system turn 'Add.'. Add `--system_instruction` to ask with it."
     CHAT.main([str(folder), "Hi!", "--max_new_tokens", "1"])
     assert hint in capsys.readouterr().out
+    write_metadata(folder, {"is_chat": True, "has_plain_texts": True, "has_system_turns": True})
+    CHAT.main([str(folder), "Hi!", "--max_new_tokens", "1"])
+    head = capsys.readouterr().out.splitlines()[:5]
+    assert "prompts: " not in head[0] and head[1] == "Format of the prompts: the tokenizer's chat template"
+    assert head[3].startswith("The training data also had plain texts, ")
+    assert head[3].endswith('Add `--prompt_template "{prompt}"` to ask without it.')
+    assert head[4].startswith("Some conversations of the training data had a system turn.")
     for words in (["--system_instruction", "Add."], ["--prompt_template", "Q: {x}"]):
         CHAT.main([str(folder), "Hi!", "--max_new_tokens", "1", *words])
-        assert "The training data had" not in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "Some conversations of" not in printed
+        assert ("plain texts" in printed) == (words[0] == "--system_instruction")
 
 
 def test_chat_refuses_a_system_turn_that_the_training_cannot_express(saved):

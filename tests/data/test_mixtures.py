@@ -17,6 +17,7 @@ from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
 from loopdropout_trainer.data import DataArguments, GRPODataArguments, SFTDataArguments, label_example, load_datasets
 from loopdropout_trainer.data.holding_out import interleave
 from loopdropout_trainer.data.mixing import Losses
+from loopdropout_trainer.data.saved_prompts import find_prompts
 from loopdropout_trainer.data.sources import describe_data
 from loopdropout_trainer.plan import count_packed_rows
 from loopdropout_trainer.results import read_recipe, read_results, read_run
@@ -300,10 +301,26 @@ def test_long_examples_of_a_mixture_are_left_out(ouro_tokenizer):
         assert [*map(len, rows["input_ids"])] == [length for length in lengths if length <= longest]
 
 
+SYSTEM = {"role": "system", "content": "Add."}
+CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(("examples", "settings"), [
+    ([{"messages": [SYSTEM, *CHAT]}, {"prompt": "1", "completion": "2"}],
+     {"is_chat": True, "has_plain_texts": True, "system_turn": "Add."}),
+    ([{"messages": CHAT}, {"prompt": [SYSTEM, *CHAT[:1]], "completion": CHAT[1:]}],
+     {"is_chat": True, "has_system_turns": True}),
+    ([{"text": "1"}, {"prompt": "1", "completion": "2"}], {"is_chat": False}),
+])  # fmt: skip
+def test_prompts_of_a_mixture_are_saved(examples, settings):
+    """They decide the format of `chat`, which cannot see it in tokens."""
+    assert find_prompts(examples) == settings
+
+
 def test_plan_says_which_loss_each_format_gets(capsys):
     chats = {
         "chat_template": "tulu2",
-        "datasets": [{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}],
+        "datasets": [{"path": "b.jsonl"}, {"path": "b_chat.jsonl"}, {"path": "turns.jsonl"}],
         "num_eval_examples": 9,
     }
     sft({**RECIPE, **chats}, "--dry_run", "true", "--completion_only_loss", "false")
@@ -322,7 +339,9 @@ def test_plan_says_which_loss_each_format_gets(capsys):
         r"of the 10 examples of b.jsonl, \d held out, loss on the completion, as plain text, without the chat template\n",
         printed,
     )
-    assert find_source("run").choose_prompt_format(load_tokenizer("tiny-ouro", chat_template="tulu2")).text is None
+    source = find_source("run")
+    assert source.choose_prompt_format(load_tokenizer("tiny-ouro", chat_template="tulu2")).text is None
+    assert source.is_chat and source.metadata["has_plain_texts"] and "system_turn" not in source.metadata
     # The base model has no chat template of its own.
     load_script("recipes/diagnose.py").main(["run", "--diagnostics", "single_loop", "--use_cpu", "true"])
     measured = read_results(Path("run/diagnostics"))
@@ -372,11 +391,13 @@ def test_plan_and_card_show_the_mixture(capsys):
     printed = capsys.readouterr().out
     assert "data        75% a.jsonl, 25% b.jsonl\n" in printed
     mixed = re.search(
-        r"38, 2 held out, 3 .* epochs\n +(\d+) of the 40 .* a.jsonl, (\d) held out\n"
-        r" +(\d+) of the 10 .* b.jsonl, (\d) held out\n",
+        r"38, 2 held out, 3 .* epochs\n +(\d+) of the 40 .* a.jsonl \((.*) instead of 75%\), (\d) held out\n"
+        r" +(\d+) of the 10 .* b.jsonl \((.*) instead of 25%\), (\d) held out\n",
         printed,
     )
-    num_a, held_out_a, num_b, held_out_b = map(int, mixed.groups())
+    share_a, share_b = mixed[2], mixed[5]
+    num_a, held_out_a, num_b, held_out_b = map(int, mixed.group(1, 3, 4, 6))
+    assert [share_a, share_b] == [f"{100 * number / 38:.3g}%" for number in (num_a, num_b)]
     assert (num_a + num_b, held_out_a + held_out_b, num_a + held_out_a) == (38, 2, 30)
     assert "left out" not in printed and "a0 =⟦ 0" in printed
     for name in ("a", "b"):
@@ -385,7 +406,8 @@ def test_plan_and_card_show_the_mixture(capsys):
         sft(RECIPE, "--dry_run", "true", "--preview", str(num_a))
     sft(RECIPE, "--num_sample_completions", "2")
     assert len(re.findall("(?m)^completion: ", capsys.readouterr().out)) == 2
-    assert "| Training data | 75% a.jsonl, 25% b.jsonl |" in Path("run/README.md").read_text()
+    data = f"75% a.jsonl ({share_a} of the examples), 25% b.jsonl ({share_b} of the examples)"
+    assert f"| Training data | {data} |" in Path("run/README.md").read_text()
     assert read_recipe("run")["datasets"] == RECIPE["datasets"]
     public = {"path": "user/data", "fraction": 1}
     assert describe_data({"datasets": [public, {**A, "path": "/home/me/a.jsonl", "fraction": 3}]}, True) == (

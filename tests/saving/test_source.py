@@ -339,7 +339,9 @@ def test_every_command_runs_a_name_in_the_same_way(places, tmp_path, capsys, kin
             continue
         main(words(source.name, tmp_path / command))
         printed = capsys.readouterr().out
-        expected = repr(source) if command == "show" else source.describe()
+        expected = source.describe(with_prompts=command not in ("chat", "serve"))
+        if command == "show":
+            expected = repr(source)
         assert expected in printed, command
 
 

@@ -233,15 +233,17 @@ SYSTEM = [{"role": "system", "content": "Add."}]
 
 
 def test_shared_system_turn_is_saved(make, tokenizer, monkeypatch):
-    """It is the turn that `chat` names, and only if all conversations have it."""
+    """It is the turn that `chat` names. If not all conversations have it, only this fact is saved."""
     monkeypatch.setattr(tokenizer, "chat_template", WRITES_NO_CRITIC)
-    for second, saved in ((SYSTEM, "Add."), ([], None), ([{"role": "system", "content": "Subtract."}], None)):
+    other = [{"role": "system", "content": "Subtract."}]
+    for second, saved, differs in ((SYSTEM, "Add.", None), ([], None, True), (other, None, True)):
         for format_row in (
             lambda start: {"messages": [*start, *TURNS]},
             lambda start: {"prompt": [*start, QUESTION], "completion": [ANSWER]},
         ):
             rows = Dataset.from_list([format_row(SYSTEM), format_row(second), format_row(SYSTEM)])
-            assert make(SFT, rows).saved_settings().get("system_turn") == saved
+            settings = make(SFT, rows).saved_settings()
+            assert (settings.get("system_turn"), settings.get("has_system_turns")) == (saved, differs)
 
 
 def test_text_with_a_conversation_raises(make, tokenizer, monkeypatch):

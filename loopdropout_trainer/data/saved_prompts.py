@@ -1,0 +1,55 @@
+"""The kinds of prompts in examples. They are saved with an adapter, so that `chat` and `serve` can name the ones left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from loopdropout_trainer.data.formats import rename_keys
+
+
+_BEGINNINGS = ("prompt", "messages", "conversations", "chosen")
+"""Columns of which the first one in an example begins its conversation."""
+
+
+def find_beginning(example: Mapping[str, Any]) -> str | None:
+    """Return the column that begins the conversation of an example, or None for an example of texts or tokens."""
+    return next((name for name in _BEGINNINGS if isinstance(example.get(name), list)), None)
+
+
+def find_system_turns(conversations: Iterable[Any]) -> dict[str, Any]:
+    """Return the settings about the system turns of conversations.
+
+    They are `system_turn`, the text if all conversations begin with the same one, or `has_system_turns` if only some of them
+    have one, or they differ. Such texts are not saved, because they may say something about a single row.
+    """
+    texts, has_others = set(), False
+    for conversation in conversations:
+        turns = rename_keys(conversation)
+        if not turns or turns[0].get("role") != "system":
+            has_others = True
+        elif isinstance(turns[0].get("content"), str):
+            texts.add(turns[0]["content"])
+        else:  # a list of parts, which is not compared
+            return {"has_system_turns": True}
+        if len(texts) > 1 or (texts and has_others):
+            return {"has_system_turns": True}
+    return {"system_turn": texts.pop()} if texts else {}
+
+
+def find_prompts(examples: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings about the prompts of examples in several formats.
+
+    They are `is_chat` (whether there are conversations), `has_plain_texts` if there are also texts, and those of
+    `find_system_turns` about the conversations.
+    """
+    conversations, num_examples = [], 0
+    for example in examples:
+        num_examples += 1
+        beginning = find_beginning(example)
+        if beginning is not None:
+            conversations.append(example[beginning])
+    settings: dict[str, Any] = {"is_chat": bool(conversations)}
+    if 0 < len(conversations) < num_examples:
+        settings["has_plain_texts"] = True
+    return settings | find_system_turns(conversations)
