@@ -201,11 +201,17 @@ def describe_length(args: GateConfig, num_examples: int | None = None) -> str:
     """Return the length of a training, with its steps if its largest number of examples is known before they are loaded."""
     if args.max_steps > 0:
         return count(args.max_steps, "step")
-    epochs = "1 epoch" if args.num_train_epochs == 1 else f"{args.num_train_epochs:g} epochs"
+    epochs = _name_epochs(args.num_train_epochs)
     num_steps = count_steps(args, num_examples)
     if num_steps is None:
         return epochs
     return f"{epochs} (at most {count(num_steps, 'step')})"
+
+
+def _name_epochs(number: float) -> str:
+    if number == 1:
+        return "1 epoch"
+    return f"{number:,g} epochs"
 
 
 def _name_trainings(number: int) -> str:
@@ -308,17 +314,15 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
             f" of the {data.num_held_out:,} asked for, because the others have more than {args.max_length:,} tokens"
         )
     about, packed = "", ""
-    if getattr(args, "packing", False) and loaded.lengths is not None:
-        # TRL packs other examples together if it divides them between processes, or shuffles them before.
-        is_one_group = num_examples <= _PACKED_TOGETHER or not args.shuffle_dataset
-        if not is_one_group or (args.dataset_num_proc or 1) > 1:
+    if _is_packed(loaded, args):
+        if not _has_exact_packing(num_examples, args):
             about = "about "
         packed = f" in {about}{count(num_rows, 'packed row')}"
-    num_steps, num_epochs = count(count_steps(args, num_rows), "optimizer step"), f"{count_epochs(args, num_rows):.3g}"
-    epochs = "epoch" if num_epochs == "1" else "epochs"
-    length = f"{about}{num_steps}, {num_epochs} {epochs}"
+    steps = count(count_steps(args, num_rows), "optimizer step")
+    epochs = _name_epochs(float(f"{count_epochs(args, num_rows):.3g}"))  # of three digits
+    length = f"{about}{steps}, {epochs}"
     if args.max_steps > 0:  # then the epochs depend on the number of rows
-        length = f"{num_steps}, {about}{num_epochs} {epochs}"
+        length = f"{steps}, {about}{epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
     for source, trained_share in zip(loaded.sources, loaded.trained_shares, strict=True):
         line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
@@ -328,6 +332,21 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
             line += f", {source.num_held_out:,} held out"
         lines.append(f"{line}, loss on {source.loss}" if source.loss else line)
     return lines
+
+
+def _is_packed(loaded: LoadedExamples, args: GateConfig) -> bool:
+    """Return whether a training packs examples into rows, whose number is known from the lengths of the examples."""
+    return getattr(args, "packing", False) and loaded.lengths is not None
+
+
+def _has_exact_packing(num_examples: int, args: GateConfig) -> bool:
+    """Return whether `count_packed_rows` packs the same examples together as TRL.
+
+    TRL packs other ones together if it divides the examples between processes, or shuffles more than one group of them.
+    """
+    if (args.dataset_num_proc or 1) > 1:
+        return False
+    return num_examples <= _PACKED_TOGETHER or not args.shuffle_dataset
 
 
 _PACKED_TOGETHER = 1000
@@ -376,7 +395,7 @@ def count_loaded_tokens(loaded: LoadedExamples, num_rows: int, training: Trainin
 
 def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:
     """Return the number of rows of a training: of its examples, or those that they are packed into."""
-    if getattr(args, "packing", False) and loaded.lengths is not None:
+    if _is_packed(loaded, args):
         return count_packed_rows(loaded.lengths.tolist(), args.max_length)
     return len(loaded.datasets["train"])
 

@@ -90,7 +90,9 @@ def _find_recipe(name: str | Path, folder: Path = Path()) -> Path:
     """Return the path of a recipe: a file relative to a folder, or a recipe of the package."""
     path = folder / name
     if path.is_dir():
-        hint = f" Did you mean {path / 'recipe.yaml'}?" if (path / "recipe.yaml").is_file() else ""
+        hint = ""
+        if (path / "recipe.yaml").is_file():
+            hint = f" Did you mean {path / 'recipe.yaml'}?"
         raise UserError(f"The recipe {path} must be a file, and it is a folder.{hint}")
     if path.exists():
         return path.resolve()
@@ -179,8 +181,7 @@ def read_settings(
     import_files(items_of(changes.pop("import", ())))
     recipe = {}
     if path is not None:
-        commands = [cls.command for cls in dataclass_types if hasattr(cls, "command")]
-        recipe = load_recipe(path, command=next(iter(commands), None))
+        recipe = load_recipe(path, command=_find_command(dataclass_types))
         _check_safe({name: value for name, value in recipe.items() if name not in changes}, path)
     unread = {name for cls in unread_types for name in cls.__dataclass_fields__} - fields.keys()
     for name in changes:
@@ -188,6 +189,14 @@ def read_settings(
             raise UserError(f"`{name}` is a field of trainings, which has no effect on this script. Remove it.")
     given = {name: value for name, value in override(recipe, changes).items() if name not in unread}
     return _read_values(given, fields, hints, getattr(dataclass_types[0], "inner_fields", None))
+
+
+def _find_command(dataclass_types: Sequence[type]) -> str | None:
+    """Return the command that trains with some dataclasses, or None for those of another command."""
+    for cls in dataclass_types:
+        if hasattr(cls, "command"):
+            return cls.command
+    return None
 
 
 def _find_fields(dataclass_types: Sequence[type]) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
@@ -226,9 +235,13 @@ def _read_values(
         if value is not None or is_optional(hints[name]):
             settings[name] = read_value(fields[name], value, hints[name])
     for name, field in fields.items():
-        if name not in settings and field.default is field.default_factory is dataclasses.MISSING:
+        if name not in settings and not _has_default(field):
             raise UserError(f"`{name}` must be set.")
     return settings
+
+
+def _has_default(field: dataclasses.Field) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def _name_commands(name: str, fields: Collection[str]) -> str:
@@ -288,7 +301,7 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
     for name in names:
         if argv and not argv[0].startswith("-"):
             named += [f"--{name}", argv.pop(0)]
-    options = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    options = {_name_option(word) for word in argv}
     for name in names:
         if f"--{name}" in named and name in options:
             raise UserError(f"`{name}` must be given once, by the first words or by `--{name}`.")
@@ -296,14 +309,21 @@ def name_words(argv: Sequence[str] | None, *names: str) -> list[str]:
 
 
 def without_option(words: Sequence[str], name: str) -> list[str]:
-    """Return a command line without an option and its value."""
-    kept, is_value = [], False
+    """Return a command line without an option and its values."""
+    kept = []
+    option = None  # the one that the next words belong to
     for word in words:
-        is_option = word.startswith("--")
-        is_value = word == f"--{name}" or is_value and not is_option
-        if not is_value and not word.startswith(f"--{name}="):
+        option = _name_option(word) or option
+        if option != name:
             kept.append(word)
     return kept
+
+
+def _name_option(word: str) -> str | None:
+    """Return the field that a word `--field`, `--field=value` or `--other-field` sets, or None for another word."""
+    if not word.startswith("--"):
+        return None
+    return word[2:].partition("=")[0].replace("-", "_")
 
 
 def build(dataclass_types: Sequence[type], settings: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -354,16 +374,21 @@ def dump_recipe(
             named, because it holds the tasks of `benchmarks`.
     """
     public = {name: _as_written(_without_secrets(value)) for name, value in settings.items() if name != "hub_token"}
-    needed = [file for file in IMPORTED if used_imports is None or file in used_imports or not file.endswith(".py")]
-    imports = [f"It needs `--import {file}`." for file in needed]
+    imports = []
+    for file in IMPORTED:
+        is_unused = used_imports is not None and file not in used_imports
+        if file.endswith(".py") and is_unused:
+            continue
+        imports.append(f"It needs `--import {file}`.")
     lines = [f"# {' '.join(comment.splitlines())}\n" for comment in (*imports, *comments)]
     write_file(Path(path), "".join(lines) + yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
 
 
 def _as_written(value: Any) -> Any:
     """Return the value of a field as people write it: 5 instead of 5.0, which a field of floats makes of it."""
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e6
-    return int(value) if is_whole else value
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
+        return int(value)
+    return value
 
 
 def _without_secrets(value: Any) -> Any:
@@ -372,7 +397,9 @@ def _without_secrets(value: Any) -> Any:
         return {key: _without_secrets(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_secrets(item) for item in value]
-    return hide_secrets(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return hide_secrets(value)
+    return value
 
 
 def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) -> dict[str, Any]:
@@ -380,17 +407,19 @@ def _options(argv: Sequence[str], hints: Mapping[str, Any], first_words: str) ->
     options: dict[str, list[str]] = {}
     name = None
     for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            words = [value] if equals else []
-            if name == "import":  # further files. Of other fields, the last value counts.
-                words = [*options.get(name, []), *words]
-            options[name] = words
+        begun = _name_option(word)
+        if begun is not None:
+            name = begun
+            if name != "import" or name not in options:  # which adds files. Of other fields, the last value counts.
+                options[name] = []
+            _, equals, value = word.partition("=")
+            if equals:
+                options[name].append(value)
         elif name is not None:
             options[name].append(word)
         else:
             raise UserError(f"Options must be given as `--field value`, got {word!r}.")
-    return {
-        name: option_value(name, words, hints.get(name, list[str]), first_words) for name, words in options.items()
-    }
+    values = {}
+    for name, words in options.items():
+        values[name] = option_value(name, words, hints.get(name, list[str]), first_words)
+    return values

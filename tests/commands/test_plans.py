@@ -96,3 +96,8 @@ def test_plan_names_the_printed_completions(plan):
     }.items():
         samples = [text.removeprefix("samples     ") for text in plan(PAIRS, words) if text.startswith("samples")]
         assert samples == ([line] if line else [])
+
+
+def test_plan_writes_many_epochs_in_full(plan):
+    lines = plan(PAIRS, "--num_train_epochs 1000 --per_device_train_batch_size 4")
+    assert "examples    20, 0 held out, 5,000 optimizer steps, 1,000 epochs" in lines

@@ -27,7 +27,16 @@ from loopdropout_trainer.field_hints import USUAL_NAMES
 from loopdropout_trainer.files import recipe_names, recipes_folder
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.imported_code import describe_imports
-from loopdropout_trainer.recipe import IMPORTED, dump_recipe, load_recipe, name_words, override, parse, read_settings
+from loopdropout_trainer.recipe import (
+    IMPORTED,
+    dump_recipe,
+    load_recipe,
+    name_words,
+    override,
+    parse,
+    read_settings,
+    without_option,
+)
 from loopdropout_trainer.rewards import REWARDS
 from loopdropout_trainer.training.config import LoopDropoutConfig, LoopDropoutDPOConfig, LoopDropoutGRPOConfig
 
@@ -313,6 +322,12 @@ def test_repeated_options(tmp_path):
     assert [path in IMPORTED for path in map(str, files)] == [True, True]
     with user_error("`adapter` must be given once, by the first words or by `--adapter`"):
         name_words(["a", "--x", "1", "--adapter", "b"], "adapter")
+
+
+def test_without_option_knows_each_spelling():
+    """The commands of a plan do not have the option of the plan."""
+    words = ["base.yaml", "--dry-run", "true", "--seeds", "1", "2", "--dry_run=true", "--dry-run", "--p", "0.5"]
+    assert without_option(words, "dry_run") == ["base.yaml", "--seeds", "1", "2", "--p", "0.5"]
 
 
 def test_folder_of_a_run_is_no_recipe(write, tmp_path):
