@@ -10,14 +10,17 @@ import pandas as pd
 
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.results import DEVELOPMENT, is_of_base, read_accepted_imports
+from loopdropout_trainer.sweep_scores import name_score, read_score
 from loopdropout_trainer.sweeps import (
     describe_choices,
     describe_progress,
     describe_unchosen,
+    find_choosing_task,
     folder_of_run,
     list_runs,
     only_chose_rate,
     read_summaries,
+    read_summary,
 )
 
 
@@ -65,7 +68,8 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
     """Return sentences about the results that `final_results` leaves out, chosen learning rates and unfinished sweeps."""
     trained = results[results["sweep"].notna()]
     kept = final[~is_of_base(final)]  # `final` also keeps the base model's results of rejected runs
-    left_out = {*trained["run"]} - {*kept["run"]}
+    is_final = trained["checkpoint"].isna()  # checkpoints have a sentence of their own
+    left_out = {*trained.loc[is_final, "run"]} - {*kept["run"]}
     folders = sorted({folder_of_run(run) for run in trained["run"]} - {None})
     lines = []
     for folder in folders:
@@ -75,6 +79,7 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
             if own:
                 runs = f"{count(len(own), 'run')} of {method} in {folder}"
                 lines.append(f"Left out: {runs}, because no learning rate is chosen. {reason}".rstrip())
+                lines += _describe_scores(folder, method, own)
     if left_out:
         runs = count(len(left_out), "run")
         lines.append(f"Left out: {runs} that only chose a learning rate. The sweep prints their scores.")
@@ -84,6 +89,19 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         if choices:
             lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
+    return lines
+
+
+def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[str]:
+    """Return a line with the score of each run of a method whose learning rate is not chosen, as far as they are measured."""
+    select_on = find_choosing_task(read_summary(folder), method)
+    if select_on is None:
+        return []
+    lines = []
+    for run in sorted(map(Path, runs)):
+        score = name_score(read_score(run, select_on), select_on)
+        if score:
+            lines.append(f"  {run.relative_to(folder).as_posix()}: {score}")
     return lines
 
 

@@ -21,7 +21,11 @@ def read_score(folder: Path, select_on: str) -> tuple[float, float] | None:
     """Return the score of the run in a folder, `NON_FINITE` if its training failed, or None if it is not measured."""
     if read_run(folder).get("status") == "non-finite":
         return NON_FINITE
-    rows = [row for row in read_own_results(folder) if row["gates"] == "unit"]
+    results = read_own_results(folder)
+    rows = [row for row in results if row["gates"] == "unit"]
+    depths = {row.get("num_loops") for row in results if row["task"] == "training"}
+    if depths:  # a final run can have accuracies on the same task at other depths, which choose nothing
+        rows = [row for row in rows if row.get("num_loops") in depths]
     values = {(row["metric"], row["task"]): row["value"] for row in rows}
     loss = values.get(("eval_loss", "training"), values.get(("loss", DEVELOPMENT), math.inf))
     score = values.get(("accuracy", select_on), -math.inf)

@@ -200,7 +200,7 @@ class Workers:
                 f"{self.runs.describe_fix()}"
             )
         num_ended, total = self.runs.count()
-        print(f"{num_ended} of {total}: {self.failures[run]}", flush=True)
+        print(f"{self.failures[run]} ({num_ended} of {total} trainings have ended)", flush=True)
         self.last_message = None if was_stopped else message  # a signal says nothing about the other runs
 
     def measure_run(self) -> float | None:
@@ -227,7 +227,10 @@ class Workers:
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run)]
         parts.append(describe_left(self.runs, self.measure_run(), self.number))
-        return f"{num_done} of {total}: {run.name} {', '.join(filter(None, parts))}"
+        text = f"{run.name} {', '.join(filter(None, parts))}"
+        if not self.runs.is_done(run):  # a number in front would look like its own
+            return f"{text} ({num_done} of {total} trainings have ended)"
+        return f"{num_done} of {total}: {text}"
 
 
 def is_running(folder: Path) -> bool:

@@ -39,7 +39,7 @@ from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.loss_tables import make_loss_tables
 from loopdropout_trainer.printing import shorten_folders
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
-from loopdropout_trainer.results import RECIPE_FILE, is_of_base, is_of_training, read_needed_imports, read_own_results
+from loopdropout_trainer.results import is_of_base, is_of_training, read_needed_imports, read_own_results, recipe_path
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_early_stop, load_state, newest_checkpoint
 from loopdropout_trainer.saving.source import find_source
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in names:
         make_named(name, final, output_dir)
     if not names:
-        summarize(final, output_dir)
+        summarize(final, output_dir, has_left_out=len(final) < len(results))
         report_comparison(args.folders, output_dir)
 
 
@@ -140,8 +140,14 @@ def make_named(name: str, results: pd.DataFrame, output_dir: Path) -> None:
         print(f"Missing: {spec['title']}: {reason}", *spec.get("made_by", []), sep="\n")
 
 
-def summarize(results: pd.DataFrame, output_dir: Path) -> None:
-    """Make the tables of costs, accuracies, losses and loss reductions, and the figures of all runs."""
+def summarize(results: pd.DataFrame, output_dir: Path, has_left_out: bool = False) -> None:
+    """Make the tables of costs, accuracies, losses and loss reductions, and the figures of all runs.
+
+    Args:
+        results: From `final_results`.
+        output_dir: Folder of the report.
+        has_left_out: Whether `final_results` has left out other results.
+    """
     made = [
         report_costs(results, output_dir),
         report_losses(results, output_dir),
@@ -151,14 +157,16 @@ def summarize(results: pd.DataFrame, output_dir: Path) -> None:
     ]
     curves = loss_curves(results)
     if not any(made) and curves.empty:
-        print(describe_rest(results))
+        print(describe_rest(results, has_left_out))
     if len(curves):
         draw_figure(loss_figure(curves), output_dir / "losses")
 
 
-def describe_rest(results: pd.DataFrame) -> str:
+def describe_rest(results: pd.DataFrame, has_left_out: bool) -> str:
     """Return a sentence about results without a table: those of trained models have others, or there are none of them."""
     trained = results[~is_of_base(results)]
+    if trained.empty and has_left_out:
+        return "There is no table yet, because the results of all trainings are left out."
     if trained.empty:
         return "There is no result of a training to report yet, only measurements of the base model."
     metrics = ", ".join(sorted(trained["metric"].unique()))
@@ -267,7 +275,7 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
         return []
     run = measured["run"].iloc[0]
     depths = [f"{depth:g}" for depth in sorted(measured["num_loops"].unique())]
-    words = ["loopdropout", "evaluate", str(Path(run, RECIPE_FILE)), "none", "--eval_num_loops", *depths]
+    words = ["loopdropout", "evaluate", str(recipe_path(run)), "none", "--eval_num_loops", *depths]
     imports = read_needed_imports(run)
     if imports:
         words += ["--import", *imports]

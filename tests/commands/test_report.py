@@ -874,6 +874,7 @@ def test_method_without_a_chosen_rate_is_left_out(finished_sweep, capsys, remark
     text, folder = report_on(finished_sweep, capsys)
     sentence = f"Left out: 3 runs of loop_dropout in {finished_sweep}, because no learning rate is chosen. {remark}"
     assert sentence.strip() in text and "1 run that only chose" in text and "is not finished: 1 of 2" in text
+    assert "loop_dropout/lr_0.001/seed_1: accuracy 73.00% on development" in text
     for name in ("accuracy", "costs", "choice"):
         assert {*pd.read_csv(folder / f"{name}.csv")["method"]} <= {"LoRA", "base model"}
     text, _ = report_on(finished_sweep, capsys, filter={"task": "b"})
@@ -1003,6 +1004,18 @@ def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
     write(tmp_path / "run/evaluation", [base])
     text, folder = report_on(tmp_path / "run", capsys)
     assert "was not evaluated" not in text and "base model" in {*pd.read_csv(folder / "accuracy.csv")["method"]}
+
+
+def test_report_of_checkpoints_names_the_recipe_of_their_run(tmp_path, capsys):
+    """The checkpoint has no recipe of its own. Its run chose nothing, although no final weights were measured."""
+    recipe = {"benchmarks": ["b"], "rule": "lora", "run_name": "mine/lora/lr_0.1/seed_1", "learning_rate": 0.1}
+    write(tmp_path / "run", [{"value": 9.0}], recipe)
+    write(tmp_path / "measured", [{"value": 50.0, "adapter": str(tmp_path / "run/checkpoint-5"), "step": 5}])
+    text, _ = report_on(tmp_path / "measured", capsys)
+    assert "only chose" not in text and "because a checkpoint does not have the final weights" in text
+    assert "the results of all trainings are left out" in text
+    text, _ = report_on(tmp_path / "measured", capsys, "--checkpoints", "true")
+    assert f"`loopdropout evaluate {tmp_path}/run/recipe.yaml none --eval_num_loops 4`" in text
 
 
 def test_command_for_the_base_model_has_all_depths_and_imports(tmp_path, capsys):

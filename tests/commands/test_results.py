@@ -298,7 +298,7 @@ def test_report_says_why_a_run_is_not_compared(tmp_path, capsys, monkeypatch):
         assert len(losses) == 2
     report.main([str(tmp_path / "mine"), *words])
     printed = capsys.readouterr().out
-    assert "Left out: 3 runs of lora" in printed and "There is no result of a training to report yet" in printed
+    assert "Left out: 3 runs of lora" in printed and "the results of all trainings are left out" in printed
 
 
 def test_base_model_is_found_in_results_and_data_frames():

@@ -42,6 +42,7 @@ from loopdropout_trainer.sweep_code import (
     find_kept_choices,
     has_other_results,
 )
+from loopdropout_trainer.sweep_scores import read_score
 from loopdropout_trainer.sweep_summary import print_summary
 from loopdropout_trainer.sweeps import SweepRun, describe_choices, describe_progress, read_summary
 from loopdropout_trainer.workers import _describe_start, read_message
@@ -406,7 +407,8 @@ def test_time_left_counts_the_measurement_of_the_chosen_run(lab):
     assert re.search("1 of 4: .*, about 0:06:4[0-9] left$", made.pool._describe_end(first, False))
     made.pool.start -= 1000  # the time of a second run, which is stopped
     stopped = made.pool._describe_end(made.pending()[0], False)
-    assert re.search("1 of 4: .* stopped, about 0:06:4[0-9] left$", stopped), stopped
+    ended = r"\(1 of 4 trainings have ended\)"
+    assert re.search(f"^lora/.* stopped, about 0:06:4[0-9] left {ended}$", stopped), stopped
     made = lab.run()
     assert made.count_starts() == (5, 5) and made.count() == (4, 4)
 
@@ -734,7 +736,7 @@ def test_failed_run_does_not_end_its_sweep(lab, capsys):
     start = f"\n\nlora/lr_0.01/seed_101 starts (log: {folder}/log.txt)\n"
     assert (
         out.startswith("8 trainings\nmethods  ")
-        and f"{start}0 of 8: {failure}\n" in out
+        and f"{start}{failure} (0 of 8 trainings have ended)\n" in out
         and out.count("it is broken in") == 1
     )
     assert out.endswith(f"\nFailed, with the errors above:\n  lora/lr_0.01/seed_101 (log: {folder}/log.txt)\n")
@@ -1220,7 +1222,7 @@ def test_interrupted_sweep_stops_its_training(lab, number, code):
     sentence = f"loopdropout sweep: The sweep in {lab.out} is not finished: 0 of 4 trainings have ended. The same "
     assert program.stderr == f"{sentence}`loopdropout sweep` command continues it.\n"
     start = f"\n\nlora/lr_0.01/seed_101 starts (log: {lab.out}/lora/lr_0.01/seed_101/log.txt)\n"
-    assert program.stdout.endswith(f"{start}0 of 4: lora/lr_0.01/seed_101 stopped\n")
+    assert program.stdout.endswith(f"{start}lora/lr_0.01/seed_101 stopped (0 of 4 trainings have ended)\n")
     (lab.folder / "hold").unlink()
     lab.run()
     assert lab.runs[0] == lab.runs[1] and len(lab.log) == 1 + 5
@@ -1253,3 +1255,11 @@ def test_sweep_runs_the_training_script(lab):
     rows = [(row["task"], row["metric"]) for row in read_lines(made.folder(run) / "results.jsonl")]
     assert rows.index(("development", "loss")) < rows.index(("development", "accuracy"))
     print_summary(made)
+
+
+def test_score_of_a_run_is_at_the_depth_of_its_training(tmp_path):
+    """A final run can measure the task that chose the learning rate at other depths, too."""
+    row = {"gates": "unit", "task": "development", "metric": "accuracy"}
+    rows = [{**row, "num_loops": depth, "value": value} for depth, value in ((4, 50.0), (8, 20.0), (2, 10.0))]
+    write_results(tmp_path, [*rows, {**row, "task": "training", "metric": "eval_loss", "num_loops": 4, "value": 1.0}])
+    assert read_score(tmp_path, "development") == (50.0, -1.0)
