@@ -115,30 +115,50 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
         rows += further
     if not rows:
         raise UserError(f"There are no results below {', '.join(map(str, folders))}. Train or evaluate first.")
-    runs = {row["training"]: row["folder"] for row in rows if row["task"] == "training" and row.get("training")}
+    _set_runs(rows)
+    rows, replaced = split_replaced(rows)
+    rows, of_choice = split_choices(rows)
+    rows, repeated = split_repeated(rows)
+    results = _make_frame(rows)
+    left_out = describe_left_out_results({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
+    results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
+    return results
+
+
+def _set_runs(rows: Sequence[dict[str, Any]]) -> None:
+    """Give each result the column `run`, the folder of its training, and the columns `recipe_*` of that training."""
+    runs = {}
+    for row in rows:
+        if row["task"] == "training" and row.get("training"):
+            runs[row["training"]] = row["folder"]
     read_once = cache(read_recipe)  # a run can have thousands of results
     for row in rows:
         row["run"] = training_folder(row, runs)
         _set_recipe(row, read_once)
-    rows, replaced = split_replaced(rows)
-    rows, of_choice = split_choices(rows)
-    rows, repeated = split_repeated(rows)
-    for row in rows:
-        row["checkpoint"] = None
-        if not is_of_base(row):  # whose `adapter` is the checkpoint that `evaluate` has measured next to it
-            row["checkpoint"] = checkpoint_step(row.get("adapter") or row["folder"])
+
+
+def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return the results that are not left out as a data frame, with the columns that follow from several results."""
     results = pd.DataFrame(rows).map(_as_cell)
     columns = [*COLUMNS, "loop", "group", "samples", "recipe_run_name", *results]  # the named ones may be missing
     results = results.reindex(columns=list(dict.fromkeys(columns)))
     names = results["recipe_run_name"].astype(str).str.extract(RUN_NAME)  # `sweep` and `variant`
     depths = results[results["task"] == "training"].groupby("run")["num_loops"].first()  # K of each training
-    results["checkpoint"] = results["checkpoint"].astype("Int64")
     results = results.assign(**names, trained_loops=results["run"].map(depths).fillna(results["num_loops"]))
+    results["checkpoint"] = pd.array([_find_checkpoint(row) for row in rows], dtype="Int64")
     results["recipe_num_loops"] = _name_depths(results, depths)
     results["chose"] = _find_choosing(results)
-    left_out = describe_left_out_results({OF_CHOICE: of_choice, REPEATED: repeated, REPLACED: replaced})
-    results.attrs["left_out"] = "\n".join(filter(None, [*unfinished, left_out]))
     return results
+
+
+def _find_checkpoint(row: dict[str, Any]) -> int | None:
+    """Return the step of the checkpoint that a result was measured on, or None for final weights and for the base model.
+
+    The column `adapter` of a base model's result is the checkpoint that `evaluate` has measured next to it.
+    """
+    if is_of_base(row):
+        return None
+    return checkpoint_step(row.get("adapter") or row["folder"])
 
 
 def _name_depths(results: pd.DataFrame, depths: pd.Series) -> pd.Series:
@@ -171,12 +191,17 @@ def _find_choosing(results: pd.DataFrame) -> pd.Series:
     """
     runs = results[["run", "variant"]].dropna().drop_duplicates("run")
     summaries = read_summaries(runs["run"])
-    choosing = {run: find_choosing_task(summaries[run], variant) for run, variant in runs.itertuples(index=False)}
+    choosing = {}  # `select_on` of the sweep of each run
+    for run, variant in runs.itertuples(index=False):
+        choosing[run] = find_choosing_task(summaries[run], variant)
+    # The value of `select_on` that names each result: the task of an accuracy, or `eval_loss`. Others have none.
+    names = pd.Series(None, results.index, dtype=object)
+    is_accuracy = results["metric"] == "accuracy"
     is_held_out_loss = (results["metric"] == "eval_loss") & (results["task"] == "training")
-    # The name that `select_on` of a sweep has for each result, or NaN for a result that chooses nothing.
-    names = results["task"].where(results["metric"] == "accuracy").mask(is_held_out_loss, "eval_loss")
-    of_own_sweep = names.eq(results["run"].map(choosing)) & results["variant"].notna()
-    # Results of the base model lie next to those of any run, so that they count for all sweeps.
+    names[is_accuracy] = results["task"][is_accuracy]
+    names[is_held_out_loss] = "eval_loss"
+    of_own_sweep = names.notna() & (names == results["run"].map(choosing)) & results["variant"].notna()
+    # Results of the base model are next to those of any run, so that they count for all sweeps.
     of_any_sweep = is_of_base(results) & names.isin([*filter(None, choosing.values())])
     return of_own_sweep | of_any_sweep
 
@@ -298,7 +323,9 @@ def average(rows: pd.DataFrame) -> pd.Series:
     Raises:
         UserError: if the results differ in more than the seed, or a seed has two results.
     """
-    for name in differing(rows):
+    differences = differing(rows)
+    if differences:
+        name = differences[0]
         value = rows[name].dropna().iloc[0]
         raise UserError(
             f"`{name}` differs between {describe_results(rows, name)}, so they have no common mean. {ONE_AT_A_TIME} In a "
@@ -307,7 +334,10 @@ def average(rows: pd.DataFrame) -> pd.Series:
     values = rows[["seed", "value"]].drop_duplicates().set_index("seed")["value"].sort_index()
     if values.index.has_duplicates:
         seed = values.index[values.index.duplicated()][0]
-        own = rows[rows["seed"].eq(seed) | rows["seed"].isna() & pd.isna(seed)]
+        is_of_seed = rows["seed"] == seed
+        if pd.isna(seed):
+            is_of_seed = rows["seed"].isna()
+        own = rows[is_of_seed]
         raise UserError(f"One seed has two results, {describe_results(own, 'value')}. {ONE_AT_A_TIME}")
     return values
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from loopdropout_trainer.files import is_checkpoint
 from loopdropout_trainer.results import DEVELOPMENT, is_of_training, measurement_key, weights_of
 from loopdropout_trainer.sweeps import RUN_NAME
+
+
+LOOP_METRICS = ("loss", "loss_reduction", "readout_loss", "readout_token_accuracy")
+"""Metrics that `single_loop_batches` measures."""
 
 
 def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -43,22 +47,29 @@ def split_choices(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
     """
-    later = {measurement_key(row) for row in rows if row.get("adapter")}  # of `diagnose`
+    measured_later = {measurement_key(row) for row in rows if row.get("adapter")}  # by `diagnose`
     shown, of_choice = [], []
     for row in rows:
-        is_loop_loss = row.get("task") == DEVELOPMENT and row["metric"] in LOOP_METRICS
-        is_of_sweep = not row.get("adapter") and re.match(RUN_NAME, str(row.get("recipe_run_name")))
-        number = row.get("recipe_single_loop_batches")  # of the recipe of the run, then for all seeds
-        is_of_one_seed = number == 0 or (number is None and measurement_key(row) in later)
-        if is_loop_loss and is_of_sweep and is_of_one_seed:
+        if _is_loop_loss_of_sweep(row) and _is_of_one_seed(row, measured_later):
             of_choice.append(row)
         else:
             shown.append(row)
     return shown, of_choice
 
 
-LOOP_METRICS = ("loss", "loss_reduction", "readout_loss", "readout_token_accuracy")
-"""Metrics that `single_loop_batches` measures."""
+def _is_loop_loss_of_sweep(row: dict[str, Any]) -> bool:
+    """Return whether a result is a loss of `single_loop_batches` that a run of a sweep has measured itself."""
+    if row.get("adapter") or not re.match(RUN_NAME, str(row.get("recipe_run_name"))):
+        return False
+    return row.get("task") == DEVELOPMENT and row["metric"] in LOOP_METRICS
+
+
+def _is_of_one_seed(row: dict[str, Any], measured_later: Collection[frozenset]) -> bool:
+    """Return whether only the run of the first seed has a loss, by the number of batches in the recipe of the final runs."""
+    num_batches = row.get("recipe_single_loop_batches")
+    if num_batches is None:  # of an older version, whose recipe does not tell it
+        return measurement_key(row) in measured_later
+    return num_batches == 0
 
 
 def split_replaced(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
