@@ -136,3 +136,11 @@ def check_fields(instance: Any, names: Collection[str] | None = None) -> None:
         if types == {bool} and isinstance(value, str):  # "false" would count as true
             raise UserError(f"`{own.name}` must be true or false, got {short_repr(value)}.")
         check_value(own, value, hints[own.name])
+
+
+def check_mappings(instance: Any, names: Collection[str]) -> None:
+    """Raise UserError if one of these fields is set, but is not a mapping. A field that the dataclass lacks is not checked."""
+    for name in names:
+        value = getattr(instance, name, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise UserError(f"`{name}` must be a mapping, got {short_repr(value)}.")

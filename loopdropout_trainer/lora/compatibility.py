@@ -116,9 +116,9 @@ def _check_values(config: LoraConfig) -> None:
 
 def is_default_target(targets: Any) -> bool:
     """Return whether `target_modules` names the default, also by PEFT's word or, as on a command line, in a list of it."""
-    return (
-        targets is None or targets == "all-linear" or (not isinstance(targets, str) and [*targets] == ["all-linear"])
-    )
+    if targets is None or targets == "all-linear":
+        return True
+    return isinstance(targets, list | set | tuple) and [*targets] == ["all-linear"]
 
 
 def _default_targets(model: PreTrainedModel | None, peft_config: LoraConfig) -> set[str] | None:

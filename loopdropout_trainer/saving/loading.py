@@ -92,7 +92,7 @@ def _check_placement(dtype: Any, device: Any) -> None:
 
 
 @contextmanager
-def _explain_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
+def explain_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
     """Turn transformers' error about an argument that neither it nor the model's configuration knows into one sentence."""
     try:
         yield
@@ -101,7 +101,7 @@ def _explain_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
         if not unknown:
             raise
         raise UserError(
-            f"`{unknown[0]}` is not an argument of `load_model`, of `from_pretrained` or a field of the model's configuration."
+            f"`{unknown[0]}` is not an argument of `from_pretrained`, nor a field of the model's configuration."
         ) from None
 
 
@@ -118,7 +118,7 @@ def load(
 
     Its tokenizer is `source.load_tokenizer()`.
     """
-    with explain_loading(source.name), _explain_keywords(kwargs):
+    with explain_loading(source.name), explain_keywords(kwargs):
         model = load_base(source, dtype=dtype, attn_implementation=attn_implementation, num_loops=num_loops, **kwargs)
     if source.is_adapter:
         model = put_adapter(model, source)

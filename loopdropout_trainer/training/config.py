@@ -16,7 +16,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from loopdropout_trainer.errors import UserError, as_path, short_repr
 from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint, is_usual_name
-from loopdropout_trainer.fields import check_fields, option
+from loopdropout_trainer.fields import check_fields, check_mappings, option
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 
@@ -135,6 +135,7 @@ class GateConfig:
             if getattr(self, new, False) is None:
                 setattr(self, new, getattr(self, old))
         super().__post_init__()
+        check_mappings(self, ["model_init_kwargs", "dataset_kwargs"])
         if self.process_index == 0:
             warn_of_unused_steps(self)
         self._made = {own.name: getattr(self, own.name) for own in dataclasses.fields(self)}

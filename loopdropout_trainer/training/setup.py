@@ -31,7 +31,7 @@ from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain
 from loopdropout_trainer.renames import hide_old_checkpointing, renamed_attribute
 from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.facts import MODELS
-from loopdropout_trainer.saving.loading import load_skeleton
+from loopdropout_trainer.saving.loading import explain_keywords, load_skeleton
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import check_end_token, check_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
@@ -78,6 +78,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
         try:
             with (
                 explain_imports(_name_of(arguments["model"])),
+                explain_keywords(arguments["args"].model_init_kwargs or {}),
                 hide_short_bars(num_rows=_count_examples(arguments)),
                 hide_old_checkpointing(),
             ):

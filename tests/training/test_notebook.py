@@ -802,7 +802,7 @@ MISTAKES = {
     "load tokenizer": (lambda: load_tokenizer(None), "`name_or_path` must be a path, got None"),
     "load dtype": (lambda: load_model("tiny-ouro", dtype="float99"), "`dtype` must be auto, .* got 'float99'"),
     "load device": (lambda: load_model("tiny-ouro", device="gpu"), "`device` must be a device .* got 'gpu'"),
-    "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `load_model`"),
+    "load keyword": (lambda: load_model("tiny-ouro", foo=3), "`foo` is not an argument of `from_pretrained`"),
     "load adapter": (lambda: load_adapter(BASE, 5), "`adapter` must be a path, got 5"),
     "rule": (lambda: register_rule(5), "`register_rule` takes a subclass of `GateRule`, got 5"),
     "looped": (lambda: register_looped(BASE, BASE), "`model_class` must be a class of .* got OuroFor"),
@@ -826,6 +826,18 @@ def test_training_inside_of_a_block_raises(make_sft):
         trainer.train()
     with use_gates(trainer.model, [1, 0, 0, 0]), user_error("must run outside of `use_gates`, because it draws"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_init_kwargs": [1]}, r"`model_init_kwargs` must be a mapping, got \[1\]"),
+        ({"model_init_kwargs": {"foo": 1}}, "`foo` is not an argument of `from_pretrained`, nor a field"),
+    ],
+)
+def test_wrong_loading_fields_raise(config, dataset, fields, message):
+    with user_error(message):
+        LoopDropoutSFTTrainer("tiny-ouro", config(**fields), train_dataset=dataset)
 
 
 def test_wrong_reward_and_reference_raise(config, dataset, tokenizer):
