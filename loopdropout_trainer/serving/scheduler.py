@@ -214,14 +214,19 @@ def _group(completions: Sequence[Completion]) -> list[list[Completion]]:
     """Return groups of one variant each whose prompts fit into one pass."""
     groups: list[list[Completion]] = []
     for completion in sorted(completions, key=lambda completion: hash(completion.variant)):
-        last = groups[-1] if groups else []
-        longest = max(len(other.prompt) for other in [completion, *last])
-        fits = last and last[0].variant == completion.variant and longest * (len(last) + 1) <= PREFILL_TOKENS
-        if fits:
-            last.append(completion)
+        if groups and _fits(completion, groups[-1]):
+            groups[-1].append(completion)
         else:
             groups.append([completion])
     return groups
+
+
+def _fits(completion: Completion, group: Sequence[Completion]) -> bool:
+    """Return whether the prompt of a completion can run in one pass with those of a group, padded to the longest one."""
+    if completion.variant != group[0].variant:
+        return False
+    longest = max(len(other.prompt) for other in [completion, *group])
+    return longest * (len(group) + 1) <= PREFILL_TOKENS
 
 
 class Scheduler:
@@ -278,13 +283,20 @@ class Scheduler:
             with self._has_changed:
                 self._has_changed.wait_for(lambda: self._waiting or self._running or self._is_stopping)
             if self._is_stopping:
-                for completion in [*self._waiting, *(row for rows in self._running.values() for row in rows.rows)]:
-                    completion.fail(RuntimeError("The server stops."))
+                self._fail_all(RuntimeError("The server stops."))
                 return
             if supported:
                 self._decode_in_slots()
             else:
                 self._decode_in_batches()
+
+    def _fail_all(self, error: Exception) -> None:
+        """End all completions with an error."""
+        for completion in self._waiting:
+            completion.fail(error)
+        for rows in self._running.values():
+            for completion in rows.rows:
+                completion.fail(error)
 
     def _decode_in_slots(self) -> None:
         """Admit completions, and decode one token of each running completion."""
@@ -316,14 +328,15 @@ class Scheduler:
 
     def _guard(self, variant: Variant, completions: list[Completion], decode: Callable[[], object]) -> None:
         """Decode under the gates of a variant. An error ends all its completions, and the server goes on."""
-        rows = list(completions)
+        failing = list(completions)  # here, because decoding removes those that end
         try:
             with variant.applied(self.model):
                 decode()
         except Exception as error:  # such as too little memory
             logger.exception("A batch of completions ended with an error.")
-            rows += self._running.pop(variant).rows if variant in self._running else []
-            for completion in rows:
+            if variant in self._running:
+                failing += self._running.pop(variant).rows
+            for completion in failing:
                 completion.fail(RuntimeError(f"The model failed: {first_line(error)}"))
         self._forget_empty(variant)
 

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -148,14 +149,13 @@ def digest_rule(rule: GateRule) -> str | None:
 
 def _read_code(cls: type) -> str:
     """Return the code of a class as far as it is known. Of a class in a notebook, Python finds only the functions."""
+    errors = (OSError, TypeError)
+    with suppress(*errors):
+        return inspect.getsource(cls)
     texts = []
-    for part in (cls, *filter(inspect.isfunction, vars(cls).values())):
-        try:
-            texts.append(inspect.getsource(part))
-        except (OSError, TypeError):
-            continue
-        if part is cls:
-            break
+    for function in filter(inspect.isfunction, vars(cls).values()):
+        with suppress(*errors):
+            texts.append(inspect.getsource(function))
     return "".join(texts)
 
 

@@ -43,39 +43,52 @@ def find_start(
         `initial_adapter`, the folder or Hub name of the saved adapter that the first training started from, and
         `earlier_trainings`, a text for each training whose weights this one starts from. A new adapter has neither.
     """
+    if checkpoint is not None:  # the training continues, so it has the start of its first part
+        return _read_start(find_source(checkpoint).metadata)
     looped = find_looped_model(model)
-    before = looped.trained_with
-    if checkpoint is not None:
-        before = find_source(checkpoint).metadata
-    kept = {name: before[name] for name in START_FIELDS if name in before}
-    if checkpoint is not None:  # the training goes on from what it started from
-        return kept
-    was_trained = before.get("training_id") is not None
-    trained_base = before.get("base_weights")
-    if was_trained and None not in (trained_base, base_weights) and trained_base != base_weights:
+    former = looped.trained_with  # settings of the last training of this model, or of the saved adapter on it
+    was_trained = former.get("training_id") is not None
+    if was_trained and _has_other_base(former, base_weights):
         # Also for a new adapter, because the base model may hold the former training.
-        return _add_training(kept, f"{describe_training(before)}, {_CHANGED_BASE}")
+        return _add_training(_read_start(former), f"{describe_training(former)}, {_CHANGED_BASE}")
     adapter = model.active_adapters[0]
     has_zero_init = model.peft_config[adapter].init_lora_weights in _ZERO_INITS
     if has_zero_init and _has_no_update(model, adapter):
         return {}  # a new adapter
     if looped.loaded_adapter is not None:
         return {"initial_adapter": looped.loaded_adapter}
-    if was_trained and looped.trained_adapter == adapter:  # by an earlier training of this model
-        return _add_training(kept, describe_training(before))
-    if has_zero_init:  # by a program that says nothing about it
+    if was_trained and looped.trained_adapter == adapter:
+        return _add_training(_read_start(former), describe_training(former))
+    if has_zero_init:  # another program has trained it, or loaded its weights, without a record
         return _add_training({}, "not known, but the update is not zero")
     return {}  # with another initialization, a new adapter looks like a trained one
 
 
+def _read_start(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings about the start of a training from all of its settings."""
+    return {name: settings[name] for name in START_FIELDS if name in settings}
+
+
+def _has_other_base(settings: Mapping[str, Any], base_weights: str | None) -> bool:
+    """Return whether a training had a base model with other weights, as far as both digests are known."""
+    trained_base = settings.get("base_weights")
+    if trained_base is None or base_weights is None:
+        return False
+    return trained_base != base_weights
+
+
 def _add_training(start: Mapping[str, Any], training: str) -> dict[str, Any]:
+    """Return the settings of a start with one more earlier training."""
     return {**start, "earlier_trainings": [*start.get("earlier_trainings", ()), training]}
 
 
 def _has_no_update(model: PeftModel, adapter: str) -> bool:
     """Return whether the factors B of an adapter are all zero, as far as this process has them."""
-    factors = [x for name, x in model.named_parameters() if "lora_B" in name and adapter in name.split(".")]
-    return not any(bool(factor.detach().any()) for factor in factors)
+    for name, parameter in model.named_parameters():
+        is_factor = "lora_B" in name and adapter in name.split(".")
+        if is_factor and bool(parameter.detach().any()):
+            return False
+    return True
 
 
 def describe_training(settings: Mapping[str, Any]) -> str:
@@ -130,18 +143,18 @@ def describe_what_trains(model: PeftModel, settings: Mapping[str, Any], continue
     else:
         action = "trains a new adapter"
     adapter = model.active_adapters[0]
-    ranks, kinds, num_modules = set(), {}, 0
+    ranks, kinds = [], []  # of each adapted module
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and adapter in module.r:
-            ranks.add(module.r[adapter])
-            kinds[name.rpartition(".")[2]] = True  # a set in the order of the modules
-            num_modules += 1
-    rank = " and ".join(map(str, sorted(ranks)))  # several with a `rank_pattern`
+            ranks.append(module.r[adapter])
+            kinds.append(name.rpartition(".")[2])
+    rank = " and ".join(map(str, sorted({*ranks})))  # several with a `rank_pattern`
+    names = ", ".join(dict.fromkeys(kinds))  # each kind once, in the order of the modules
     base = public_name(model.get_base_model().config.name_or_path) or "the model"
     warning = describe_high_rank(ranks, find_smallest_dimension(model))
     line = (
-        f"{method} ({', '.join(facts)}) {action} of {base}: rank {rank} on {count(num_modules, 'module')} "
-        f"({', '.join(kinds)}), {model.get_nb_trainable_parameters()[0]:,} trained parameters."
+        f"{method} ({', '.join(facts)}) {action} of {base}: rank {rank} on {count(len(kinds), 'module')} "
+        f"({names}), {model.get_nb_trainable_parameters()[0]:,} trained parameters."
     )
     return f"{line} {warning}".rstrip()
 
