@@ -228,21 +228,46 @@ def describe_tokens(training: Training, num_tokens: int) -> str:
 
 def _describe_memory(trainings: Sequence[Training]) -> str:
     """Return the largest estimated GPU memory of trainings, or "" without an estimate or for trainings on the CPU."""
-    estimates = [estimate for estimate in map(estimate_training_memory, trainings) if estimate]
-    if not estimates:
+    largest, sizes = None, {"total": 0.0}
+    for training in trainings:
+        estimate = estimate_training_memory(training)
+        if estimate and estimate["total"] > sizes["total"]:
+            largest, sizes = training, estimate
+    if largest is None:
         return ""
-    sizes = dict(max(estimates, key=lambda sizes: sizes["total"]))
-    total = sizes.pop("total")
-    parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items())
-    return f"at most about {total:.1f} GB on a GPU in bfloat16, {AS_IF_LONG}\n({parts})"
+    parts = ", ".join(f"{size:.1f} {part}" for part, size in sizes.items() if part != "total")
+    lines = [f"at most about {sizes['total']:.1f} GB on a GPU in bfloat16, {AS_IF_LONG}", f"({parts})"]
+    if sizes["activations"] > sizes["total"] / 2:  # else the settings below would save little
+        lines += _name_savings(largest)
+    return "\n".join(lines)
 
 
-def estimate_training_memory(training: Training, length: int | None = None) -> dict[str, float]:
+def _name_savings(training: Training) -> list[str]:
+    """Return a line for each setting that lowers the memory of activations and changes nothing else but the speed."""
+    args, lines = training.args, []
+    if not args.gradient_checkpointing:
+        total = estimate_training_memory(training, checkpointing=True)["total"]
+        lines.append(f"{total:.1f} GB with `gradient_checkpointing: true`")
+    half, odd = divmod(args.per_device_train_batch_size, 2)
+    if half and not odd:
+        total = estimate_training_memory(training, batch_size=half)["total"]
+        lines.append(
+            f"{total:.1f} GB with `per_device_train_batch_size: {half}` and `gradient_accumulation_steps: "
+            f"{2 * args.gradient_accumulation_steps}`"
+        )
+    return lines
+
+
+def estimate_training_memory(
+    training: Training, length: int | None = None, batch_size: int | None = None, checkpointing: bool | None = None
+) -> dict[str, float]:
     """Return the estimated GB of the GPU memory of a training by part, or an empty dict.
 
     Args:
         training: The training.
         length: Number of tokens of each example. Default: `max_length`.
+        batch_size: Number of examples of a micro-batch. Default: `per_device_train_batch_size`.
+        checkpointing: Whether the backward pass computes the layers again. Default: `gradient_checkpointing`.
     """
     args = training.args
     max_length = getattr(args, "max_length", None)  # GRPO has none
@@ -250,12 +275,16 @@ def estimate_training_memory(training: Training, length: int | None = None) -> d
         return {}
     if length is None:
         length = max_length
+    if batch_size is None:
+        batch_size = args.per_device_train_batch_size
+    if checkpointing is None:
+        checkpointing = args.gradient_checkpointing
     return estimate_memory(
         training.config,
-        args.per_device_train_batch_size * length,
+        batch_size * length,
         num_loops=training.model.num_loops,
         rank=training.rank,
-        checkpointing=args.gradient_checkpointing,
+        checkpointing=checkpointing,
         four_bit="load_in_4bit" in str(args.model_init_kwargs),
     )
 

@@ -541,7 +541,7 @@ def test_plan_has_the_costs_of_a_published_model_without_a_network(capsys):
     )
     assert "\nexamples        not checked, because the Hub cannot be reached\n" in out
     assert "not computed" not in lines and [line.split()[0] for line in lines.splitlines()] == [
-        *("tokens", "time", "computed,", "memory", "(2.9", "disk")
+        *("tokens", "time", "computed,", "memory", "(2.9", "8.5", "disk")
     ]
 
 
@@ -579,6 +579,17 @@ def test_plan_counts_the_passes_of_a_rule(capsys):
     assert f"the bound is {memory} GB" in page
     for recipe, minutes in re.findall(r"\| `(metamath_gsm/\w+.yaml)` \| ([\d.]+) \|", page):
         assert f"Costs: {float(minutes):.0f} minutes" in (ROOT / "recipes" / recipe).read_text(encoding="utf-8")
+
+
+def test_settings_that_save_memory_give_the_printed_bound(capsys):
+    words = ["--recipe", "metamath_gsm.yaml", "--methods", "lora", "--learning_rates", "1e-4", "--seeds", "101"]
+    sweep.main([*words, "--dry_run", "true"])
+    savings = re.findall(r"(?m)^ +([\d.]+) GB with (`.*`)$", capsys.readouterr().out)
+    assert len(savings) == 2
+    for size, text in savings:
+        settings = yaml.safe_load("\n".join(re.findall("`(.*?)`", text)))
+        sweep.main([*words, "--settings", json.dumps(settings), "--dry_run", "true"])
+        assert f"at most about {size} GB on a GPU" in capsys.readouterr().out
 
 
 def test_plan_has_the_costs_of_the_paper(capsys):
