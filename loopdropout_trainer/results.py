@@ -140,21 +140,33 @@ def read_run_results(folder: str | Path, weights: Mapping[str, Any] | None = Non
     run = _run_of_checkpoint(folder)
     if run is not None:
         return own + _read_of_checkpoint(folder, run, weights)
-    training = next(filter(is_of_training, own), None)
-    if training is None:
+    trainings = [row for row in own if is_of_training(row)]
+    if not trainings:
         return own
-    adapter = training  # whose columns tell the results of the adapter
-    if weights is not None and weights_of(training) != weights_of(weights):
-        # The training's own results are of other weights. `evaluate` may have measured those of the adapter.
+    adapter = trainings[0]  # has the columns by which the results of the adapter are found
+    if weights is not None and weights_of(adapter) != weights_of(weights):
+        # The training's own results are of other weights. `evaluate` may have measured the ones of the adapter.
         own = [row for row in own if is_of_base(row)]
-        adapter = {**training, **weights}
+        adapter = {**adapter, **weights}
+    return own + _read_added(folder, own, adapter)
+
+
+def _read_added(run: str | Path, own: Iterable[Mapping[str, Any]], adapter: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the results that `evaluate` has added to a run, of its adapter or of the base model.
+
+    Args:
+        run: Folder of the run.
+        own: Results of the training itself, which count instead of added ones that measure the same.
+        adapter: Columns `training`, `method`, `seed` and `step` of the adapter.
+    """
     measured = {measurement_key(row) for row in own}
     added = []
-    for row in _read_evaluated(folder):
+    for row in _read_evaluated(run):
         is_of_adapter = all(row.get(name) == adapter.get(name) for name in ("training", "method", "seed", "step"))
-        if (is_of_adapter or is_of_base(row)) and measurement_key(row) not in measured:
+        is_needed = is_of_adapter or is_of_base(row)
+        if is_needed and measurement_key(row) not in measured:
             added.append(row)
-    return own + added
+    return added
 
 
 def _read_of_checkpoint(
@@ -199,8 +211,11 @@ def _run_of_checkpoint(folder: str | Path) -> Path | None:
     folder = Path(folder)
     if not is_checkpoint(folder):
         folder = folder.resolve()  # of "."
+    if not is_checkpoint(folder):
+        return None
     path = recipe_path(folder)
-    if not is_checkpoint(folder) or path.parent == folder.resolve() or not path.is_file():
+    has_own_recipe = path.parent == folder.resolve()
+    if has_own_recipe or not path.is_file():
         return None
     return folder.parent
 
@@ -210,8 +225,12 @@ def measurement_key(row: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     ignored = {"folder", "adapter", "training"}
     if is_of_base(row):  # it has results next to those of each training
         ignored |= {"run", "seed", "step"}
-    settings = {name for name in row if name.startswith("recipe_")} - {"recipe_model_name_or_path"}
-    return _key({name: value for name, value in row.items() if name not in ignored | settings})
+    for name in row:
+        # The base model tells results of several base models apart. The other settings may differ between two recipes, such
+        # as the ones of a training and of `evaluate`, although the results measure the same.
+        if name.startswith("recipe_") and name != "recipe_model_name_or_path":
+            ignored.add(name)
+    return _key({name: value for name, value in row.items() if name not in ignored})
 
 
 def measurement_folder(output_dir: str | Path, name: str) -> str:
@@ -223,14 +242,17 @@ def measurement_folder(output_dir: str | Path, name: str) -> str:
     """
     output_dir = _run_of_checkpoint(output_dir) or output_dir
     is_run = Path(output_dir, RUN_FILE).is_file() or any(map(is_of_training, read_own_results(output_dir)))
-    return str(Path(output_dir, name)) if is_run else str(output_dir)
+    if is_run:
+        return str(Path(output_dir, name))
+    return str(output_dir)
 
 
 def recipe_path(folder: str | Path) -> Path:
     """Return the path of the recipe of the run in a folder, or of the run that a checkpoint belongs to."""
     folder = Path(folder).resolve()
-    is_in_run = is_checkpoint(folder) and not (folder / RECIPE_FILE).is_file()
-    return (folder.parent if is_in_run else folder) / RECIPE_FILE
+    if is_checkpoint(folder) and not (folder / RECIPE_FILE).is_file():
+        folder = folder.parent
+    return folder / RECIPE_FILE
 
 
 def read_recipe(folder: str | Path) -> dict[str, Any]:

@@ -196,10 +196,17 @@ def describe_kept_checkpoint(folder: str | Path) -> str | None:
 
 def _scores(results: Iterable[Mapping[str, Any]]) -> list[tuple]:
     """Return (task, depth, score, n, score of the base model) for each task and depth evaluated at unit gates."""
-    tasks = [row for row in results if row["metric"] == "accuracy"]
-    key = lambda row: (row["task"], row["num_loops"])
-    base = {key(row): row["value"] for row in tasks if is_of_base(row)}
-    return [(*key(row), row["value"], row["n"], base.get(key(row))) for row in tasks if row["gates"] == "unit"]
+    accuracies = [row for row in results if row["metric"] == "accuracy"]
+    of_base = {}  # by task and depth
+    for row in accuracies:
+        if is_of_base(row):
+            of_base[row["task"], row["num_loops"]] = row["value"]
+    scores = []
+    for row in accuracies:
+        if row["gates"] == "unit":
+            task, depth = row["task"], row["num_loops"]
+            scores.append((task, depth, row["value"], row["n"], of_base.get((task, depth))))
+    return scores
 
 
 def _held_out_loss(results: Iterable[Mapping[str, Any]], of_base: bool) -> str | None:
@@ -298,13 +305,16 @@ def _without_branch(block: str, repo_id: str) -> str:
 def _loading_facts(folder: Path) -> dict[str, Any]:
     """Return how the files of a merged model can be loaded."""
     config, _ = PreTrainedConfig.get_config_dict(folder)
-    config_class = CONFIG_MAPPING[config["model_type"]] if config["model_type"] in CONFIG_MAPPING else None  # noqa: SIM401
+    model_type = config["model_type"]
+    in_transformers = False
+    if model_type in CONFIG_MAPPING:  # which has the families of this package, too
+        in_transformers = CONFIG_MAPPING[model_type].__module__.startswith("transformers.")
     return {
-        "model_type": config["model_type"],
+        "model_type": model_type,
         "has_tokenizer": (folder / "tokenizer_config.json").is_file(),
         "has_code": "AutoModelForCausalLM" in config.get("auto_map", {}),
         "is_standalone": (folder / "looped.py").is_file(),
-        "in_transformers": getattr(config_class, "__module__", "").startswith("transformers."),
+        "in_transformers": in_transformers,
     }
 
 

@@ -13,7 +13,7 @@ no command can load also needs its sentence in `_refusal`, and a row in `WRONG` 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -293,12 +293,20 @@ def _read_source(
     else:
         base = repository or str(files.folder)
         source = replace(source, base=base, revision=commit, num_loops=_read_own_depth(files.folder))
-    folders = [folder for folder in (files.folder, given, run) if (folder / "tokenizer.json").is_file()]
-    if folders and (repository is None or source.is_adapter):
-        return replace(source, tokenizer=(str(folders[0]), None))
-    if source.is_adapter:  # it has no tokenizer of its own, whose template would be the training's
-        return replace(source, tokenizer=(source.base, source.revision), chat_template=recipe.get("chat_template"))
-    return replace(source, tokenizer=(source.base, source.revision))
+    return _with_tokenizer(source, [files.folder, given, run])
+
+
+def _with_tokenizer(source: Source, folders: Sequence[Path]) -> Source:
+    """Return a source with the place of its tokenizer: the first of some folders that has one, or the base model."""
+    of_base = (source.base, source.revision)
+    if source.repository is not None and not source.is_adapter:  # `source.base` is the repository itself
+        return replace(source, tokenizer=of_base)
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file():
+            return replace(source, tokenizer=(str(folder), None))
+    if source.is_adapter:  # the tokenizer of the base model lacks the chat template of the training
+        return replace(source, tokenizer=of_base, chat_template=source.recipe.get("chat_template"))
+    return replace(source, tokenizer=of_base)
 
 
 def _read_training(source: Source, adapter: SavedAdapter) -> Source:
