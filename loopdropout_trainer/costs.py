@@ -119,6 +119,12 @@ def _count_steps_per_epoch(args: GateConfig, num_rows: int) -> int:
     return math.ceil(num_rows / args.examples_per_step)
 
 
+def name_epochs(number: float) -> str:
+    if number == 1:
+        return "1 epoch"
+    return f"{number:,g} epochs"
+
+
 def bound_tokens(training: Training) -> int | None:
     """Return the largest number of tokens of a training, or None if the recipe does not say it before the data are loaded."""
     args, num_examples = training.args, training.recipe.get("num_train_examples")

@@ -16,19 +16,11 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, Scri
 from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, count, is_unreachable
+from loopdropout_trainer.example_plan import count_rows, describe_left_out, describe_loaded_costs, list_examples
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.imported_code import describe_accepted, describe_imports
 from loopdropout_trainer.measuring import evaluate, measure
-from loopdropout_trainer.plan import (
-    count_rows,
-    describe_left_out,
-    describe_loaded_costs,
-    describe_plan,
-    describe_trained,
-    list_examples,
-    print_next_commands,
-    read_trainings,
-)
+from loopdropout_trainer.plan import describe_plan, describe_trained, print_next_commands, read_trainings
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
 from loopdropout_trainer.run_training import load_trained, name_device, train_new

@@ -38,6 +38,24 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         sweep: `Sweep` of recipes/sweep.py.
         command: Command line of the sweep. None: it has started, so that no next command is printed.
     """
+    num_trainings = sweep.count()[1]
+    plan = describe_sweep_plan(sweep)
+    if command is not None:  # else the sweep prints it before its first training
+        plan["other code"] = describe_other_results(sweep)
+    print(count(num_trainings, "training"))
+    for title, text in plan.items():
+        if text:
+            print(titled(title, text.splitlines(), width=16))
+    if command is not None:
+        print(f"\nNext:\n  {command}\n  loopdropout report {sweep.output_dir}   # after the sweep")
+
+
+def describe_sweep_plan(sweep: Any) -> dict[str, str]:
+    """Return the texts of the plan of a sweep by their titles, "" for titles that are left out.
+
+    Raises:
+        UserError: If there is a mistake in a recipe or in the data.
+    """
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
@@ -55,10 +73,7 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         done = f"{num_ended} of {count(total, 'training')}"
         if measured:
             done += f", {measured}"
-    other_code = ""
-    if command is not None:  # else the sweep prints it before its first training
-        other_code = describe_other_results(sweep)
-    plan = {
+    return {
         "methods": ", ".join(sweep.recipes),
         "learning rates": rates,
         "seeds": _describe_seeds(sweep),
@@ -70,20 +85,19 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
         **{title: _by_method(texts) for title, texts in of_examples.items()},
         "done": done,
-        "other code": other_code,
     }
-    print(count(total, "training"))
-    for title, text in plan.items():
-        if text:
-            print(titled(title, text.splitlines(), width=16))
-    if command is not None:
-        print(f"\nNext:\n  {command}\n  loopdropout report {sweep.output_dir}   # after the sweep")
 
 
 def print_commands(sweep: Any) -> None:
-    """Print the command of each run that can start, and on stderr the runs that other processes train."""
-    running = []
-    for run in sweep.pending():
+    """Print the command of each run that can start, and on stderr the runs that other processes train.
+
+    Raises:
+        UserError: If there is a mistake in the data or in a recipe, which would stop each run. A sweep checks the same.
+    """
+    pending, running = sweep.pending(), []
+    if pending:
+        _check_trainings(sweep)
+    for run in pending:
         if is_running(sweep.folder(run)):
             running.append(run.name)
         else:
@@ -92,6 +106,13 @@ def print_commands(sweep: Any) -> None:
         print(
             f"{count(len(running), 'run')} without a command, being trained now: {', '.join(running)}", file=sys.stderr
         )
+
+
+def _check_trainings(sweep: Any) -> None:
+    """Check the data and the fields of all trainings, as a sweep's plan does. Say on stderr which data are not checked."""
+    plan = describe_sweep_plan(sweep)
+    if "not checked" in plan.get("examples", ""):
+        print(titled("examples", plan["examples"].splitlines()), file=sys.stderr)
 
 
 def _describe_seeds(sweep: Any) -> str:

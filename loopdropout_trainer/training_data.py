@@ -21,8 +21,8 @@ from loopdropout_trainer.data import (
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.data.preparations import PREPARATIONS
 from loopdropout_trainer.errors import UserError, is_unreachable
+from loopdropout_trainer.example_plan import count_loaded_tokens, count_rows, list_examples
 from loopdropout_trainer.files import model_path
-from loopdropout_trainer.plan import count_loaded_tokens, count_rows, list_examples
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.training.config import (
     LoopDropoutConfig,

@@ -20,7 +20,8 @@ from loopdropout_trainer.data.holding_out import (
     hold_out_random,
     random_order,
 )
-from loopdropout_trainer.data.loading import LoadedExamples, load_datasets, load_examples
+from loopdropout_trainer.data.loaded import LoadedExamples
+from loopdropout_trainer.data.loading import load_datasets, load_examples
 from loopdropout_trainer.data.mixing import Losses
 from loopdropout_trainer.data.preparations import (
     FIELD,

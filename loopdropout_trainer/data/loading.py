@@ -25,6 +25,7 @@ from loopdropout_trainer.data.formats import (
     to_text,
 )
 from loopdropout_trainer.data.holding_out import interleave, random_order
+from loopdropout_trainer.data.loaded import LoadedExamples, count_sources
 from loopdropout_trainer.data.mixing import (
     OWN_COLUMNS,
     Losses,
@@ -50,64 +51,6 @@ logger = logging.get_logger(__name__)
 
 _OPTIONAL_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of conversations that some data sets of a mixture may lack."""
-
-
-class LoadedExamples(NamedTuple):
-    """Examples of a training, and the numbers that its plan shows.
-
-    Attributes:
-        datasets: As from `load_datasets`.
-        lengths: [N] numbers of tokens of the training examples, or None if they were not counted.
-        sources: The data sets of a mixture.
-        source_numbers: [N] the numbers of the data sets that the training examples come from, from 0.
-        prompts: Settings of `find_prompts` if the examples are of several formats, which their tokens do not tell, else none.
-    """
-
-    datasets: DatasetDict
-    lengths: np.ndarray | None
-    sources: list[MixedSource]
-    source_numbers: np.ndarray
-    prompts: dict[str, Any]
-
-    @property
-    def trained_shares(self) -> list[float]:
-        """Shares of the data sets of a mixture in the training examples."""
-        total = sum(source.num_train for source in self.sources)
-        return [source.num_train / total for source in self.sources]
-
-    def find_examples(self, number: int) -> dict[str, int]:
-        """Return the index of the training example with a number, from 0: in a mixture, of each data set that has so many.
-
-        The key is the name of the data set, or "" without a mixture.
-        """
-        if not self.sources:
-            return {"": number} if number < len(self.source_numbers) else {}
-        found = {}
-        for source_number, source in enumerate(self.sources):
-            own = np.flatnonzero(self.source_numbers == source_number)
-            if number < len(own):
-                found[source.title] = int(own[number])
-        return found
-
-
-class MixedSource(NamedTuple):
-    """A data set of a mixture.
-
-    Attributes:
-        title: Name.
-        num_train: Number of its training examples.
-        num_held_out: Number of its held-out examples.
-        size: Number of its usable examples, of which the mixture may have a part.
-        loss: Tokens that are trained on, if the data sets have several formats, else "".
-        share: Share in the recipe, or None if all of its usable examples are used.
-    """
-
-    title: str
-    num_train: int
-    num_held_out: int
-    size: int
-    loss: str
-    share: float | None = None
 
 
 def load_datasets(
@@ -157,25 +100,25 @@ def load_examples(
     with PartialState().local_main_process_first():  # the other processes read the cache of `datasets`
         mixture = _load_mixture(args, tokenizer, left_out, losses)
         splits = {}
-        for name, examples in _split(args, mixture.examples, tokenizer, left_out, losses).items():
+        file = _load_held_out_file(args, mixture.examples, tokenizer, left_out, losses)
+        for name, examples in _split(args, mixture.examples, file, left_out).items():
             noun = "examples" if name == "train" else "held-out examples"
             splits[name] = _complete(examples, tokenizer, max_length, left_out, noun)
     if not len(splits["train"]):
         raise UserError(f"`max_length` must be larger, because no example has {max_length} tokens or fewer.")
-    lengths, sources = None, []
+    lengths = None
     if "num_tokens" in splits["train"].column_names:
         lengths = _read_numbers(splits["train"], "num_tokens")
     source_numbers = _read_numbers(splits["train"], "source")
+    sources = []
     if len(mixture.sizes) > 1:
-        num_train = np.bincount(source_numbers, minlength=len(mixture.sizes)).tolist()
-        num_held_out = [0] * len(mixture.sizes)
+        held_out_numbers = source_numbers[:0]
         if not args.eval_files:
-            num_held_out = np.bincount(_read_numbers(splits["eval"], "source"), minlength=len(mixture.sizes)).tolist()
-        shares = find_shares(args.train_sources) or [None] * len(mixture.titles)
-        for number, title in enumerate(mixture.titles):
-            size, loss = mixture.sizes[number], mixture.losses[number]
-            source = MixedSource(title, num_train[number], num_held_out[number], size, loss, shares[number])
-            sources.append(source)
+            held_out_numbers = _read_numbers(splits["eval"], "source")
+        shares = find_shares(args.train_sources)
+        sources = count_sources(
+            mixture.titles, mixture.sizes, mixture.losses, shares, source_numbers, held_out_numbers
+        )
     prompts = {}
     if "mixed" in splits["train"].column_names:
         prompts = find_prompts(mixed["example"] for mixed in splits["train"]["mixed"])
@@ -183,7 +126,10 @@ def load_examples(
     for name, split in splits.items():
         if len(split):
             datasets[name] = split.remove_columns([own for own in split.column_names if own in OWN_COLUMNS])
-    return LoadedExamples(datasets, lengths, sources, source_numbers, prompts)
+    loaded = LoadedExamples(datasets, lengths, sources, source_numbers, prompts)
+    if file is None:
+        return loaded
+    return loaded._replace(held_out_loss=file.loss, train_loss=file.train_loss)
 
 
 def _read_numbers(rows: Dataset, name: str) -> np.ndarray:
@@ -242,12 +188,40 @@ def _load_mixture(
     return Mixture(concatenate(parts).select(order), titles, sizes, trained)
 
 
-def _split(
+class HeldOutFile(NamedTuple):
+    """The usable examples of `eval_files`, and the losses as in `LoadedExamples`."""
+
+    examples: Examples
+    loss: str = ""
+    train_loss: str = ""
+
+
+def _load_held_out_file(
     args: DataArguments,
     examples: Examples,
     tokenizer: PreTrainedTokenizerBase,
     left_out: list[LeftOut],
     losses: Losses,
+) -> HeldOutFile | None:
+    """Return the examples of `eval_files`, or None without the field. `examples`: the usable ones of the training data."""
+    if not args.eval_files:
+        return None
+    source = DataSource("json", data_files=args.eval_files)
+    held_out = _make_examples(load_rows(source), source, args, tokenizer, left_out, "`eval_files`")
+    is_mixture = is_mixed(examples)
+    if not is_mixture and not differ_in_format(examples, held_out, args.formats):
+        return HeldOutFile(held_out)
+    has_template = tokenizer.chat_template is not None
+    # Both raise UserError for texts without turns.
+    loss = losses.describe(held_out.rows.features, "`eval_files`", has_template)
+    train_loss = ""
+    if not is_mixture:
+        train_loss = losses.describe(examples.rows.features, "the training data", has_template)
+    return HeldOutFile(mix(held_out, losses), loss, train_loss)
+
+
+def _split(
+    args: DataArguments, examples: Examples, file: HeldOutFile | None, left_out: list[LeftOut]
 ) -> dict[str, Examples]:
     """Return the training and the held-out examples, which may be none."""
     preparation = PREPARATIONS[args.preparation]
@@ -256,18 +230,12 @@ def _split(
     # Random numbers, which are equal for equal examples (`random_order`).
     orders = _read_numbers(examples.rows, "order")
     train, held_out = preparation.split(orders, num_eval)
-    eval_examples = examples.select(held_out)
-    if args.eval_files:
-        source = DataSource("json", data_files=args.eval_files)
-        eval_examples = _make_examples(load_rows(source), source, args, tokenizer, left_out, "`eval_files`")
-        if is_mixed(examples) or differ_in_format(examples, eval_examples, args.formats):
-            losses.describe(eval_examples.rows.features, "`eval_files`")  # raises UserError for texts without turns
-            eval_examples = mix(eval_examples, losses)
+    eval_examples = examples.select(held_out) if file is None else file.examples
     is_repeated = np.isin(orders[train], _read_numbers(eval_examples.rows, "order"))
     if is_repeated.any():
         left_out.append(LeftOut(int(is_repeated.sum()), "examples", "they repeat a held-out example"))
     train = train[~is_repeated]
-    if args.eval_files and not len(train):
+    if file is not None and not len(train):
         raise UserError("The data must have an example that is not in `eval_files`, got none.")
     if not len(train) or len(held_out) < num_eval:
         num_usable = len(np.unique(orders))  # without repeats, because those of held-out examples are not trained on

@@ -505,7 +505,7 @@ def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
     assert "\nleft out        short: 1 example, because it has more than 60 tokens\n" in out
     with open(path, "a") as file:
         file.write(json.dumps({"messages": [rows[0][0], {"role": "asistant", "content": "Yes"}]}))
-    for options in (["--dry_run", "true"], []):
+    for options in (["--dry_run", "true"], ["--print_commands", "true"], []):
         with user_error(r"Row 5 of .*chats.jsonl: A role must be .*, got 'asistant'. Did you mean 'assistant'\?"):
             sweep.main([lab.file, *options])
     assert not [*lab.out.glob("*/lr_*")]

@@ -19,7 +19,7 @@ from loopdropout_trainer.data.holding_out import interleave
 from loopdropout_trainer.data.mixing import Losses
 from loopdropout_trainer.data.saved_prompts import find_prompts
 from loopdropout_trainer.data.sources import describe_data
-from loopdropout_trainer.plan import count_packed_rows
+from loopdropout_trainer.example_plan import count_packed_rows
 from loopdropout_trainer.results import read_recipe, read_results, read_run
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer
@@ -353,6 +353,24 @@ def test_plan_says_which_loss_each_format_gets(capsys):
     num_tokens = sum(label != -100 for example in data["eval"] for label in example["labels"][1:])
     assert {row["n"] for row in measured} == {num_tokens}
     assert any(len(example["labels"]) > 9 for example in data["eval"])  # a chat
+
+
+def test_plan_names_the_loss_of_held_out_files(capsys):
+    """Where their format is another one, the loss of the training does not compare with it."""
+    own = {"chat_template": "tulu2", "datasets": None, "num_eval_examples": 0}
+    pairs = "loss on the completion, as plain text, without the chat template"
+    chats = "loss on all tokens (`assistant_only_loss: true`: the assistant's turns)"
+    for train, held_out, lines in (
+        (["a.jsonl"], "b_chat.jsonl", [f"training: {pairs}", f"`eval_files`: {chats}"]),
+        (["b_chat.jsonl"], "turns.jsonl", [f"training: {chats}", "`eval_files`: loss on the completion"]),
+        (["a.jsonl"], "b.jsonl", []),
+    ):
+        sft({**RECIPE, **own, "train_files": train, "eval_files": [held_out]}, "--dry_run", "true")
+        printed = capsys.readouterr().out.splitlines()
+        assert [line.strip() for line in printed if "loss on" in line] == lines
+    mixed = {"datasets": [{"path": "a.jsonl"}, {"path": "a_chat.jsonl"}], "eval_files": ["b.jsonl"]}
+    sft({**RECIPE, **own, **mixed}, "--dry_run", "true")
+    assert f"            `eval_files`: {pairs}\n" in capsys.readouterr().out
 
 
 def test_files_with_other_columns_raise(tokenizer):

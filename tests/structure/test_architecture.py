@@ -23,7 +23,8 @@ looped fields means | help lora arguments tokenizers sweeps field_values | recip
 models data results training_results handle | prompts recipe_changes result_choice evaluation_costs
 saving generation diagnostics imported_code
 training integrations comparing unfinished | evaluation progress serving
-lm_eval cli runs run_training workers sweep_methods sweep_scores sweep_code costs | paper_costs | plan frames measuring
+lm_eval cli runs run_training workers sweep_methods sweep_scores sweep_code costs | paper_costs
+plan example_plan frames measuring
 training_data
 tables sweep_plan final_results | figures table_files loss_tables
 printing figure_files | saved_tables job sweep_summary sweep_losses | __main__
