@@ -422,7 +422,9 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
         fields_of[name] = differing(rows.filter(regex="^(recipe_|sweep$)"))
         if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
             fields_of[name].append("checkpoint")
-    shared = {field for fields in fields_of.values() for field in fields if field in alike}
+    shared: set[str] = set()
+    for fields in fields_of.values():
+        shared.update({*alike}.intersection(fields))
     texts = names.copy()
     for name, rows in results.groupby(names):
         fields = shared.union(fields_of[name])

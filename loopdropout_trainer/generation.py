@@ -366,9 +366,13 @@ def _decode_in_slots(
             answers[index].append(token)
 
         ended = find_ended([answers[index] for index in rows])
-        ended = [end or len(answers[index]) >= max_new_tokens for end, index in zip(ended, rows, strict=True)]
-        if any(ended):
-            finished = [(index, answers[index]) for index, end in zip(rows, ended, strict=True) if end]
+        finished = []
+        for slot, index in enumerate(rows):
+            if len(answers[index]) >= max_new_tokens:
+                ended[slot] = True
+            if ended[slot]:
+                finished.append((index, answers[index]))
+        if finished:
             rows = [rows[slot] for slot in batch.remove(ended)]
             yield finished
 

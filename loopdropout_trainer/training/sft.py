@@ -359,8 +359,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
                 reason = f"they have no token to train on among the first {length:,} (`max_length`)"
                 logger.warning(LeftOut(given - num_left, noun, reason).sentence())
             rows = dataset.select_columns("labels").with_format(None)
-            # The first token of an example has no token before it that predicts it, so its label never counts.
-            if not any(label != IGNORED for row in rows for label in row["labels"][1:]):
+            if not any(_has_target(row["labels"]) for row in rows):
                 reason = "their texts are empty"
                 if length is not None:
                     reason += f" or their prompts have {length:,} tokens (`max_length`) or more"
@@ -377,10 +376,11 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
             else:
                 datasets.append(self.eval_dataset)
         for dataset in datasets:
-            if isinstance(dataset, Dataset):
-                for start in range(0, len(dataset), 64):
-                    rows = dataset.select(range(start, min(start + 64, len(dataset))))
-                    self.looped.complete_batch(self.data_collator(list(rows)))
+            if not isinstance(dataset, Dataset):
+                continue
+            for start in range(0, len(dataset), 64):
+                rows = dataset.select(range(start, min(start + 64, len(dataset))))
+                self.looped.complete_batch(self.data_collator(list(rows)))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.args.loss_average == "micro_batches" and model.training and num_items_in_batch is not None:
@@ -406,3 +406,11 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
                 num_trained = self.accelerator.gather(num_trained).sum()
             self._num_micro_batches = int(num_trained)
         return batches, num_items
+
+
+def _has_target(labels: Sequence[int]) -> bool:
+    """Return whether an example has a token to train on.
+
+    The label of the first token never counts, because no token before it predicts it.
+    """
+    return any(label != IGNORED for label in labels[1:])
