@@ -10,9 +10,10 @@ import yaml
 from accelerate import PartialState
 from transformers.utils import logging
 
-from loopdropout_trainer.data.formats import guess_columns, wrong_columns
+from loopdropout_trainer.data.formats import enumerate_columns, find_format, guess_columns, wrong_columns
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.data.sources import DataSource
+from loopdropout_trainer.errors import closest_match
 
 
 if TYPE_CHECKING:
@@ -57,7 +58,34 @@ def check_columns(
     fix = f"`column_mapping` renames columns{place}{example}, and `prompt_template` makes prompts from them."
     typed = {field: f"`prompt_template` asks for `{field}`." for field in template_fields}
     typed |= {column: f"`column_mapping` takes `{column}` as `{name}`." for name, column in mapping.items()}
+    surplus, own_columns = _find_surplus_fields(columns, formats, mapping, template_fields, names)
+    if surplus and not any(closest_match(name, names) for name in missing):  # else a name is mistyped
+        # The fields are often those of other data, in a recipe that this one extends.
+        fields = " and ".join(f"`{field}`" for field in surplus)
+        fix = f"Remove {fields}, because the data has {enumerate_columns(own_columns)}."
     raise wrong_columns(f"The data of {data}", wanted, names, fix, typed)
+
+
+def _find_surplus_fields(
+    columns: Sequence[str],
+    formats: Sequence[Sequence[str]],
+    mapping: Mapping[str, str],
+    template_fields: Sequence[str],
+    names: Sequence[str],
+) -> tuple[list[str], Sequence[str]]:
+    """Return the fields without which examples can be made of the data, and the columns that they are made of then.
+
+    Both are empty if the data needs the fields. Other arguments: `check_columns`. `names`: the columns of the data.
+    """
+    own_format = find_format(names, formats)
+    without_mapping = columns if template_fields else own_format
+    if mapping and without_mapping and {*names}.issuperset(without_mapping):
+        return ["column_mapping"], without_mapping
+    if not template_fields or not own_format:
+        return [], ()
+    if {*names}.issuperset(mapping.values()):
+        return ["prompt_template"], own_format
+    return ["column_mapping", "prompt_template"], own_format
 
 
 def warn_about_images(unused: Collection[str], data: DataSource) -> None:

@@ -116,7 +116,7 @@ def wrong_columns(
         typed: Columns that the user has named in a field, with the sentence that says so.
     """
     typed = typed or {}
-    choices = [_enumerate(columns) for columns in formats]
+    choices = [enumerate_columns(columns) for columns in formats]
     expected = f"one of: {'; '.join(choices)}" if len(choices) > 1 else choices[0]
     names, known = [*names], set().union(*formats)
     hints = [closest_match(name, known - {*typed}, cutoff=0.8) for name in names if name not in known]
@@ -131,7 +131,7 @@ def wrong_columns(
     return UserError(f"{message} {fix}".rstrip())
 
 
-def _enumerate(columns: Sequence[str]) -> str:
+def enumerate_columns(columns: Sequence[str]) -> str:
     """Return the names of columns in words, such as "`prompt`, `chosen` and `rejected`"."""
     *first, last = [f"`{name}`" for name in columns]
     return f"{', '.join(first)} and {last}" if first else last
@@ -308,7 +308,7 @@ def check_complete(example: Mapping[str, Any]) -> None:
                 raise _wrong_turn(turn)
     if len({type(value) for value in example.values()}) > 1:
         raise UserError(
-            f"{_enumerate(example)} must be all texts or all lists of turns with `role` and `content`, got "
+            f"{enumerate_columns(example)} must be all texts or all lists of turns with `role` and `content`, got "
             f"{' and '.join(kinds)}."
         )
 

@@ -81,6 +81,17 @@ def describe_steps(state: TrainerState) -> str:
     return f"{state.global_step:,} of {count(state.max_steps, 'step')}, stopped early"
 
 
+def find_next_patience(folder: str | Path, patience: int) -> int | None:
+    """Return an `early_stopping_patience` with which a training that stopped early continues from its newest checkpoint.
+
+    It is None if no checkpoint can be continued from. `patience`: the patience of the training.
+    """
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return None
+    return 2 * max(patience, count_worse_evaluations(load_state(newest)))
+
+
 def name_metric(metric: str | None) -> str:
     """Return the name of `metric_for_best_model` in sentences."""
     metric = metric or "loss"

@@ -283,8 +283,10 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         self.step_callbacks = make_step_callbacks(arguments["args"], self.rule)
         # The first ones read the gates of a step, and the second one resets them.
         own = [*self.step_callbacks, self.unit_gates, self.stop_callback, self.resumption, PushCallback()]
+        self.early_stop_callback = None
         if arguments["args"].early_stopping_patience is not None:
-            own.append(EarlyStopCallback(arguments["args"].early_stopping_patience))
+            self.early_stop_callback = EarlyStopCallback(arguments["args"].early_stopping_patience)
+            own.append(self.early_stop_callback)
         arguments["callbacks"] = [*own, *(arguments["callbacks"] or [])]
 
     def after_init(self) -> None:

@@ -21,6 +21,7 @@ from loopdropout_trainer.saving.checkpoints import (
     count_worse_evaluations,
     describe_unsaved_best,
     find_early_stop,
+    find_next_patience,
     has_stopped_early,
     load_state,
     name_metric,
@@ -150,7 +151,14 @@ class EarlyStopCallback(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         self.early_stopping_patience_counter = count_worse_evaluations(state)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def report_stop(self, args: TrainingArguments, state: TrainerState, resuming: str) -> None:
+        """Log that a training stopped early, and how it continues.
+
+        Args:
+            args: Arguments of the training.
+            state: State of the training at its end.
+            resuming: Code or option that continues it.
+        """
         # Another callback may have stopped the training.
         is_patient = self.early_stopping_patience_counter < self.early_stopping_patience
         if is_patient or find_early_stop(state) is None or not state.is_world_process_zero:
@@ -160,8 +168,14 @@ class EarlyStopCallback(EarlyStoppingCallback):
         evaluations = count(self.early_stopping_patience, "evaluation")
         logger.warning(
             f"Training stopped early, at step {state.global_step:,} of {state.max_steps:,}, after {evaluations} without a "
-            f"better {metric}.{kept}"
+            f"better {metric}.{kept}{self._describe_continuing(args, resuming)}"
         )
+
+    def _describe_continuing(self, args: TrainingArguments, resuming: str) -> str:
+        patience = find_next_patience(args.output_dir, self.early_stopping_patience)
+        if patience is None or args.save_only_model:
+            return ""
+        return f" To train it further, set `early_stopping_patience` to {patience}, for example, and continue with {resuming}."
 
 
 def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:

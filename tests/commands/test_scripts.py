@@ -326,8 +326,9 @@ def test_early_stop_is_an_end(tmp_path, log, monkeypatch, capsys):
     assert re.search(rf"(?m)^Loop Dropout: Kept {kept}$", text) and is_finished(folder)
     assert re.search(rf"\| Kept weights \| {kept} \|", (folder / "README.md").read_text())
     assert (
-        "stopped early, at step 4 of 6, after 1 evaluation without a better held-out loss. The weights of step 2 are kept."
-        in log.text
+        "stopped early, at step 4 of 6, after 1 evaluation without a better held-out loss. The weights of step 2 are kept. "
+        "To train it further, set `early_stopping_patience` to 2, for example, and continue with `--resume_from_checkpoint "
+        "true`." in log.text
     )
     assert read_run(folder)["stopped_early_at"] == 4 and find_source(folder).columns["step"] == 2
     weights = adapter(folder)
@@ -340,8 +341,8 @@ def test_early_stop_is_an_end(tmp_path, log, monkeypatch, capsys):
             text = run(*words, 1, resumption)
             assert f"trained     {folder}\n" in text
             assert (
-                f"Nothing is trained in {folder}, because the training there has ended before. To train again, "
-                in text
+                f"Nothing is trained in {folder}, because the training there has ended before. To train it further, add "
+                "`--early_stopping_patience 2 --resume_from_checkpoint true`. To train again, " in text
             )
         (folder / "run.json").unlink()  # as if it was killed before it saved the adapter
         (folder / "adapter_model.safetensors").unlink()

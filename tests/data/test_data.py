@@ -489,7 +489,16 @@ WRONG = [
     ),
     (
         {"train_files": ["rows.jsonl"], "column_mapping": {"prompt": "x"}},
-        "must have `x`, got the columns prompt, completion. `column_mapping` takes `x` as `prompt`. `column_mapping` renames",
+        "must have `x`, got the columns prompt, completion. `column_mapping` takes `x` as `prompt`. Remove `column_mapping`, "
+        "because the data has `prompt` and `completion`.$",
+    ),
+    (
+        {"train_files": ["rows.jsonl"], "column_mapping": {"completion": "x"}, "prompt_template": "Q: {prompt}"},
+        "takes `x` as `completion`. Remove `column_mapping`, because the data has `prompt` and `completion`.$",
+    ),
+    (
+        {"train_files": ["rows.jsonl"], "column_mapping": {"completion": "x"}, "prompt_template": "question"},
+        "asks for `question`. Remove `column_mapping` and `prompt_template`, because the data has `prompt` and `comp",
     ),
     (
         {"train_files": ["answers.jsonl"], "column_mapping": {"completion": "answr"}},
