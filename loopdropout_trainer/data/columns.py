@@ -88,16 +88,23 @@ def _find_surplus_fields(
     return ["column_mapping", "prompt_template"], own_format
 
 
-def warn_about_images(unused: Collection[str], data: DataSource) -> None:
-    """Log that a column of images is ignored, because the examples would often make no sense without it.
+def warn_about_unused(unused: Collection[str], columns: Collection[str], data: DataSource) -> None:
+    """Log that a column of images or of system turns is ignored, because examples would often make no sense without it.
 
     Args:
         unused: Columns of the data that examples are not made of.
+        columns: Columns that they are made of.
         data: Source of the data, which the message names.
     """
     for name in ("image", "images"):
         if name in unused and PartialState().is_main_process:
             logger.warning(f"The column `{name}` of the data of {data} is ignored, because the models read text only.")
+    conversations = {"messages", "conversations"}.intersection(columns)
+    if conversations and "system" in unused and PartialState().is_main_process:
+        logger.warning(
+            f"The column `system` of the data of {data} is ignored. To train on it, make it the first turn of "
+            f"`{conversations.pop()}`, with the role system."
+        )
 
 
 def describe_other_format(row: Row, columns: Sequence[str], formats: Sequence[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from loopdropout_trainer.data.bars import hide_short_bars
 from loopdropout_trainer.data.caching import digest_files
 from loopdropout_trainer.data.sources import DataSource, file_kind
-from loopdropout_trainer.errors import UserError, closest_match, hint_at_login
+from loopdropout_trainer.errors import UserError, closest_match, hint_at_login, short_repr
 from loopdropout_trainer.limits import check_nesting
 
 
@@ -175,19 +175,30 @@ def _check_lines(files: Iterable[str]) -> None:
         with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    if line.strip():
-                        json.loads(line.rstrip("\r\n"))
+                    row = json.loads(line.rstrip("\r\n")) if line.strip() else None
                 except json.JSONDecodeError as error:
                     reason = error.msg.removesuffix(" at")  # such as "Unterminated string starting at"
                     raise UserError(
                         f"Line {number:,} of {file} is not JSON: {reason} at column {error.colno:,}."
                     ) from None
+                if row is not None and not isinstance(row, dict):
+                    raise UserError(
+                        f'Line {number:,} of {file} must be an object such as {{"messages": [...]}}, got {short_repr(row)}.'
+                    )
 
 
 def _csv_options(file: str) -> dict[str, Any]:
-    """Return the options of `load_dataset` that make all cells texts, also numbers and the word "None"."""
+    """Return the options of `load_dataset` that make all cells texts, also numbers and the word "None".
+
+    Spreadsheets of many countries divide cells by semicolons, because their numbers have commas.
+    """
     import pandas as pd
     from datasets import Features, Value
 
+    options: dict[str, Any] = {}
     columns = pd.read_csv(file, nrows=0).columns
-    return {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
+    for separator in (";", "\t"):
+        if len(columns) == 1 and separator in columns[0]:
+            options["sep"] = separator
+            columns = pd.read_csv(file, nrows=0, sep=separator).columns
+    return {**options, "features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key
-from loopdropout_trainer.data.columns import check_columns, describe_other_format, warn_about_images
+from loopdropout_trainer.data.columns import check_columns, describe_other_format, warn_about_unused
 from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import (
@@ -280,7 +280,7 @@ def _make_examples(
     is_mixture = len(args.datasets or ()) > 1
     template_fields = FIELD.findall(args.template) if args.prompt_template else []
     check_columns(columns, args.formats, mapping, template_fields, rows, data, is_mixture)
-    warn_about_images({*rows.column_names} - {*columns, *mapping.values()}, data)
+    warn_about_unused({*rows.column_names} - {*columns, *mapping.values()}, columns, data)
     origins = np.stack([np.zeros(len(rows), dtype=int), np.arange(len(rows))], axis=1)
     everything = Examples(rows, examples_key(rows, args, tokenizer), [data], origins)
     noun = f"examples{of_source}"

@@ -26,6 +26,7 @@ from loopdropout_trainer import LoopDropoutSFTTrainer
 from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
+from loopdropout_trainer.data.files import read_files
 from loopdropout_trainer.data.formats import check_contents
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
@@ -434,6 +435,20 @@ def test_images_are_not_ignored_in_silence(load, tokenizer, log, tmp_path, field
     assert {text for text in log.messages if "images" in text} == (set() if fields else {message})
 
 
+def test_system_column_is_not_ignored_in_silence(load, bytes_tokenizer, log):
+    load(None, [{"messages": MADE_UP[0], "system": "Add."}] * 2, bytes_tokenizer, max_length=999)
+    assert any(
+        text.startswith("The column `system` of") and "first turn of `messages`" in text for text in log.messages
+    )
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_cells_may_be_divided_by_other_marks(tmp_path, separator):
+    file = tmp_path / "rows.csv"
+    file.write_text(f"prompt{separator}completion\n1,5{separator}2\n")
+    assert read_files(str(file))[:] == {"prompt": ["1,5"], "completion": ["2"]}
+
+
 def test_data_without_text_shows_its_first_value(load, tokenizer):
     with user_error("The data of .* must have an example with text in completion, got True"):
         load(None, [{"prompt": "Is it?", "completion": True}], tokenizer)
@@ -481,6 +496,7 @@ WRONG = [
     ({"arithmetic_steps": [4, 6]}, r"`arithmetic_steps` must be two numbers from 1 to 5, got \[4, 6\]"),
     ({"train_files": ["none.jsonl"]}, "^The file none.jsonl does not exist"),
     ({"train_files": ["broken.jsonl"]}, "Line 1 of .*broken.jsonl is not JSON: Expecting value at column 7"),
+    ({"train_files": ["lists.jsonl"]}, r"Line 1 of .*lists.jsonl must be an object such as .*, got \[1\].$"),
     ({"train_files": ["broken.json"]}, "broken.json cannot be loaded: .*JSON"),
     ({"train_files": ["empty.jsonl"]}, "^empty.jsonl is empty.$"),
     (
@@ -498,7 +514,7 @@ WRONG = [
     ),
     (
         {"train_files": ["rows.jsonl"], "column_mapping": {"completion": "x"}, "prompt_template": "question"},
-        "asks for `question`. Remove `column_mapping` and `prompt_template`, because the data has `prompt` and `comp",
+        "`x` as `completion`. Remove `column_mapping` and `prompt_template`, because the data has `prompt` and `comp",
     ),
     (
         {"train_files": ["answers.jsonl"], "column_mapping": {"completion": "answr"}},
@@ -538,6 +554,7 @@ def test_wrong_data_arguments(tokenizer, tmp_path, monkeypatch, fields, message)
     monkeypatch.chdir(tmp_path)
     for name in ("broken.jsonl", "broken.json"):
         Path(name).write_text('{"a": \n')
+    Path("lists.jsonl").write_text("[1]\n[2]\n")
     for name, rows in ROWS.items():
         write_lines(Path(f"{name}.jsonl"), rows)
     with user_error(message):
