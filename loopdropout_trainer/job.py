@@ -24,15 +24,8 @@ from loopdropout_trainer.plan import describe_plan, describe_trained, print_next
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
 from loopdropout_trainer.run_training import load_trained, name_device, train_new
-from loopdropout_trainer.runs import Run
-from loopdropout_trainer.saving.checkpoints import (
-    STATE_FILE,
-    find_checkpoint,
-    find_early_stop,
-    find_next_patience,
-    load_state,
-    newest_checkpoint,
-)
+from loopdropout_trainer.runs import Run, describe_further
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
 from loopdropout_trainer.terminal import titled
@@ -256,25 +249,11 @@ class Job:
         folders = describe_trained(self.runs)
         if folders and self.args.process_index == 0:
             print(
-                f"Nothing is trained in {folders}, because the training there has ended before.{self._describe_further()} To "
-                "train again, set another `output_dir`, or remove the folder (its results are lost).",
+                f"Nothing is trained in {folders}, because the training there has ended before."
+                f"{describe_further(self.runs)} To train again, set another `output_dir`, or remove the "
+                "folder (its results are lost).",
                 flush=True,
             )
-
-    def _describe_further(self) -> str:
-        """Return how to train the runs further that have ended, as a sentence, or "" if one of them has no checkpoint."""
-        folders = [run.args.output_dir for run in self.runs if run.is_trained]
-        if not all(map(newest_checkpoint, folders)) or self.args.save_only_model:
-            return ""
-        patience = self.args.early_stopping_patience
-        if patience is not None and any(find_early_stop(load_state(folder)) for folder in folders):
-            most = max(find_next_patience(folder, patience) for folder in folders)
-            options = f"add `--early_stopping_patience {most} --resume_from_checkpoint true`"
-        elif self.args.max_steps > 0:
-            options = f"raise `max_steps` above {self.args.max_steps:,} and add `--resume_from_checkpoint true`"
-        else:
-            options = f"raise `num_train_epochs` above {self.args.num_train_epochs:g} and add `--resume_from_checkpoint true`"
-        return f" To train it further, {options}."
 
     def unfinished(self) -> Iterator[Run]:
         """Yield the runs that are not trained, or not measured as their recipe says. Their folders are locked meanwhile."""

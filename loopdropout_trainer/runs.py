@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from loopdropout_trainer.arguments import AdapterArguments, RewardArguments, ScriptArguments, SFTArguments
@@ -12,6 +13,8 @@ from loopdropout_trainer.imported_code import find_other_code, find_unused_chang
 from loopdropout_trainer.recipe_changes import LENGTH, MEASURED, RESUMABLE, UNCOMPARED, find_difference
 from loopdropout_trainer.results import has_trained, is_finished
 from loopdropout_trainer.saving.checkpoints import (
+    find_early_stop,
+    find_next_patience,
     find_shortening,
     has_stopped_early,
     list_checkpoints,
@@ -210,3 +213,19 @@ class Run(NamedTuple):
             f"{folder} holds a training that was stopped at step {state.global_step:,} of {state.max_steps:,}. Continue it "
             "with `--resume_from_checkpoint true`, or begin again with `--resume_from_checkpoint false`."
         )
+
+
+def describe_further(runs: Sequence[Run]) -> str:
+    """Return how to train the runs further whose training has ended, as a sentence, or "" if one has no checkpoint."""
+    folders, args = [run.args.output_dir for run in runs if run.is_trained], runs[0].args
+    if not all(map(newest_checkpoint, folders)) or args.save_only_model:
+        return ""
+    patience = args.early_stopping_patience
+    if patience is not None and any(find_early_stop(load_state(folder)) for folder in folders):
+        most = max(find_next_patience(folder, patience) for folder in folders)
+        options = f"add `--early_stopping_patience {most} --resume_from_checkpoint true`"
+    elif args.max_steps > 0:
+        options = f"raise `max_steps` above {args.max_steps:,} and add `--resume_from_checkpoint true`"
+    else:
+        options = f"raise `num_train_epochs` above {args.num_train_epochs:g} and add `--resume_from_checkpoint true`"
+    return f" To train it further, {options}."

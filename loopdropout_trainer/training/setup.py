@@ -375,6 +375,11 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
             **self.start,
         }
 
+    def report_early_stop(self, resuming: str) -> None:
+        """Log that the training stopped early, if it did. `resuming`: code or option that continues it."""
+        if self.early_stop_callback is not None:
+            self.early_stop_callback.report_stop(self.args, self.state, resuming)
+
     # The order of the examples
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:

@@ -230,8 +230,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
                 stack.enter_context(self._record_stop())
                 with ended_early(self, checkpoint), explain_metrics(self):
                     output = super().train(checkpoint, trial, ignore_keys_for_eval)
-                    if self.early_stop_callback is not None:
-                        self.early_stop_callback.report_stop(self.args, self.state, describe_resuming(self))
+                    self.report_early_stop(describe_resuming(self))
                 self.stop_callback.raise_if_stopped(self.args, self.state, describe_resuming(self))
                 warn_of_unsaved_best(self.args, self.state)
                 self.record_training(first_step)
