@@ -177,11 +177,14 @@ def show_recipes(words: Sequence[str]) -> None:
     """
     names = recipe_names()
     if len(words) == 1:
-        for name in (words[0], f"{words[0]}.yaml"):
-            if name in names:
-                print(_read_recipe(name), end="")
-                _hint_at_others(name)
-                return
+        (word,) = words
+        if word in names:
+            print(_read_recipe(word), end="")
+            return
+        if f"{word}.yaml" in names:
+            print(_read_recipe(f"{word}.yaml"), end="")
+            _hint_at_others(word)  # a word may mean any of them, while a whole name means one recipe
+            return
     found = find_recipes(words)
     if not found:
         wanted = " ".join(words)
@@ -190,10 +193,9 @@ def show_recipes(words: Sequence[str]) -> None:
     print(f"{len(found)} of {len(names)} recipes match {shlex.join(words)}. `loopdropout recipes NAME` prints one.")
 
 
-def _hint_at_others(name: str) -> None:
-    """Say on the standard error how to list recipes with similar names. The standard output is the recipe alone."""
-    word = name.removesuffix(".yaml")
-    others = [other for other in recipe_names() if other != name and _has_word("", other, word)]
+def _hint_at_others(word: str) -> None:
+    """Say on the standard error how to list other recipes with a word. The standard output is the recipe alone."""
+    others = [name for name in recipe_names() if name != f"{word}.yaml" and _has_word("", name, word)]
     if others:
         print(
             f"More recipes have {word} in their names ({len(others)}). Add a command to list them, as in "

@@ -85,6 +85,8 @@ def test_recipe_is_printed_by_its_name(capsys):
     printed, hint = capsys.readouterr()
     assert printed == (ROOT / "recipes/gsm8k.yaml").read_text()
     assert hint.startswith("More recipes have gsm8k in their names (") and "`loopdropout recipes gsm8k sweep`" in hint
+    cli.run(["recipes", "gsm8k.yaml"])
+    assert capsys.readouterr() == (printed, "")
     with user_error("The package has no recipe 'quckstart'. Did you mean 'quickstart.yaml'"):
         cli.run(["recipes", "quckstart"])
 
