@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from loopdropout_trainer.errors import count
+from loopdropout_trainer.result_codes import describe_codes
 from loopdropout_trainer.results import DEVELOPMENT, is_of_base, read_accepted_imports
 from loopdropout_trainer.sweep_scores import name_score, read_score
 from loopdropout_trainer.sweeps import (
@@ -65,7 +66,7 @@ def _read_rejected(results: pd.DataFrame) -> dict[str, bool]:
 
 
 def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[str]:
-    """Return sentences about the results that `final_results` leaves out, chosen learning rates and unfinished sweeps."""
+    """Return sentences about the results that `final_results` leaves out, choices, unfinished sweeps, and changed code."""
     trained = results[results["sweep"].notna()]
     kept = final[~is_of_base(final)]  # `final` also keeps the base model's results of rejected runs
     is_final = trained["checkpoint"].isna()  # checkpoints have a sentence of their own
@@ -89,7 +90,7 @@ def describe_left_out_runs(results: pd.DataFrame, final: pd.DataFrame) -> list[s
         if choices:
             lines += [f"The sweep in {folder} has chosen:", *(f"  {choice}" for choice in choices)]
         lines += filter(None, [describe_progress(folder), _describe_accepted(folder)])
-    return lines
+    return lines + describe_codes(final)
 
 
 def _describe_scores(folder: Path, method: str, runs: Collection[str]) -> list[str]:

@@ -49,6 +49,7 @@ from loopdropout_trainer.errors import UserError, count
 from loopdropout_trainer.files import checkpoint_step
 from loopdropout_trainer.gates import RULES
 from loopdropout_trainer.result_choice import split_choices, split_repeated, split_replaced
+from loopdropout_trainer.result_codes import number_codes
 from loopdropout_trainer.results import (
     BASE_MODEL,
     COLUMNS,
@@ -99,7 +100,8 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
     """Return all results below the folders, with the columns that the comment at the top of this file lists.
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
-    `checkpoint` (its step, if a checkpoint was measured), and `chose` (`_find_choosing`). Three kinds of results are left out:
+    `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), and `chose` (`_find_choosing`). Three kinds
+    of results are left out:
     those that repeat a measurement of a training itself, losses that only served the choice of a learning rate, and those of
     weights that a later training replaced. `attrs["left_out"]` has a line about each kind, or is "".
 
@@ -148,6 +150,7 @@ def _make_frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     results["checkpoint"] = pd.array([_find_checkpoint(row) for row in rows], dtype="Int64")
     results["recipe_num_loops"] = _name_depths(results, depths)
     results["chose"] = _find_choosing(results)
+    results["code"] = number_codes(results)
     return results
 
 
@@ -358,7 +361,7 @@ def describe_results(rows: pd.DataFrame, column: str) -> str:
 
 
 def labelled(results: pd.DataFrame) -> pd.DataFrame:
-    """Add `label` and `setting`: a name, and the settings, checkpoints or sweeps in which its results differ.
+    """Add `label` and `setting`: a name, and the settings, checkpoints, sweeps or codes in which its results differ.
 
     The name in `label` is the user's name of the method in a sweep, unless that is the name of a rule, else the method. It has
     the learning rate as soon as that of one method has it. The name in `setting` is the method. The results are in the order
@@ -394,7 +397,7 @@ NUMBER = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 ALIKE = ("recipe_learning_rate",)
 """Settings that all labels have if one label has them. In an unfinished sweep, a method may have one learning rate so far."""
 
-SHORT_NAMES = {"recipe_learning_rate": "lr ", "recipe_num_loops": "K = "}
+SHORT_NAMES = {"recipe_learning_rate": "lr ", "recipe_num_loops": "K = ", "code": "code "}
 """Short names of settings in labels. The others are written as "p = 0.5"."""
 
 
@@ -410,7 +413,7 @@ def name_methods(results: pd.DataFrame) -> pd.Series:
 
 
 def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[str] = ()) -> pd.Series:
-    """Return the names of results, and the settings of their recipes or the sweeps in which the results of one name differ.
+    """Return the names of results, and the settings of their recipes, sweeps or codes in which those of one name differ.
 
     Args:
         names: Name of each result.
@@ -419,7 +422,7 @@ def _with_settings(names: pd.Series, results: pd.DataFrame, alike: Collection[st
     """
     fields_of = {}
     for name, rows in results.groupby(names):
-        fields_of[name] = differing(rows.filter(regex="^(recipe_|sweep$)"))
+        fields_of[name] = differing(rows.filter(regex="^(recipe_|sweep$|code$)"))
         if rows["checkpoint"].notna().any():  # also if all of them are of one, which is not the run's adapter
             fields_of[name].append("checkpoint")
     shared: set[str] = set()

@@ -1030,6 +1030,35 @@ def test_command_for_the_base_model_has_all_depths_and_imports(tmp_path, capsys)
     assert f"The base model was not evaluated. {command}" in report_on(tmp_path / "runs", capsys)[0]
 
 
+def test_results_of_changed_code_have_lines_of_their_own(tmp_path, capsys):
+    """And as settings, codes are compared with the LoRA that has the same one. A training in Python has none."""
+    for method, seeds in (("LoRA", (1, 2)), ("Mine", (1, 2, 3))):
+        for seed in seeds:
+            run = tmp_path / f"runs/{method}_{seed}"
+            rows = [{"value": 50.0 + seed}, {"task": "training", "metric": "train_seconds", "value": 1.0}]
+            write(run, rows, {"rule": method}, method=method, seed=seed, training=str(run))
+            if seed < 3:
+                write_run(run, imports={"/my/prepare.py": "digest 1"}, used_imports=["/my/prepare.py"])
+    write(tmp_path / "runs/base", [{"value": 1.0}], method="base model", gates="none", seed=None, step=None)
+    text, _ = report_on(tmp_path / "runs", capsys)
+    assert "code 1" not in text and "Mine 52.00 ± 1.00" in text
+    for run in ("LoRA_2", "Mine_2"):
+        write_run(tmp_path / "runs" / run, imports={"/my/prepare.py": "digest 2"})
+    shutil.rmtree(tmp_path / "runs/Mine_3")
+    text, folder = report_on(tmp_path / "runs", capsys)
+    for method in ("LoRA", "Mine"):
+        places = f"(code 1: {tmp_path}/runs/{method}_1; code 2: {tmp_path}/runs/{method}_2)"
+        start = f"A file of `--import` changed between the trainings of {method}"
+        assert f"{start}, so their results have no common mean {places}. Train the runs of one code again. " in text
+    numbers = pd.read_csv(folder / "accuracy.csv").set_index("method")
+    labels = ["base model", "LoRA, code 1", "LoRA, code 2", "Mine, code 1", "Mine, code 2"]
+    assert [*numbers.index] == labels and {*numbers["difference"].dropna()} == {0.0}
+    with user_error("`code` differs between the results `accuracy` of LoRA"):
+        report_on(tmp_path / "runs", capsys, filter={"task": "b"})
+    text, _ = report_on(tmp_path / "runs", capsys, filter={"task": "b", "code": 2})
+    assert "52.00" in text
+
+
 def test_tables_of_readouts_at_several_depths_have_them_in_the_title(tmp_path, capsys):
     title = "Loss on held-out examples (20 tokens), read out after each loop, in nats per token"
     for depth in (2, 4):

@@ -22,7 +22,7 @@ files limits gate_state gate_texts gates library_fields read_yaml rewards field_
 looped fields means | help lora arguments tokenizers sweeps field_values | recipe
 models data results training_results handle | prompts recipe_changes result_choice evaluation_costs
 saving generation diagnostics imported_code
-training integrations comparing unfinished | evaluation progress serving
+training integrations comparing unfinished result_codes | evaluation progress serving
 lm_eval cli runs run_training workers sweep_methods sweep_scores sweep_code costs | paper_costs
 plan example_plan frames measuring
 training_data
