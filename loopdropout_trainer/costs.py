@@ -30,14 +30,14 @@ PEAK_FLOPS = {
 MEASURED_SHARE, ASSUMED_SHARE = 0.07, 0.3
 """Shares of a card's peak: of the paper's run on an H100, the only measured one, and one that nobody has measured."""
 
-SHORT_TRAINING = (
-    "to measure it: `loopdropout {}` with `--max_steps 20 --output_dir outputs/try` (`step_seconds` in results.jsonl)"
-)
-"""Way to measure the time of a command's training if it cannot be computed. `loopdropout sweep` has no `max_steps`."""
-
-
 NOT_COMPUTED = "not computed"
 """Begin of the line about the time if there are no hours."""
+
+SHORT_TRAINING = (
+    f"{NOT_COMPUTED}. `loopdropout {{}}` with `--max_steps 20 --output_dir outputs/try` measures it (`step_seconds` in "
+    "results.jsonl)"
+)
+"""Way to measure the time of a command's training if it cannot be computed. `loopdropout sweep` has no `max_steps`."""
 
 AS_IF_LONG = "as if each example had `max_length` tokens"
 """Assumption of the upper bounds that are known before the data are loaded."""
@@ -138,45 +138,65 @@ def bound_tokens(training: Training) -> int | None:
     return math.ceil(args.num_train_epochs * num_examples) * max_length
 
 
-def describe_costs(trainings: Sequence[tuple[Training, int]], whose: str = "") -> dict[str, str]:
-    """Return the lines of a plan about the costs of trainings by their titles, before the data are loaded.
+def describe_costs(
+    trainings: Sequence[tuple[Training, int]],
+    whose: str = "",
+    num_tokens: int | None = None,
+    num_rows: int | None = None,
+) -> dict[str, str]:
+    """Return the lines of a plan about the costs of trainings by their titles.
 
     Args:
         trainings: Kinds of trainings, and the number of trainings of each kind.
         whose: End of the line about tokens, such as " in all trainings".
+        num_tokens: Counted tokens of each training. Default: the upper bound that is known before the data are loaded.
+        num_rows: Number of rows of each training if its data are loaded.
     """
     kinds = [training for training, _ in trainings]
-    bounds = [bound_tokens(training) for training in kinds]
-    tokens = ""
-    if None not in bounds:
-        total = sum(bound * number for bound, (_, number) in zip(bounds, trainings, strict=True))
-        tokens = f"at most {total:,}{whose}, {AS_IF_LONG}"
-    elif kinds[0].is_supervised:
-        tokens = "known after the data are loaded"
+    if num_tokens is None:
+        numbers = [bound_tokens(training) for training in kinds]
+        tokens = _describe_bound(trainings, numbers, whose)
+    else:
+        numbers = [num_tokens] * len(kinds)
+        tokens = f"about {num_tokens:,}{whose}"
     return {
         "tokens": tokens,
-        "time": _describe_time(trainings, bounds),
+        "time": _describe_time(trainings, numbers, "at most" if num_tokens is None else "about"),
         "memory": _describe_memory(kinds),
-        "disk": _describe_disk(trainings),
+        "disk": _describe_disk(trainings, num_rows),
     }
 
 
-def _describe_time(trainings: Sequence[tuple[Training, int]], bounds: Sequence[int | None]) -> str:
-    """Return the computed hours of trainings on one GPU with the assumptions, or why there are none."""
+def _describe_bound(trainings: Sequence[tuple[Training, int]], bounds: Sequence[int | None], whose: str) -> str:
+    """Return the largest number of tokens of trainings, or "" if their tokens are not read once in an epoch."""
+    if None not in bounds:
+        total = sum(bound * number for bound, (_, number) in zip(bounds, trainings, strict=True))
+        return f"at most {total:,}{whose}, {AS_IF_LONG}"
+    if trainings[0][0].is_supervised:
+        return "known after the data are loaded"
+    return ""
+
+
+def _describe_time(trainings: Sequence[tuple[Training, int]], numbers: Sequence[int | None], how_exact: str) -> str:
+    """Return the computed hours of trainings on one GPU with the assumptions, or how to measure the time.
+
+    Args:
+        trainings: Kinds of trainings, and the number of trainings of each kind.
+        numbers: Number of tokens of a training of each kind.
+        how_exact: Whether these numbers are bounds, such as "at most".
+    """
     kinds = [training for training, _ in trainings]
-    how_to_measure = SHORT_TRAINING.format(kinds[0].args.command)
-    if not kinds[0].is_supervised:
-        return f"{NOT_COMPUTED} for this kind of training\n{how_to_measure}"
-    if not all(training.may_use_gpu for training in kinds):
-        return f"{NOT_COMPUTED} for a training on a CPU or without `bf16`\n{how_to_measure}"
     costs = [training.operations for training in kinds]
-    if None in costs:
-        return f"{NOT_COMPUTED}, because the sizes of the model are not known\n{how_to_measure}"
-    if None in bounds:
+    are_computed = kinds[0].is_supervised and all(training.may_use_gpu for training in kinds)
+    if None in costs or not are_computed:
+        return SHORT_TRAINING.format(kinds[0].args.command)
+    if None in numbers:
         amount = f"{describe_hours(kinds[0], max(costs) * 1e7)} for each 10 million tokens"
     else:
-        total = sum(cost * bound * number for cost, bound, (_, number) in zip(costs, bounds, trainings, strict=True))
-        amount = f"at most {describe_hours(kinds[0], total)}"
+        total = 0
+        for cost, num_tokens, (_, number) in zip(costs, numbers, trainings, strict=True):
+            total += cost * num_tokens * number
+        amount = f"{how_exact} {describe_hours(kinds[0], total)}"
     per_token = name_range([f"{cost / 1e9:.3g}" for cost in sorted(costs)])
     passes = name_range([str(number) for number in sorted(training.num_passes for training in kinds)])
     in_passes = "" if passes == "1" else f" in {passes} passes"
@@ -295,7 +315,7 @@ def estimate_training_memory(
     )
 
 
-def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
+def _describe_disk(trainings: Sequence[tuple[Training, int]], num_rows: int | None = None) -> str:
     """Return the size of the files of trainings, or "" if the number of trained parameters is not known.
 
     An adapter is saved in float32. A checkpoint also has two moments of AdamW.
@@ -303,7 +323,7 @@ def _describe_disk(trainings: Sequence[tuple[Training, int]]) -> str:
     if any(training.num_parameters is None for training, _ in trainings):
         return ""
     adapters = sum(4 * training.num_parameters * number for training, number in trainings)
-    parts = [f"{_name_size(adapters)} for adapters", _describe_checkpoints(trainings)]
+    parts = [f"{_name_size(adapters)} for adapters", _describe_checkpoints(trainings, num_rows)]
     merged = sum(_weights(training) * number for training, number in trainings if training.recipe.get("merge"))
     if merged:
         parts.append(f"{_name_size(merged)} for merged models")
@@ -334,17 +354,6 @@ def _describe_checkpoints(trainings: Sequence[tuple[Training, int]], num_rows: i
     if max(kept) == 1 and limits == {None}:  # there is nothing to limit
         return text
     return f"{text} ({field})"
-
-
-def describe_loaded_checkpoints(trainings: Sequence[Training], num_rows: int) -> str:
-    """Return the checkpoints of trainings whose number of rows is known now, or "" if the plan has their number already."""
-    if any(training.num_parameters is None for training in trainings):
-        return ""
-    planned = [_count_checkpoints(training) for training in trainings]
-    loaded = [_count_checkpoints(training, num_rows) for training in trainings]
-    if None not in planned or None in loaded:
-        return ""
-    return f"about {_describe_checkpoints([(training, 1) for training in trainings], num_rows)}"
 
 
 def _count_checkpoints(training: Training, num_rows: int | None = None) -> int | None:

@@ -10,7 +10,7 @@ from loopdropout_trainer.costs import (
     Training,
     count_epochs,
     count_steps,
-    describe_loaded_checkpoints,
+    describe_costs,
     describe_tokens,
     name_epochs,
 )
@@ -106,25 +106,46 @@ def count_packed_rows(lengths: Sequence[int], row_length: int) -> int:
     return num_rows
 
 
-def describe_loaded_costs(loaded: LoadedExamples, num_rows: int, trainings: Sequence[Training]) -> list[str]:
-    """Return the lines about the tokens and hours of each training of a job, if they were counted, and its checkpoints."""
-    lines = []
-    counted = count_loaded_tokens(loaded, num_rows, trainings[0])
-    if counted:
-        each = "in each training " if len(trainings) > 1 else ""
-        lines.append(titled("counted", [f"{each}{counted}"]))
-    checkpoints = describe_loaded_checkpoints(trainings, num_rows)
-    if checkpoints:
-        lines.append(titled("checkpoints", [checkpoints]))
-    return lines
+def describe_loaded(
+    loaded: LoadedExamples,
+    left_out: Sequence[LeftOut],
+    data: DataArguments,
+    args: GateConfig,
+    trainings: Sequence[Training],
+) -> dict[str, str]:
+    """Return the texts of a training's plan that are known after its data are loaded, or exact then, by their titles.
+
+    Args:
+        loaded: Examples of all trainings.
+        left_out: Examples that are left out.
+        data: Source of the examples.
+        args: Settings of the first training.
+        trainings: The trainings of the job.
+    """
+    num_rows = count_rows(loaded, args)
+    each = " in each training" if len(trainings) > 1 else ""
+    num_tokens = count_tokens(loaded, num_rows, trainings[0])
+    costs = describe_costs([(training, 1) for training in trainings], each, num_tokens, num_rows)
+    return {
+        "examples": "\n".join(list_examples(loaded, num_rows, data, args)),
+        "left out": "\n".join(map(str, left_out)),
+        **{title: text for title, text in costs.items() if num_tokens is not None or title == "disk"},
+    }
+
+
+def count_tokens(loaded: LoadedExamples, num_rows: int, training: Training) -> int | None:
+    """Return about how many tokens a training takes, or None if they were not counted or are not read once in an epoch."""
+    if loaded.lengths is None or not training.is_supervised:
+        return None
+    return round(count_epochs(training.args, num_rows) * loaded.lengths.sum())
 
 
 def count_loaded_tokens(loaded: LoadedExamples, num_rows: int, training: Training) -> str:
     """Return about how many tokens and hours a training takes, or "" if its tokens were not counted."""
-    if loaded.lengths is None or not training.is_supervised:
+    num_tokens = count_tokens(loaded, num_rows, training)
+    if num_tokens is None:
         return ""
-    num_tokens = count_epochs(training.args, num_rows) * loaded.lengths.sum()
-    return f"about {describe_tokens(training, round(num_tokens))}"
+    return f"about {describe_tokens(training, num_tokens)}"
 
 
 def count_rows(loaded: LoadedExamples, args: GateConfig) -> int:

@@ -16,11 +16,11 @@ from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, Scri
 from loopdropout_trainer.data import DataArguments, LeftOut
 from loopdropout_trainer.data.files import check_files
 from loopdropout_trainer.errors import UserError, count, is_unreachable
-from loopdropout_trainer.example_plan import count_rows, describe_left_out, describe_loaded_costs, list_examples
+from loopdropout_trainer.example_plan import describe_left_out, describe_loaded
 from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.imported_code import describe_accepted, describe_imports
 from loopdropout_trainer.measuring import evaluate, measure
-from loopdropout_trainer.plan import describe_plan, describe_trained, print_next_commands, read_trainings
+from loopdropout_trainer.plan import describe_plan, describe_trained, print_next_commands, read_trainings, write_plan
 from loopdropout_trainer.recipe import build, dump_recipe, override
 from loopdropout_trainer.results import DEVELOPMENT, RECIPE_FILE, write_run
 from loopdropout_trainer.run_training import load_trained, name_device, train_new
@@ -28,7 +28,6 @@ from loopdropout_trainer.runs import Run, describe_further
 from loopdropout_trainer.saving.checkpoints import STATE_FILE, find_checkpoint, find_early_stop
 from loopdropout_trainer.saving.integrity import adapter_patterns
 from loopdropout_trainer.saving.integrity import record as record_files
-from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.distributed import check_devices
 from loopdropout_trainer.training_data import load_training_examples, load_training_tokenizer
 
@@ -64,7 +63,7 @@ class Job:
         runs: The runs. The first one is the rule of the recipe.
         starts_over: Whether the user has set `resume_from_checkpoint` to false.
         conflict: Message of a dry run about a folder that keeps a run from starting, or None.
-        trainings, plan: What the costs of the runs depend on, and the lines of the plan, in the process that prints it.
+        trainings, plan: What the costs of the runs depend on, and the texts of the plan by title, in the process that prints.
         loaded: Examples, from `load_data`.
         tasks: Tasks to evaluate, from `load_tasks`.
         references: Problems of `diagnose_task` with their solutions, from `load_tasks`.
@@ -120,7 +119,7 @@ class Job:
         self.references: list[dict[str, str]] = []
         self.progress: JobProgressCallback | None = None
         self.trainings: list[Training] = []
-        self.plan: list[str] = []
+        self.plan: dict[str, str] = {}
         self.loaded: LoadedExamples | None = None
         if training.process_index == 0:
             self.trainings = read_trainings(self.runs, model, adapter)
@@ -158,19 +157,16 @@ class Job:
         with the reason, because it may be why too few are left.
         """
         left_out: list[LeftOut] = []
-        lines = []
         try:
             with self._plan_without_network():
                 loaded = load_training_examples(self.data_args, self.args, tokenizer, max_length, left_out)
-            num_rows = count_rows(loaded, self.args)
-            lines += self.plan
-            if self.trainings:
-                lines += describe_loaded_costs(loaded, num_rows, self.trainings)
-            lines.append(titled("examples", list_examples(loaded, num_rows, self.data_args, self.args)))
-        finally:
-            lines += describe_left_out(left_out)
-            if lines and self.args.process_index == 0:
-                print(*lines, sep="\n", flush=True)
+        except BaseException:
+            if left_out and self.args.process_index == 0:
+                print(*describe_left_out(left_out), sep="\n", flush=True)
+            raise
+        if self.plan:
+            self.plan |= describe_loaded(loaded, left_out, self.data_args, self.args, self.trainings)
+            print(*write_plan(self.plan), sep="\n", flush=True)
         self._hint_at_evaluation(loaded.datasets)
         self.loaded = loaded
         return loaded.datasets
@@ -182,7 +178,7 @@ class Job:
             yield
         except UserError as error:
             if is_unreachable(error) and self.plan:
-                print(*self.plan, sep="\n", flush=True)
+                print(*write_plan(self.plan), sep="\n", flush=True)
             raise
 
     def _hint_at_evaluation(self, datasets: DatasetDict) -> None:

@@ -42,8 +42,10 @@ def read_trainings(runs: Sequence[Run], model: ModelArguments, adapter: AdapterA
 
 def describe_plan(
     runs: Sequence[Run], model: ModelArguments, adapter: AdapterArguments, trainings: Sequence[Training]
-) -> list[str]:
-    """Return the lines about the model, the trainings, the data, the costs, the steps afterwards, and the checkpoint in use.
+) -> dict[str, str]:
+    """Return the texts about the model, the trainings, the data, the costs, the steps afterwards, and the checkpoint in use.
+
+    Texts of titles that are left out are "". Those of `examples` and `left out` are known after the data are loaded.
 
     Args:
         runs: Runs of the job. The first one is the rule of the recipe.
@@ -53,11 +55,13 @@ def describe_plan(
     """
     args, recipe = runs[0].args, runs[0].recipe
     config, rank = trainings[0].config, trainings[0].rank
-    plan = {
+    return {
         "model": describe_model(model, config),
         "trainings": "\n".join(describe_training(run) for run in runs),
         "adapter": describe_adapter(runs[0], model, adapter, config, rank),
         "data": describe_data(recipe),
+        "examples": "",
+        "left out": "",
         "training": describe_settings(args, recipe.get("num_train_examples")),
         "device": describe_device(runs[0]),
         **describe_costs([(training, 1) for training in trainings], _name_trainings(len(runs))),
@@ -68,6 +72,10 @@ def describe_plan(
         "trained": describe_trained(runs),
         "continues": "" if runs[0].is_trained else args.resume_from_checkpoint,
     }
+
+
+def write_plan(plan: Mapping[str, str]) -> list[str]:
+    """Return the lines of a plan, without titles that have no text."""
     return [titled(title, text.splitlines()) for title, text in plan.items() if text]
 
 

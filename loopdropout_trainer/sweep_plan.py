@@ -79,11 +79,11 @@ def describe_sweep_plan(sweep: Any) -> dict[str, str]:
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sizes),
+        **{title: _by_method(texts) for title, texts in of_examples.items()},
         **costs,
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
-        **{title: _by_method(texts) for title, texts in of_examples.items()},
         "done": done,
     }
 
@@ -138,10 +138,13 @@ def _describe_order(sweep: Any) -> str:
 
 
 def _by_method(texts: Mapping[str, str]) -> str:
-    """Return the text about a method, once if it is the same for all methods, else under the name of each method with one."""
-    if len({*texts.values()}) == 1:
-        return next(iter(texts.values()))
-    return "\n".join(f"{method}: {text}" for method, text in texts.items() if text)
+    """Return the text about each method, under the names of all methods with the same text unless it is of all methods."""
+    methods: dict[str, list[str]] = {}
+    for method, text in texts.items():
+        methods.setdefault(text, []).append(method)
+    if len(methods) == 1:
+        return next(iter(methods))
+    return "\n".join(f"{', '.join(names)}: {text}" for text, names in methods.items() if text)
 
 
 def _describe_size(sweep: Any, training: Training) -> str:
@@ -221,13 +224,13 @@ def _describe_choice(sweep: Any) -> str:
 def _describe_evaluations(sweep: Any) -> dict[str, str]:
     """Return the measurements of the final runs of each method, in plain words."""
     measurements = {method: _list_measurements(sweep, method) for method in sweep.recipes}
-    different = {tuple(steps) for steps in measurements.values()}
-    whose = " of each method" if len(different) == 1 else ""
+    own = [tuple(steps) for steps in measurements.values()]
     texts = {}
     for method, steps in measurements.items():
         texts[method] = "none"
         if steps:
             num_runs = count(_count_final_runs(sweep, method), "final run")
+            whose = " of each method" if own.count(tuple(steps)) > 1 or len(own) == 1 else ""
             texts[method] = "\n".join([f"{num_runs}{whose}:", *steps])
     return texts
 

@@ -1,5 +1,7 @@
 """The plan of a training: mistakes in the data come without it, and it names checkpoints and printed completions."""
 
+import re
+
 import pytest
 
 from helpers.errors import user_error
@@ -63,18 +65,25 @@ def test_plan_counts_the_checkpoints_of_loaded_examples(plan):
     """The number of steps follows from the number of examples here."""
     words = "--num_train_epochs 3 --per_device_train_batch_size 4 --save_strategy steps --save_steps 4"
     lines = plan(PAIRS, words)
-    assert "checkpoints about 1.9 MB for 4 checkpoints (set `save_total_limit` to keep fewer)" in lines
-    assert any(
-        line.startswith("disk ") and line.endswith("0.5 MB for each checkpoint (set `save_total_limit` to keep fewer)")
-        for line in lines
-    )
+    disk = "disk        about 0.2 MB for adapters, 1.9 MB for 4 checkpoints (set `save_total_limit` to keep fewer)"
+    assert [line for line in lines if "checkpoint" in line] == [disk]
     lines = plan(PAIRS, words, "--save_total_limit 2")
-    assert not any(line.startswith("checkpoints") for line in lines)
     assert "disk        about 0.2 MB for adapters, 0.9 MB for 2 checkpoints (`save_total_limit: 2`)" in lines
     best = "--save_strategy best --eval_strategy epoch --metric_for_best_model eval_loss --num_eval_examples 2"
     lines = plan(PAIRS, best)  # whose number the training finds out
-    assert not any(line.startswith("checkpoints") for line in lines) and any(
-        "MB for each checkp" in line for line in lines
+    assert any("MB for each checkp" in line for line in lines)
+
+
+def test_plan_has_each_number_once_after_loading(plan):
+    """Counted tokens and their hours replace the bounds, next to the lines about the examples."""
+    lines = plan([*PAIRS, *PAIRS], "--num_eval_examples 2 --num_train_epochs 2", "--compare_with lora --bf16 true")
+    titles = [line[:12].strip() for line in lines]
+    titles = [title for title in titles if title]
+    first = ["model", "trainings", "adapter", "data", "examples", "left out", "training", "device", "tokens", "time"]
+    assert titles[: len(first)] == first and len({*titles}) == len(titles)
+    text = "\n".join(lines)
+    assert re.search(
+        r"\ntokens      about [\d,]+ in each training\ntime        about 0.1 hours of one \w+, without", text
     )
 
 

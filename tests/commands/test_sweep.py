@@ -474,6 +474,8 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "                two seeds: a 95% interval reaches 12.7 standard errors to each side, with three 4.3, with five 2.8\n"
         f"folder          {lab.out}/METHOD/lr_X/seed_S\n"
         "each training   1 step, 8 examples per step\n"
+        "examples        2,000, 2 held out, 1 optimizer step, 0.004 epochs\n"
+        "counted         in each training about 508 tokens, so 0.1 hours of one H100 by the same computation\n"
         "tokens          at most 65,536 in these trainings, without those of further learning rates, as if each example had "
         "`max_length` tokens\n"
         "choice          6 evaluations of development\n"
@@ -482,8 +484,6 @@ def test_dry_run_prints_the_plan_of_a_sweep(lab, capsys):
         "                measure losses on held-out examples\n"
         "answers         at most 2,012 problems and 160,960 generated tokens, without further learning rates\n"
         f"                {HOW_TO_TIME}\n"
-        "examples        2,000, 2 held out, 1 optimizer step, 0.004 epochs\n"
-        "counted         in each training about 508 tokens, so 0.1 hours of one H100 by the same computation\n"
         f"\nNext:\n  loopdropout sweep {lab.file} --workers 2\n  loopdropout report {lab.out}   # after the sweep\n"
     )
 
@@ -500,8 +500,8 @@ def test_sweep_checks_the_data_once_before_its_first_run(lab, capsys):
         sweep.main([lab.file, "--dry_run", "true"])
     assert load.call_count == 2  # of three methods
     out = capsys.readouterr().out
-    assert "examples        lora: 3, 1 held out, 1 optimizer step, 1 epoch\n" in out
-    assert "\ncounted         lora: in each training about " in out
+    assert "examples        lora, loop_dropout: 3, 1 held out, 1 optimizer step, 1 epoch\n" in out
+    assert "\ncounted         lora, loop_dropout: in each training about " in out
     assert "\nleft out        short: 1 example, because it has more than 60 tokens\n" in out
     with open(path, "a") as file:
         file.write(json.dumps({"messages": [rows[0][0], {"role": "asistant", "content": "Yes"}]}))
@@ -610,7 +610,7 @@ def test_plan_has_the_costs_of_the_paper(capsys):
     sweep.main([*lora, "--settings", '{"use_cpu": true}', "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "paper           110.6 minutes, 45.36 GB on an H100 80GB" in out and "the bound is" not in out
-    assert "to measure it: `loopdropout sft` with `--max_steps 20 --output_dir outputs/try`" in out
+    assert "not computed. `loopdropout sft` with `--max_steps 20 --output_dir outputs/try` measures it" in out
     sweep.main([*lora, "--launcher", "accelerate launch", "--dry_run", "true"])
     assert "\npaper " not in capsys.readouterr().out  # of one GPU
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
