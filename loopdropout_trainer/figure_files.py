@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.figures import describe_points, points
-from loopdropout_trainer.frames import name_methods
+from loopdropout_trainer.frames import average, name_methods
 from loopdropout_trainer.gates import Draw, make_rule
-from loopdropout_trainer.table_files import check_fields, find
+from loopdropout_trainer.table_files import Missing, check_fields, find
+from loopdropout_trainer.tables import find_unpaired, name_seeds, paired_gains
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -39,34 +39,76 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
         return heat_plot(draw_gates(**spec["filter"]), "loop", "example", spec["title"], **labels)
     x = spec["x"]
     if spec["figure"] == "heat":
-        ours = panel_points(spec, results, [spec["y"], x])
-        other = panel_points(spec, results, [spec["y"], x], spec["minus"])
-        both = ours.merge(other, on=["panel", spec["y"], x], suffixes=("_ours", ""))
-        gains = both.assign(mean=both["mean_ours"] - both["mean"])
-        return heat_plot(gains, x, spec["y"], spec["title"], **labels, shows_gains=True)
+        ours, other = panel_rows(spec, results), panel_rows(spec, results, spec["minus"])
+        gains = pair_places(ours, other, ["panel", spec["y"], x])
+        if gains.empty:
+            raise Missing("no seed has both results of any difference.")
+        caption = " ".join(describe_pairs(gains))
+        return heat_plot(gains, x, spec["y"], spec["title"], **labels, shows_gains=True, caption=caption or None)
     axes = pd.DataFrame(labels, [*spec["panels"]])
-    data, gain_over = panel_points(spec, results, ["label", x]), spec.get("gain_over") or {}
+    rows, gain_over = panel_rows(spec, results), spec.get("gain_over") or {}
+    data = points(rows, ["panel", "label", x])
     unknown = {*gain_over, *gain_over.values()} - {*data["label"]}
     if unknown:
         lines = ", ".join(data["label"].unique())
         raise UserError(f"`gain_over` must name lines of the figure ({lines}), got {', '.join(sorted(unknown))}.")
-    return line_plot(data, x, axes, spec["title"], gain_over, describe_points(data))
+    by_pair = []  # with the differences of each pair of lines
+    for ours, other in gain_over.items():
+        sides = [rows[rows["label"] == label] for label in (ours, other)]
+        by_pair.append(pair_places(*sides, ["panel", x]))
+    gains = pd.concat(by_pair) if by_pair else None
+    sentences = [describe_points(data)]
+    if gains is not None:
+        sentences += describe_pairs(gains)
+    return line_plot(data, x, axes, spec["title"], gains, "\n".join(sentences))
 
 
-def panel_points(spec: dict, results: pd.DataFrame, by: Sequence[str], change: dict | None = None) -> pd.DataFrame:
-    """Return the points of all panels of a figure.
+def pair_places(ours: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Return the mean difference of two sets of results at each place of a figure that has a common seed, paired by seed.
+
+    Args:
+        ours: From `panel_rows`.
+        other: Results to subtract.
+        by: Columns of a place.
+
+    Returns:
+        The columns `by`, `mean`, `middle` between both means, and `unpaired`, the seeds that it leaves out.
+    """
+    others = dict(iter(other.groupby(by, sort=False)))
+    lines = []
+    for place, own in ours.groupby(by, sort=False):
+        if place not in others:
+            continue
+        gains = paired_gains(own, others[place])
+        if len(gains):
+            middle = (average(own).mean() + average(others[place]).mean()) / 2
+            lines.append([*place, gains.mean(), middle, find_unpaired(own, others[place])])
+    return pd.DataFrame(lines, columns=[*by, "mean", "middle", "unpaired"])
+
+
+def describe_pairs(gains: pd.DataFrame) -> list[str]:
+    """Return a sentence about the differences of `pair_places` if one leaves out a seed, or nothing."""
+    seeds = set().union(*gains["unpaired"])
+    if not seeds:
+        return []
+    return [
+        f"A difference is over the seeds that both methods have. Some leave out seed {name_seeds([*seeds], ', ')}."
+    ]
+
+
+def panel_rows(spec: dict, results: pd.DataFrame, change: dict | None = None) -> pd.DataFrame:
+    """Return the results in all panels of a figure, with the columns `panel`, and `label` for their line.
 
     Args:
         spec: Content of a YAML file of a figure.
         results: From `load_results`.
-        by: Columns that tell the points of a panel apart. `label` is the method.
         change: Columns of the results to select instead of the values of the file.
     """
     x = spec["x"]
     wanted = {x: results.reindex(columns=[x])[x].dropna(), **spec["filter"], **(change or {})}
     panels = [find(results, {**panel, **wanted}).assign(panel=title) for title, panel in spec["panels"].items()]
     rows = pd.concat(panels)
-    return points(rows.assign(label=name_lines(rows, ["panel", x])), ["panel", *by])
+    return rows.assign(label=name_lines(rows, ["panel", x]))
 
 
 def name_lines(rows: pd.DataFrame, place: list[str]) -> pd.Series:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import textwrap
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -190,7 +190,7 @@ def line_plot(
     x: str,
     axes: pd.DataFrame,
     title: str,
-    gain_over: Mapping[str, str] | None = None,
+    gains: pd.DataFrame | None = None,
     caption: str | None = None,
 ) -> p9.ggplot | Compose:
     """Return lines of the mean by `label`, with a band of one SD, and one panel for each value of `panel`.
@@ -207,7 +207,7 @@ def line_plot(
         axes: columns `x_label` and `y_label`. The index has the panels.
         title: Title of the figure.
         caption: Sentences below the figure, for example what the bands are.
-        gain_over: A label and the label that it is compared with. Their differences are printed between their points.
+        gains: Differences that are printed between two points. Columns `panel`, the column named `x`, `mean` and `middle`.
     """
     if "low" not in data:
         data = data.assign(low=data["mean"] - data["sd"], high=data["mean"] + data["sd"])
@@ -249,8 +249,9 @@ def line_plot(
             x_scale = p9.scale_x_log10 if ticks[-1] >= 16 * ticks[0] > 0 else p9.scale_x_continuous
             labelled = space_ticks(ticks, is_log=x_scale is p9.scale_x_log10)
             plot += x_scale(breaks=labelled, labels=[f"{tick:g}" for tick in labelled])
-        for ours, other in (gain_over or {}).items():
-            texts = _gain_texts(own, x, ours, other)
+        if gains is not None and axis.name in {*gains["panel"]}:
+            texts = gains[gains["panel"] == axis.name]
+            texts = texts.assign(text=texts["mean"].map("{:+.2f}".format), mean=texts["middle"])
             plot += p9.expand_limits(x=ticks[-1] + 0.35 * (ticks[-1] - ticks[0]))  # room for the last text
             plot += p9.geom_text(
                 p9.aes(x, "mean", label="text"), texts, inherit_aes=False, color=GRAY, size=8, ha="left", nudge_x=0.1
@@ -283,16 +284,15 @@ def space_ticks(ticks: Sequence[float], is_log: bool = False) -> list[float]:
     return [ticks[number] for number in kept]
 
 
-def _gain_texts(data: pd.DataFrame, x: str, ours: str, other: str) -> pd.DataFrame:
-    """Return the differences of two labels as texts, at the middle between their points."""
-    sides = [data[data["label"] == label].set_index(x)["mean"] for label in (ours, other)]
-    gains = (sides[0] - sides[1]).dropna()
-    middle = ((sides[0] + sides[1]) / 2)[gains.index]
-    return pd.DataFrame({x: gains.index, "mean": middle.to_numpy(), "text": gains.map("{:+.2f}".format).to_numpy()})
-
-
 def heat_plot(
-    data: pd.DataFrame, x: str, y: str, title: str, x_label: str, y_label: str, shows_gains: bool = False
+    data: pd.DataFrame,
+    x: str,
+    y: str,
+    title: str,
+    x_label: str,
+    y_label: str,
+    shows_gains: bool = False,
+    caption: str | None = None,
 ) -> p9.ggplot:
     """Return a matrix of the means with their numbers, the first row on top.
 
@@ -313,7 +313,7 @@ def heat_plot(
     if shows_gains:
         diagonal = data[data[x] == data[y]]
         plot += p9.geom_tile(data=diagonal, fill=None, color=GRAY, size=1.2, width=step, height=step)
-    return decorate(plot, title, x_label, y_label, data["panel"].nunique())
+    return decorate(plot, title, x_label, y_label, data["panel"].nunique(), caption=caption)
 
 
 def save_figure(plot: p9.ggplot | Compose, path: str | Path) -> None:

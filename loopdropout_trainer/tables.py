@@ -133,9 +133,13 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
     if ours.equals(other):
         return None
     gains = paired_gains(ours, other, part)
-    unpaired = {*ours["seed"].dropna()} ^ {*other["seed"].dropna()}
-    seeds = name_seeds([*unpaired], ", ")
-    return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=seeds)
+    unpaired = name_seeds(find_unpaired(ours, other), ", ")
+    return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=unpaired)
+
+
+def find_unpaired(ours: pd.DataFrame, other: pd.DataFrame) -> list[float]:
+    """Return the seeds of one of two settings only, which their difference leaves out."""
+    return sorted({*ours["seed"].dropna()} ^ {*other["seed"].dropna()})
 
 
 def _compare_gains(gains: pd.Series, ours: pd.DataFrame, other: pd.DataFrame, part: str | None) -> Gain:

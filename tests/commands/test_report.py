@@ -850,11 +850,9 @@ def test_problems_that_chose_a_rate_are_no_result(finished_sweep, capsys):
     saved = (folder / "own.tex").read_text()
     assert note in text and note in " ".join(saved.split()) and "+12.00, not a test" in text
     assert "textbf" not in saved and "not significant" not in text
-    data = figure_files.panel_points(
-        {**DEPTHS, "filter": {"task": "development"}},
-        final_results(frames.load_results(finished_sweep)),
-        ["label", "num_loops"],
-    )
+    chosen = {**DEPTHS, "filter": {"task": "development"}}
+    rows = figure_files.panel_rows(chosen, final_results(frames.load_results(finished_sweep)))
+    data = points(rows, ["panel", "label", "num_loops"])
     assert figures.describe_points(data).endswith("not a test, because these problems chose the learning rates.")
     update_summary(finished_sweep, full_grid={"lora": True, "loop_dropout": True})
     _, folder = report_on(finished_sweep, capsys)  # nothing was chosen
@@ -961,6 +959,30 @@ def test_differences_name_the_seeds_that_they_leave_out(finished_sweep, capsys):
     for spec in ({}, {"filter": {"task": "b"}}):
         text, _ = report_on(finished_sweep, capsys, **spec)
         assert "has none, because no seed is common (seeds 1, 2)." in text
+
+
+@pytest.mark.parametrize("kind", ["line", "heat"])
+def test_differences_in_figures_are_paired_by_seed(tmp_path, kind):
+    """Seed 2 of LoRA is missing, so the means are over other seeds than the difference."""
+    for method, values in (("LoRA", {1: 10.0}), ("Loop Dropout", {1: 13.0, 2: 50.0})):
+        for seed, value in values.items():
+            rows = [{"num_loops": depth, "value": value + depth} for depth in (2, 4)]
+            rows.append({"task": "training", "metric": "train_seconds", "value": 9.0})
+            write(tmp_path / f"{method}_{seed}", rows, method=method, seed=seed)
+    results = frames.load_results(tmp_path)
+    spec = {**DEPTHS, "figure": kind}
+    if kind == "heat":
+        spec |= {"y": "trained_loops", "y_label": "trained at K", "minus": {"method": "LoRA"}, "filter": {"task": "b"}}
+        spec["panels"] = {"": {"method": "Loop Dropout"}}
+    plot = figure_files.build_figure(spec, results)
+    texts = [text.get_text() for text in assert_readable(plot).findobj(Text)]
+    assert texts.count("+3.00") == 2
+    caption = " ".join(plot.labels.caption.split())
+    assert caption.endswith("A difference is over the seeds that both methods have. Some leave out seed 2.")
+    if kind == "heat":
+        unpaired = results[(results["method"] == "LoRA") | (results["seed"] == 2)]
+        with pytest.raises(table_files.Missing, match="^no seed has both results of any difference.$"):
+            figure_files.build_figure(spec, unpaired)
 
 
 def test_figures_say_what_their_bands_are(finished_sweep, capsys):
@@ -1122,12 +1144,10 @@ def test_figures_name_two_methods_of_one_rule(tmp_path, capsys):
         method = "LoRA" if p is None else "Loop Dropout"
         write(tmp_path / run_name, rows, {"run_name": run_name, "p": p}, method=method)
     results = frames.load_results(tmp_path)
-    data = figure_files.panel_points(DEPTHS, results, ["label", "num_loops"])
-    assert {*data["label"]} == {"LoRA", "weak", "strong"}
-    data = figure_files.panel_points(
-        {**DEPTHS, "x": "recipe_p", "filter": {"task": "b"}}, results, ["label", "recipe_p"]
-    )
-    assert {*data["label"]} == {"Loop Dropout"}  # one line over p
+    rows = figure_files.panel_rows(DEPTHS, results)
+    assert {*rows["label"]} == {"LoRA", "weak", "strong"}
+    rows = figure_files.panel_rows({**DEPTHS, "x": "recipe_p", "filter": {"task": "b"}}, results)
+    assert {*rows["label"]} == {"Loop Dropout"}  # one line over p
 
 
 def test_printed_table_has_80_columns(capsys, monkeypatch):
