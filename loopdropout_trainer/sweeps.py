@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loopdropout_trainer.files import lock_file, read_json_object, write_file
+from loopdropout_trainer.results import has_trained
 
 
 SETTINGS_FILE = "sweep_recipe.yaml"
@@ -19,7 +20,7 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 
 SUMMARY_FILE = "summary.json"
 """File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed`,
-`other_code` and `run_seconds` by method, and the table `accuracy`.
+`waiting`, `other_code` and `run_seconds` by method, and the table `accuracy`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """
@@ -166,18 +167,29 @@ def describe_progress(folder: str | Path) -> str:
     # The sweep itself decides it. The summary of an older version has the numbers only.
     if all(finished.get(method, ended == total) for method, (ended, total) in trainings.items()):
         return ""
-    num_ended = sum(ended for ended, _ in trainings.values())
+    # A training goes on after a kill of its sweep, and other machines end theirs.
+    uncounted = [name for name in _chain(summary, "waiting") if has_trained(Path(folder, name))]
+    num_ended = sum(ended for ended, _ in trainings.values()) + len(uncounted)
     total = sum(number for _, number in trainings.values())
-    missing = ", but measurements are missing" if num_ended == total else ""
-    failed = [*chain.from_iterable(summary.get("failed", {}).values())]  # since the last start of the sweep
+    missing = ""
+    if uncounted:
+        missing = f", with {', '.join(uncounted)}, which the sweep has not counted yet"
+    elif num_ended == total:
+        missing = ", but measurements are missing"
+    failed = [name for name in _chain(summary, "failed") if name not in uncounted]  # since the last start of the sweep
     failures = f" (failed: {', '.join(failed)})" if failed else ""
-    others = [*chain.from_iterable(summary.get("other_code", {}).values())]
+    others = _chain(summary, "other_code")
     if others:
         failures += f" (of an earlier `--import` file, and not counted: {', '.join(others)})"
     return (
         f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{failures}. The same "
         "`loopdropout sweep` command continues it."
     )
+
+
+def _chain(summary: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """Return the names of the runs of all methods in a field of a summary. An older one may lack the field."""
+    return [*chain.from_iterable(summary.get(name, {}).values())]
 
 
 def describe_interruption(folder: str | Path) -> str:

@@ -35,7 +35,7 @@ from loopdropout_trainer.imported_code import find_other_code
 from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.recipe import IMPORTED, TRAININGS, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
-from loopdropout_trainer.results import DEVELOPMENT, is_finished, write_run
+from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.sweep_code import (
     accept_other_results,
@@ -301,7 +301,7 @@ class Sweep:
         self.pool.train_all()
 
     def save_progress(self, run_seconds: float | None) -> None:
-        """Write the chosen learning rates, the number of trainings, and which finished or failed, to the summary of reports.
+        """Write the chosen learning rates, the number of trainings, and which finished, failed or wait, to `summary.json`.
 
         Also the mean seconds of a run, from `Workers.measure_run`, unless it is None.
         """
@@ -309,6 +309,10 @@ class Sweep:
         choices |= find_kept_choices(self)
         grid, task = dict.fromkeys(self.recipes, self.full_grid), dict.fromkeys(self.recipes, self.select_on)
         finished = {method: not self.pending_of(method) for method in self.recipes}
+        waiting: dict[str, list[str]] = {method: [] for method in self.recipes}
+        for run in self.pending():  # not a chosen run, which only waits for its measurement
+            if not has_trained(self.folder(run)):
+                waiting[run.method].append(run.name)
         failed: dict[str, list[str]] = {method: [] for method in self.recipes}
         for run in [*self.pool.failures]:  # a copy, because other workers can add a failure
             if not self.is_done(run):  # another machine may have trained it since
@@ -321,6 +325,7 @@ class Sweep:
             trainings=self.count_by_method(),
             finished=finished,
             failed=failed,
+            waiting=waiting,
             other_code=name_other_results(self),
             run_seconds={} if run_seconds is None else dict.fromkeys(self.recipes, run_seconds),
         )

@@ -1172,12 +1172,27 @@ def end_sweep(lab, signal_number):
 def test_killed_sweep_continues(lab):
     """The training of a killed sweep goes on with its lock, and the next sweep waits for it."""
     end_sweep(lab, signal.SIGKILL)
+    assert "0 of 4 trainings have ended. The same" in describe_progress(lab.out)
     worker = threading.Thread(target=lab.sweep().train_all)
     worker.start()
     wait_for(lambda: len(lab.log) == 2)  # it starts with the next run
     (lab.folder / "hold").unlink()
     worker.join()
     assert len(lab.log) == 5 and Counter(lab.runs)["lora/lr_0.01/seed_101"] == 1
+
+
+def test_progress_counts_a_training_that_ended_after_its_sweep(lab):
+    """As after a kill, or on another machine. It has not failed then, either."""
+    lab.set_world(fails=["lr_0.04"])
+    made = lab.run()
+    assert "2 of 4 trainings have ended (failed: lora/lr_0.04/seed_101). The same" in describe_progress(lab.out)
+    lab.set_world()
+    (run,) = made.pending()
+    subprocess.run(made.command(run), check=True)
+    text = "3 of 4 trainings have ended, with lora/lr_0.04/seed_101, which the sweep has not counted yet. The same"
+    assert text in describe_progress(lab.out)
+    lab.run()
+    assert describe_progress(lab.out) == ""
 
 
 @pytest.mark.parametrize(("code", "submitted"), [(0, ""), (2, ""), (143, "--array=3 job.sh\n")])
