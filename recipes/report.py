@@ -38,6 +38,7 @@ from loopdropout_trainer.final_results import describe_left_out_runs, final_resu
 from loopdropout_trainer.frames import load_results
 from loopdropout_trainer.loss_tables import make_loss_tables
 from loopdropout_trainer.printing import shorten_folders
+from loopdropout_trainer.read_yaml import read_yaml_file
 from loopdropout_trainer.recipe import load_recipe, name_words, parse
 from loopdropout_trainer.results import is_of_base, is_of_training, read_needed_imports, read_own_results, recipe_path
 from loopdropout_trainer.saved_tables import TableText, save_layout, save_table
@@ -233,7 +234,7 @@ def report_losses(results: pd.DataFrame, output_dir: Path) -> bool:
     ]
     if numbers["chose"].any():
         about.append(CHOICE_NOTE.format("losses"))
-    text = TableText(fit_title(LOSS_TITLE, numbers), about)
+    text = TableText(fit_title(LOSS_TITLE, numbers), about, describe_missing_base_loss(results))
     save_table(numbers, loss_table(numbers), text, output_dir / "held_out_loss")
     return True
 
@@ -275,12 +276,33 @@ def describe_missing_base(results: pd.DataFrame) -> list[str]:
         return []
     run = measured["run"].iloc[0]
     depths = [f"{depth:g}" for depth in sorted(measured["num_loops"].unique())]
-    words = ["loopdropout", "evaluate", str(recipe_path(run)), "none", "--eval_num_loops", *depths]
+    command = join_command(["evaluate", str(recipe_path(run)), "none", "--eval_num_loops", *depths], run)
+    return [f"The base model was not evaluated. `{command}` does so, and the next report has it."]
+
+
+def describe_missing_base_loss(results: pd.DataFrame) -> list[str]:
+    """Return a sentence with the command that measures the held-out loss of the base model, if a recipe has left it out.
+
+    `sft` trains a finished run no further, and only measures what is missing. A run in Python, whose examples no recipe has,
+    does not measure the base model either, but its recipe lacks `evaluate_base`.
+    """
+    losses = results[(results["metric"] == "eval_loss") & (results["task"] == "training")]
+    if is_of_base(losses).any() or "recipe_evaluate_base" not in losses:
+        return []
+    unmeasured = losses.loc[losses["recipe_evaluate_base"].eq(False), "run"]
+    for run in unmeasured.unique():
+        if read_yaml_file(recipe_path(run), f"The recipe of {run}").get("command") == "sft":
+            words = ["sft", str(recipe_path(run)), "--evaluate_base", "true", "--output_dir", run]
+            return [f"The held-out loss of the base model is missing. `{join_command(words, run)}` adds it."]
+    return []
+
+
+def join_command(words: Sequence[str], run: str) -> str:
+    """Return a command of this package as a text, with the files of `--import` that the recipe of a run needs."""
     imports = read_needed_imports(run)
     if imports:
-        words += ["--import", *imports]
-    command = shlex.join(words)
-    return [f"The base model was not evaluated. `{command}` does so, and the next report has it."]
+        words = [*words, "--import", *imports]
+    return shlex.join(["loopdropout", *words])
 
 
 def report_reductions(results: pd.DataFrame, output_dir: Path) -> bool:

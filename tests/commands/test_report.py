@@ -1028,6 +1028,21 @@ def test_report_says_how_to_evaluate_the_base_model(tmp_path, capsys):
     assert "was not evaluated" not in text and "base model" in {*pd.read_csv(folder / "accuracy.csv")["method"]}
 
 
+def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys):
+    """If the recipe has left it out: `sft` measures a finished run further. A recipe of Python does not have the examples."""
+    run = tmp_path / "run"
+    loss = {"task": "training", "metric": "eval_loss", "value": 1.0}
+    write(run, [loss], {"command": "sft", "rule": "lora", "evaluate_base": False})
+    command = f"`loopdropout sft {run}/recipe.yaml --evaluate_base true --output_dir {run}` adds it."
+    assert f"The held-out loss of the base model is missing. {command}" in report_on(run, capsys)[0]
+    for recipe in ({"command": "sft", "rule": "lora"}, {"command": "grpo", "evaluate_base": False}):
+        dump_recipe(recipe, run / "recipe.yaml")
+        assert "is missing" not in report_on(run, capsys)[0]
+    base = {"method": "base model", "gates": "none", "seed": None, "step": None}
+    write(run, [{**loss, **base}], {"command": "sft", "rule": "lora", "evaluate_base": False})
+    assert "is missing" not in report_on(run, capsys)[0]
+
+
 def test_report_of_checkpoints_names_the_recipe_of_their_run(tmp_path, capsys):
     """The checkpoint has no recipe of its own. Its run chose nothing, although no final weights were measured."""
     recipe = {"benchmarks": ["b"], "rule": "lora", "run_name": "mine/lora/lr_0.1/seed_1", "learning_rate": 0.1}
