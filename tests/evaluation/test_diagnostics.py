@@ -250,6 +250,7 @@ def sweep(saved, tmp_path):
                 "metric": "num_tokens",
                 "task": "training",
                 "num_loops": 4,
+                "gates": "unit",
                 "value": 1.0,
                 "training": f"{name}{seed}",
             }
