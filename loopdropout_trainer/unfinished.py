@@ -8,7 +8,7 @@ from typing import Any
 
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.results import read_recipe
-from loopdropout_trainer.saving.checkpoints import load_state, newest_checkpoint
+from loopdropout_trainer.saving.checkpoints import STATE_FILE, load_state, newest_checkpoint
 
 
 UNFINISHED = "unfinished_at"
@@ -24,7 +24,8 @@ def read_unfinished(folders: Iterable[str | Path]) -> tuple[list[dict[str, Any]]
 
     runs: set[Path] = set()
     for folder in folders:
-        runs.update(path.parent for path in Path(folder).rglob("checkpoint-*"))
+        # The answers of an evaluated checkpoint are in a folder of its name, too, without a state.
+        runs.update(path.parent.parent for path in Path(folder).rglob(f"checkpoint-*/{STATE_FILE}"))
     rows, sentences = [], []
     for run in sorted(runs):
         checkpoint = newest_checkpoint(run)

@@ -1043,12 +1043,15 @@ def test_report_says_how_to_measure_the_loss_of_the_base_model(tmp_path, capsys)
     assert "is missing" not in report_on(run, capsys)[0]
 
 
-def test_report_of_checkpoints_names_the_recipe_of_their_run(tmp_path, capsys):
+def test_report_of_checkpoints_names_the_recipe_of_their_run(tmp_path, capsys, caplog):
     """The checkpoint has no recipe of its own. Its run chose nothing, although no final weights were measured."""
     recipe = {"benchmarks": ["b"], "rule": "lora", "run_name": "mine/lora/lr_0.1/seed_1", "learning_rate": 0.1}
     write(tmp_path / "run", [{"value": 9.0}], recipe)
     write(tmp_path / "measured", [{"value": 50.0, "adapter": str(tmp_path / "run/checkpoint-5"), "step": 5}])
+    (tmp_path / "measured/samples/run/checkpoint-5").mkdir(parents=True)
+    caplog.clear()
     text, _ = report_on(tmp_path / "measured", capsys)
+    assert caplog.text == "" and "trainer_state" not in text
     assert "only chose" not in text and "because a checkpoint does not have the final weights" in text
     assert "the results of all trainings are left out" in text
     text, _ = report_on(tmp_path / "measured", capsys, "--checkpoints", "true")
