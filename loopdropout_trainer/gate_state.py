@@ -470,19 +470,26 @@ def as_gate_matrix(
         raise UserError(f"{name} must be real numbers, got {gates.dtype} on the device {gates.device}.")
     if not gates.is_floating_point():
         gates = gates.to(torch.float32)
-    given = [*gates.shape]
+    shape = [*gates.shape]
     if gates.dim() == 1:
         gates = gates.unsqueeze(1)
-    shape = tuple(gates.shape)
-    fits = len(shape) in (2, 3) and shape[0] == num_loops and shape[2:] in ((), (num_modules,)) and 0 not in shape
-    if fits and num_examples is not None:
-        fits = shape[1] in (1, num_examples)
-    if not fits:
+    if not _is_gate_shape(gates.shape, num_loops, num_modules, num_examples):
         examples = "N examples" if num_examples is None else f"N = {num_examples} examples"
         raise UserError(
             f"{name} must have shape [K], [K, 1], [K, N] or [K, N, M] with K = {num_loops} loops, {examples} and "
-            f"M = {num_modules} adapted modules, got the shape {given}."
+            f"M = {num_modules} adapted modules, got the shape {shape}."
         )
     if not bool(torch.isfinite(gates.detach()).all()):
         raise UserError(f"{name} must be finite numbers.")
     return gates
+
+
+def _is_gate_shape(shape: Sequence[int], num_loops: int, num_modules: int, num_examples: int | None) -> bool:
+    """Return whether a shape is [K, N] or [K, N, M]. `num_examples`: as in `as_gate_matrix`."""
+    if len(shape) not in (2, 3) or 0 in shape:
+        return False
+    if shape[0] != num_loops:
+        return False
+    if len(shape) == 3 and shape[2] != num_modules:
+        return False
+    return num_examples is None or shape[1] in (1, num_examples)

@@ -141,12 +141,17 @@ def override(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         for dependent in REPLACED_TOGETHER.get(name, ()):
             recipe.pop(dependent, None)
         if name == "rule" and isinstance(value, str) and value in RULES:
-            fields = RULES[value].__dataclass_fields__
-            if "p" not in fields or recipe.get("p") in (0, [0]):  # p = 0 makes plain LoRA of most rules
-                recipe.pop("p", None)
-            if recipe.get("rule_args"):
-                recipe["rule_args"] = {key: kept for key, kept in recipe["rule_args"].items() if key in fields}
+            _drop_rule_fields(recipe, RULES[value].__dataclass_fields__)
     return {**recipe, **changes}
+
+
+def _drop_rule_fields(recipe: dict[str, Any], fields: Collection[str]) -> None:
+    """Remove the settings of the old rule from a recipe that a new rule with some fields does not take over."""
+    is_off = recipe.get("p") in (0, [0])  # p = 0 makes plain LoRA of most rules
+    if is_off or "p" not in fields:
+        recipe.pop("p", None)
+    if recipe.get("rule_args"):
+        recipe["rule_args"] = {key: value for key, value in recipe["rule_args"].items() if key in fields}
 
 
 def read_settings(

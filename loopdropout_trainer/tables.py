@@ -275,16 +275,18 @@ def _compare_methods(results: pd.DataFrame) -> list[dict[str, Any]]:
         by_setting.setdefault(rows["setting"].iloc[0], rows)
     lines = []
     for label, ours in groups:
-        gain = None
-        baseline = find_baseline(ours["setting"].iloc[0], by_setting)
-        if baseline is not None and ours["method"].iloc[0] not in ("LoRA", BASE_MODEL) and not ours["chose"].any():
-            gain = compare(ours, by_setting[baseline])
         line = {
             "method": label,
             **mean_numbers(average(ours)),
             "num_problems": ours["n"].iloc[0],  # `average` lets none differ
         }
-        lines.append(line | (gain._asdict() if gain else {}))
+        baseline = find_baseline(ours["setting"].iloc[0], by_setting)
+        is_reference = ours["method"].iloc[0] in ("LoRA", BASE_MODEL)
+        if baseline is not None and not is_reference and not ours["chose"].any():
+            gain = compare(ours, by_setting[baseline])
+            if gain is not None:
+                line.update(gain._asdict())
+        lines.append(line)
     return lines
 
 
@@ -389,15 +391,15 @@ def describe_sizes(numbers: pd.DataFrame) -> list[str]:
 
 def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decimals: int) -> pd.DataFrame:
     """Return numbers as texts: mean ± SD over seeds, the difference to LoRA, its p-value, and different numbers of seeds."""
-    gains = [Gain(*row) for row in numbers[[*Gain.__annotations__]].itertuples(index=False)]
     means = zip(numbers["mean"], numbers["sd"], strict=True)
-    texts = {
-        title: [format_mean(mean, sd, decimals) for mean, sd in means],
-        "minus LoRA": [gain.text(gain_decimals) if math.isfinite(gain.difference) else "" for gain in gains],
-        "p": numbers["p"].map(format_p),
-    }
-    if not any(math.isfinite(gain.difference) for gain in gains):
-        texts = {title: texts[title]}
+    texts = {title: [format_mean(mean, sd, decimals) for mean, sd in means]}
+    gains = []
+    for row in numbers[[*Gain.__annotations__]].itertuples(index=False):
+        gain = Gain(*row)
+        gains.append(gain.text(gain_decimals) if math.isfinite(gain.difference) else "")
+    if any(gains):
+        texts["minus LoRA"] = gains
+        texts["p"] = numbers["p"].map(format_p)
     of_base = is_base_label(numbers.index.get_level_values("method"))
     if numbers.loc[~of_base, "num_seeds"].nunique() > 1:  # as after a failed run
         texts["seeds"] = numbers["num_seeds"].map("{:.0f}".format).where(~of_base, "")

@@ -59,14 +59,19 @@ class Losses(NamedTuple):
             if self.assistant_only:
                 return "the assistant's turns"
             return "all tokens (`assistant_only_loss: true`: the assistant's turns)"
-        is_chat = not _is_text(features["prompt"])
-        whose = "the assistant's turns of " if self.assistant_only and is_chat else ""
-        how = ", as plain text, without the chat template" if has_template and not is_chat else ""
-        if self.completion_only is not False:
-            return f"{whose}the completion{how}"
-        if whose:
-            return f"{whose}the prompt and the completion"
-        return f"all tokens{how}"
+        if _is_text(features["prompt"]):
+            tokens = "all tokens" if self.completion_only is False else "the completion"
+            if has_template:
+                tokens += ", as plain text, without the chat template"
+            return tokens
+        return self._describe_turns()
+
+    def _describe_turns(self) -> str:
+        """Return the trained tokens of pairs of turns."""
+        if self.assistant_only:
+            part = "the prompt and the completion" if self.completion_only is False else "the completion"
+            return f"the assistant's turns of {part}"
+        return "all tokens" if self.completion_only is False else "the completion"
 
 
 def concatenate(parts: Sequence[Examples]) -> Examples:

@@ -65,21 +65,22 @@ def find_source(
             use. An unfinished run names its newest complete checkpoint.
     """
     text = str(as_path(what, name))
-    given = Path(model_path(text)).expanduser()
-    repository = commit = None
-    if not given.is_dir():
+    path = Path(model_path(text)).expanduser()
+    if path.is_dir():
+        repository, commit, folder = None, None, path
+    else:
         repository, revision = split_revision(text, revision)
-        given, commit = download_small_files(repository, revision, what)
-    metadata = read_metadata(given)
-    files = _find_files(given.resolve(), text, metadata)
+        folder, commit = download_small_files(repository, revision, what)
+    metadata = read_metadata(folder)
+    files = _find_files(folder.resolve(), text, metadata)
     if files.kind not in accept:
-        raise UserError(_refusal(files.kind, text, given))
+        raise UserError(_refusal(files.kind, text, folder))
     if files.kind in WITHOUT_MODEL:
-        run, recipe = recipe_path(given).parent, read_recipe(given)
-        return Source(text, files.kind, given.resolve(), repository, commit, run=run, recipe=recipe)
-    if files.folder != given.resolve():  # a named adapter
+        run, recipe = recipe_path(folder).parent, read_recipe(folder)
+        return Source(text, files.kind, folder.resolve(), repository, commit, run=run, recipe=recipe)
+    if files.folder != folder.resolve():  # a named adapter
         metadata = read_metadata(files.folder) or metadata
-    source = _read_source(text, files, given.resolve(), repository, commit, metadata)
+    source = _read_source(text, files, folder.resolve(), repository, commit, metadata)
     source = replace(source, columns=_read_columns(source))
     if source.is_adapter and source.run == source.saved_in:
         _warn_of_later_results(source)
