@@ -186,17 +186,18 @@ def _describe_time(trainings: Sequence[tuple[Training, int]], numbers: Sequence[
         how_exact: Whether these numbers are bounds, such as "at most".
     """
     kinds = [training for training, _ in trainings]
-    costs = [training.operations for training in kinds]
-    are_computed = kinds[0].is_supervised and all(training.may_use_gpu for training in kinds)
-    if None in costs or not are_computed:
-        return SHORT_TRAINING.format(kinds[0].args.command)
+    first = kinds[0]
+    costs = [training.operations for training in kinds]  # of one token
+    are_on_gpu = all(training.may_use_gpu for training in kinds)
+    if None in costs or not first.is_supervised or not are_on_gpu:
+        return SHORT_TRAINING.format(first.args.command)
     if None in numbers:
-        amount = f"{describe_hours(kinds[0], max(costs) * 1e7)} for each 10 million tokens"
+        amount = f"{describe_hours(first, max(costs) * 1e7)} for each 10 million tokens"
     else:
-        total = 0
-        for cost, num_tokens, (_, number) in zip(costs, numbers, trainings, strict=True):
-            total += cost * num_tokens * number
-        amount = f"{how_exact} {describe_hours(kinds[0], total)}"
+        operations = 0
+        for (training, num_trainings), num_tokens in zip(trainings, numbers, strict=True):
+            operations += training.operations * num_tokens * num_trainings
+        amount = f"{how_exact} {describe_hours(first, operations)}"
     per_token = name_range([f"{cost / 1e9:.3g}" for cost in sorted(costs)])
     passes = name_range([str(number) for number in sorted(training.num_passes for training in kinds)])
     in_passes = "" if passes == "1" else f" in {passes} passes"
@@ -318,7 +319,7 @@ def estimate_training_memory(
 def _describe_disk(trainings: Sequence[tuple[Training, int]], num_rows: int | None = None) -> str:
     """Return the size of the files of trainings, or "" if the number of trained parameters is not known.
 
-    An adapter is saved in float32. A checkpoint also has two moments of AdamW.
+    An adapter is saved in float32.
     """
     if any(training.num_parameters is None for training, _ in trainings):
         return ""
@@ -332,28 +333,39 @@ def _describe_disk(trainings: Sequence[tuple[Training, int]], num_rows: int | No
 
 def _describe_checkpoints(trainings: Sequence[tuple[Training, int]], num_rows: int | None = None) -> str:
     """Return the size and the number of the checkpoints that trainings leave on the disk, and the field that limits them."""
-    # Of one checkpoint of each training.
-    sizes = [12 * training.num_parameters * number for training, number in trainings]
-    kept = [_count_checkpoints(training, num_rows) for training, _ in trainings]
     limits = {training.args.save_total_limit for training, _ in trainings}
+    has_limit = limits != {None}
     field = "set `save_total_limit` to keep fewer"
-    if limits != {None}:
+    if has_limit:
         field = f"`save_total_limit: {', '.join(sorted(map(str, limits)))}`"
+    kept = [_count_checkpoints(training, num_rows) for training, _ in trainings]
     if None in kept:
-        whose = "a checkpoint of each training"
-        if sum(number for _, number in trainings) == 1:
-            whose = "each checkpoint"
-        return f"{_name_size(sum(sizes))} for {whose} ({field})"
+        return f"{_describe_single_checkpoints(trainings)} ({field})"
     total_number, total_size = 0, 0
-    for (_, number), size, num_kept in zip(trainings, sizes, kept, strict=True):
-        total_number += number * num_kept
-        total_size += size * num_kept
+    for (training, num_trainings), num_kept in zip(trainings, kept, strict=True):
+        total_number += num_trainings * num_kept
+        total_size += num_trainings * num_kept * _checkpoint_size(training)
     if total_number == 0:
         return "no checkpoints"
     text = f"{_name_size(total_size)} for {count(total_number, 'checkpoint')}"
-    if max(kept) == 1 and limits == {None}:  # there is nothing to limit
+    if max(kept) == 1 and not has_limit:  # there is nothing to limit
         return text
     return f"{text} ({field})"
+
+
+def _describe_single_checkpoints(trainings: Sequence[tuple[Training, int]]) -> str:
+    """Return the size of one checkpoint of each training, for trainings whose number of checkpoints is not known."""
+    total_size, total_trainings = 0, 0
+    for training, num_trainings in trainings:
+        total_size += num_trainings * _checkpoint_size(training)
+        total_trainings += num_trainings
+    whose = "each checkpoint" if total_trainings == 1 else "a checkpoint of each training"
+    return f"{_name_size(total_size)} for {whose}"
+
+
+def _checkpoint_size(training: Training) -> int:
+    """Return the bytes of a checkpoint: the adapter and two moments of AdamW, all in float32."""
+    return 12 * training.num_parameters
 
 
 def _count_checkpoints(training: Training, num_rows: int | None = None) -> int | None:

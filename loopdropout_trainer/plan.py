@@ -145,17 +145,17 @@ def describe_adapter(
         return f"{start}, rank {rank}"
     from loopdropout_trainer.lora.compatibility import describe_high_rank
 
-    text = f"new, rank {rank}, alpha {adapter.lora_alpha}"
     if adapter.lora_target_modules:
-        text += f", on {', '.join(adapter.lora_target_modules)}"
-        number, smallest = measure_modules(model, adapter)
+        modules = ", ".join(adapter.lora_target_modules)
+        num_parameters, smallest = measure_modules(model, adapter)
     else:
-        text += ", on all linear projections of the looped layers"
-        number, smallest = count_parameters(config, rank), find_smallest_projection(config)
-    if number is None:
+        modules = "all linear projections of the looped layers"
+        num_parameters, smallest = count_parameters(config, rank), find_smallest_projection(config)
+    text = f"new, rank {rank}, alpha {adapter.lora_alpha}, on {modules}"
+    if num_parameters is None:  # then `smallest` is not known either
         return text
-    if run.args.make_rule().lora_kind == "gated":
-        text += f", {number:,} parameters"
+    if run.args.make_rule().lora_kind == "gated":  # other rules have more parameters
+        text += f", {num_parameters:,} parameters"
     return f"{text}\n{describe_high_rank([rank], smallest)}".rstrip()
 
 

@@ -59,33 +59,40 @@ def describe_sweep_plan(sweep: Any) -> dict[str, str]:
     rates = ", ".join(f"{rate:g}" for rate in sorted(sweep.learning_rates))
     if sweep.extend_grid:
         rates += " (and more at the edge of the grid)"
-    num_ended, total = sweep.count()
     trainings = {method: _read_training(sweep, method) for method in sweep.recipes}
     sizes = {method: _describe_size(sweep, training) for method, training in trainings.items()}
-    measured, costs = _describe_rest(sweep), _describe_costs(sweep, trainings)
-    if measured and costs["time"].startswith(NOT_COMPUTED):
+    example_lines = {}
+    if sweep.script in CONFIGS:  # the examples of another script are not known
+        by_title = describe_sweep_examples(load_sweep_examples(sweep), trainings)
+        example_lines = {title: _by_method(texts) for title, texts in by_title.items()}
+    costs = _describe_costs(sweep, trainings)
+    measured = _describe_measured_time(sweep)
+    if measured and costs["time"].startswith(NOT_COMPUTED):  # the line about it says how to measure the time
         costs["time"] = ""
-    of_examples = {}
-    if sweep.script in CONFIGS:  # those of another script are not known
-        of_examples = describe_sweep_examples(load_sweep_examples(sweep), trainings)
-    done = ""
-    if num_ended:
-        done = f"{num_ended} of {count(total, 'training')}"
-        if measured:
-            done += f", {measured}"
     return {
         "methods": ", ".join(sweep.recipes),
         "learning rates": rates,
         "seeds": _describe_seeds(sweep),
         "folder": f"{sweep.output_dir}/METHOD/lr_X/seed_S",
         "each training": _by_method(sizes),
-        **{title: _by_method(texts) for title, texts in of_examples.items()},
+        **example_lines,
         **costs,
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
-        "done": done,
+        "done": _describe_done(sweep, measured),
     }
+
+
+def _describe_done(sweep: Any, measured: str) -> str:
+    """Return the number of trainings that have ended, with their measured time, or "" before the first one."""
+    num_ended, total = sweep.count()
+    if not num_ended:
+        return ""
+    done = f"{num_ended} of {count(total, 'training')}"
+    if measured:
+        done += f", {measured}"
+    return done
 
 
 def print_commands(sweep: Any) -> None:
@@ -183,28 +190,37 @@ def _read_training(sweep: Any, method: str) -> Training:
     return Training(args, recipe, model, read_config(model), find_rank(adapter))
 
 
-def _describe_rest(sweep: Any) -> str:
-    """Return the measured time of the runs that have ended, and of the rest as the running sweep prints it."""
+def _describe_measured_time(sweep: Any) -> str:
+    """Return the mean time of the runs that have ended, or "" if none has.
+
+    A sweep measures its own runs, and also estimates the time that is left. A scheduler may run the commands of
+    `print_commands` instead. Then only the time of the trainings is known.
+    """
     times = read_summary(sweep.output_dir).get("run_seconds", {})
-    own_times = [times[method] for method in sweep.recipes if method in times]
-    if own_times:
-        mean = sum(own_times) / len(own_times)
-        parts = [
-            f"measured: {_name_time(mean)} on average for a run with its start, training and evaluation",
-            describe_left(sweep, mean, sweep.workers),
-        ]
-        return ", so ".join(filter(None, parts))
-    # The runs of a scheduler, by `print_commands`.
+    run_seconds = [times[method] for method in sweep.recipes if method in times]
+    if run_seconds:
+        mean = sum(run_seconds) / len(run_seconds)
+        text = f"measured: {_name_time(mean)} on average for a run with its start, training and evaluation"
+        left = describe_left(sweep, mean, sweep.workers)
+        return f"{text}, so {left}" if left else text
+    train_seconds = _read_train_seconds(sweep)
+    if not train_seconds:
+        return ""
+    mean = sum(train_seconds) / len(train_seconds)
+    return f"measured: {_name_time(mean)} on average for a training without its start and evaluation"
+
+
+def _read_train_seconds(sweep: Any) -> list[float]:
+    """Return the seconds of each training that has ended, from the results in its folder."""
     folders = set()
     for method in sweep.recipes:
         folders.update(sweep.folder(run) for run in sweep.runs(method) if sweep.is_done(run))
-    rows = []
+    seconds = []
     for folder in folders:
-        rows += read_own_results(folder)
-    seconds = [row["value"] for row in rows if is_of_training(row) and row["metric"] == "train_seconds"]
-    if not seconds:
-        return ""
-    return f"measured: {_name_time(sum(seconds) / len(seconds))} on average for a training without its start and evaluation"
+        for row in read_own_results(folder):
+            if is_of_training(row) and row["metric"] == "train_seconds":
+                seconds.append(row["value"])
+    return seconds
 
 
 def _name_time(seconds: float) -> str:

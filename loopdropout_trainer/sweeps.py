@@ -176,13 +176,15 @@ def describe_progress(folder: str | Path) -> str:
         missing = f", with {', '.join(uncounted)}, which the sweep has not counted yet"
     elif num_ended == total:
         missing = ", but measurements are missing"
+    remarks = ""
     failed = [name for name in _chain(summary, "failed") if name not in uncounted]  # since the last start of the sweep
-    failures = f" (failed: {', '.join(failed)})" if failed else ""
-    others = _chain(summary, "other_code")
-    if others:
-        failures += f" (of an earlier `--import` file, and not counted: {', '.join(others)})"
+    if failed:
+        remarks += f" (failed: {', '.join(failed)})"
+    other_code = _chain(summary, "other_code")
+    if other_code:
+        remarks += f" (of an earlier `--import` file, and not counted: {', '.join(other_code)})"
     return (
-        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{failures}. The same "
+        f"The sweep in {folder} is not finished: {num_ended} of {total} trainings have ended{missing}{remarks}. The same "
         "`loopdropout sweep` command continues it."
     )
 
