@@ -84,13 +84,7 @@ class Job:
     ) -> None:
         self.script_args, self.model_args, self.adapter_args = script, model, adapter
         self.data_args, self.args = data, training
-        if script.push_merged_to_hub and not training.hub_model_id:
-            raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
-        if script.push_merged_to_hub and training.push_to_hub:
-            raise UserError(
-                "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
-                "merged model to another repository by `loopdropout merge`."
-            )
+        _check_pushes(script, training)
         template = getattr(training, "chat_template_path", None)  # of SFT in Python
         if template is not None:
             raise UserError(f"`chat_template` must be set instead of `chat_template_path`, got {template!r}.")
@@ -381,6 +375,19 @@ class Job:
                 revision=args.hub_revision,
             )
             print(f"Pushed to {address}")
+
+
+def _check_pushes(script: ScriptArguments, training: GateConfig) -> None:
+    """Raise UserError if the merged model has no repository of its own to be pushed to."""
+    if not script.push_merged_to_hub:
+        return
+    if not training.hub_model_id:
+        raise UserError("`hub_model_id` must be set if `push_merged_to_hub` is set.")
+    if training.push_to_hub:
+        raise UserError(
+            "Set either `push_to_hub` or `push_merged_to_hub`, not both, because both push to `hub_model_id`. Push the "
+            "merged model to another repository by `loopdropout merge`."
+        )
 
 
 def check_trackers(names: list[str]) -> None:
