@@ -181,16 +181,19 @@ def check_nesting(path: str | Path) -> None:
     import fsspec
 
     others = bytes(set(range(256)) - set(b'"[]{}'))
-    depth, is_in_text, rest = 0, False, b""
+    depth, is_in_text, rest, line = 0, False, b"", 1
     decoder = codecs.getincrementaldecoder("utf-8")()
     with fsspec.open(str(path), "rb", compression="infer") as file:
         while chunk := file.read(CHUNK):
             try:
                 decoder.decode(chunk)
             except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
                 raise UserError(
-                    f"{path} must be a text in UTF-8, got the byte {error.object[error.start]:#x}."
+                    f"{path} must be a text in UTF-8, got the byte {error.object[error.start]:#x} in line {line:,}. Convert "
+                    "it, for example from Windows' encoding by `iconv -f CP1252 -t UTF-8 OLD > NEW`."
                 ) from None
+            line += chunk.count(b"\n")
             chunk, rest = _cut_escape(rest + chunk)
             # Without escaped quotes, each quote begins or ends a text.
             marks = chunk.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
