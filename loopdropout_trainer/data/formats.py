@@ -271,7 +271,10 @@ def check_turns(name: str, target: Any) -> None:
         target: Its value, a conversation with TRL's keys or another value.
     """
     if isinstance(target, str) and name in ("messages", "conversations"):
-        raise UserError(f"`{name}` must be a list of turns with `role` and `content`, got {short_repr(target)}.")
+        fix = ""
+        if target.lstrip().startswith("["):  # as a cell of a CSV file
+            fix = " Parse the text by `json.loads`, and save the rows as JSON Lines."
+        raise UserError(f"`{name}` must be a list of turns with `role` and `content`, got {short_repr(target)}.{fix}")
     if not isinstance(target, list):
         return
     for turn in target:

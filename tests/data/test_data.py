@@ -27,7 +27,7 @@ from loopdropout_trainer import data as own_data
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data import DataArguments, label_example, load_datasets, preview, tokenize
 from loopdropout_trainer.data.files import read_files
-from loopdropout_trainer.data.formats import check_contents
+from loopdropout_trainer.data.formats import check_contents, check_turns
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import load_tokenizer, set_chat_template
 
@@ -664,3 +664,10 @@ def test_bars_that_a_user_hides_stay_hidden(load, tokenizer):
         enable_progress_bars()
     load(None, [PAIR] * 2, tokenizer)
     assert not are_progress_bars_disabled()
+
+
+def test_chat_in_a_csv_cell_names_the_fix():
+    with user_error(
+        "`messages` must be a list of turns .* Parse the text by `json.loads`, and save the rows as JSON Lines."
+    ):
+        check_turns("messages", '[{"role": "user", "content": "Hi"}]')
