@@ -63,19 +63,21 @@ def loop_dropout(
     Raises:
         UserError: If the model has gates already, or the adapter or the rule is not supported.
     """
-    if isinstance(rule, str):
-        rule = make_rule(rule) if p is None else make_rule(rule, p=p)
+    if isinstance(rule, str) and p is not None:
+        rule = make_rule(rule, p=p)
     elif p is not None and isinstance(rule, GateRule):
         raise UserError(
             f"Set the fields of a rule in one place: in `rule`, got {short_repr(rule)} and `p` {short_repr(p)}."
         )
-    _check_rule(rule)
+    rule = _as_drawing_rule(rule)
     find_looped_model(model)  # raises an error for a trainer, or a model without loops
     return LoopDropoutHandle(model, rule, seed)
 
 
-def _check_rule(rule: Any) -> None:
-    """Raise UserError unless `rule` is a rule that only draws gates."""
+def _as_drawing_rule(rule: Any) -> GateRule:
+    """Return the rule of a name, or the given rule. Raise UserError unless it is a rule that only draws gates."""
+    if isinstance(rule, str):
+        rule = make_rule(rule)
     if not isinstance(rule, GateRule):
         raise UserError(f"`rule` must be a name, or a rule such as `ExactlyM(m=2)`, got {short_repr(rule)}.")
     needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
@@ -83,6 +85,7 @@ def _check_rule(rule: Any) -> None:
         raise UserError(
             f"`rule` must only draw gates, got {rule.name!r}, which needs `LoopDropoutSFTTrainer` and its training steps."
         )
+    return rule
 
 
 def _check_seed(seed: Any) -> int:
@@ -99,7 +102,7 @@ class LoopDropoutHandle:
     """Gates of a model's training passes. Override `sample` to use other gates.
 
     Attributes:
-        rule: Rule that draws the gates. Another one of the same kind can be set.
+        rule: Rule that draws the gates. Another one that only draws gates can be set, also by its name.
         p: Drop probability of the rule, or None. Setting it makes a new rule.
         seed: Seed of the draws.
         num_draws: Number of passes that drew gates.
@@ -112,7 +115,6 @@ class LoopDropoutHandle:
     drawn = renamed_attribute("drawn", "last_gates")
 
     def __init__(self, model: PeftModel, rule: GateRule, seed: int | None) -> None:
-        _check_rule(rule)
         self.seed = torch.initial_seed() if seed is None else _check_seed(seed)
         self._was_described = any("loop_description" in vars(module) for module in model.modules())
         check_trainable(model)
@@ -146,8 +148,8 @@ class LoopDropoutHandle:
         return self._rule
 
     @rule.setter
-    def rule(self, rule: GateRule) -> None:
-        _check_rule(rule)
+    def rule(self, rule: str | GateRule) -> None:
+        rule = _as_drawing_rule(rule)
         rule.check(self.looped.num_loops)
         self._rule = rule
 

@@ -241,7 +241,7 @@ def _read_values(
             settings[name] = read_value(fields[name], value, hints[name])
     for name, field in fields.items():
         if name not in settings and not _has_default(field):
-            raise UserError(f"`{name}` must be set.")
+            raise UserError(f"`{name}` must be set. {field.metadata.get('help', '')}".strip())
     return settings
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import BatchOptions
+from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
@@ -54,9 +55,21 @@ def _forbid_reentrant_checkpoints(args: GateConfig, model: nn.Module) -> None:
 class GatingMixin:
     """Gates on the adapter of a TRL trainer. `AdapterTrainingMixin` lists its attributes."""
 
+    @property
+    def rule(self) -> GateRule:
+        """Rule that draws the gates. The fields of `args` decide it."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Any) -> None:
+        raise UserError(
+            f"`rule` of a trainer must not be set, got {short_repr(rule)}. Set `trainer.args.p` for another `p`, or "
+            "make a new trainer for another rule."
+        )
+
     def set_rule(self, args: GateConfig) -> None:
         """Make the rule by `args`, and keep the values that it is made of."""
-        self.rule = args.make_rule()
+        self._rule = args.make_rule()
         self._made_with = _copy_fields(args)
 
     def prepare_gates(self) -> None:
@@ -140,7 +153,7 @@ class GatingMixin:
         if changed == ["p"]:
             rule = self.args.make_rule()
             if rule.alpha_factor == self.rule.alpha_factor:  # which the adapter was made with
-                self.rule, self._made_with = rule, fields
+                self._rule, self._made_with = rule, fields
                 return
         name = changed[-1]
         raise UserError(

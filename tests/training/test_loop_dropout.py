@@ -256,9 +256,19 @@ def test_handle_takes_another_p_and_rule():
     assert (handle.last_gates.sampled > 0).sum(dim=0).tolist() == [1] * 8
     with user_error("`p` must not be set, because the rule 'exactly_m' has no such field"):
         handle.p = 0.5
-    with user_error("`rule` must be a name, or a rule .*, got 'lora'"):
-        handle.rule = "lora"
+    handle.rule = "random_prefix"
+    assert handle.rule == make_rule("random_prefix")
+    with user_error("`rule` must be one of .*, got 'loop_dropuot'"):
+        handle.rule = "loop_dropuot"
+    with user_error("`rule` must be a name, or a rule .*, got 0.5"):
+        handle.rule = 0.5
     assert loop_dropout(with_adapter(), rule="lora").p is None
+
+
+def test_rules_are_imported_without_their_files():
+    names = {}
+    exec("from loopdropout_trainer.gates import *", names)
+    assert "make_rule" in names and "loop_dropout" not in names
 
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
