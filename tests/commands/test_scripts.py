@@ -638,7 +638,6 @@ MISTAKES = [
     ("sft", "--rule independent", "`merge` and `eval_num_loops` must not be set for 'independent'"),
     ("sft", "--push_merged_to_hub true --push_to_hub true --hub_model_id a/b", "Set either `push_to_hub` or `push_me"),
     ("sft", "--push_merged_to_hub true", "`hub_model_id` must be set if `push_merged_to_hub` is set."),
-    ("push", "outputs", "`hub_model_id` must be set. Name on the Hub (`user/model`) to push to."),
     ("sft", "--benchmarks null", "`benchmarks` must be set if `eval_num_loops` or `single_loop_accuracy` is set."),
     ("sft", "--num_eval_examples 0", "`num_eval_examples` must be at least 1"),
     (

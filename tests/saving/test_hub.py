@@ -660,6 +660,8 @@ def test_failed_push_leaves_the_card(trained, broken_uploads):
     before = card_of(trained)
     with pytest.raises((KeyboardInterrupt, UserError)):
         load_script("recipes/push.py").main([str(trained), *TO_ME])
+    with user_error(r"`hub_model_id` must be set. Name on the Hub \(`user/model`\) to push to."):
+        load_script("recipes/push.py").main([str(trained)])
     assert_only_upload_names_repository(broken_uploads, trained)
     assert card_of(trained) == before
 
