@@ -57,15 +57,17 @@ class GatingMixin:
 
     @property
     def rule(self) -> GateRule:
-        """Rule that draws the gates. The fields of `args` decide it."""
+        """Rule that draws the gates. The fields of `args` make it, which also name it in results and cards."""
         return self._rule
 
     @rule.setter
-    def rule(self, rule: Any) -> None:
-        raise UserError(
-            f"`rule` of a trainer must not be set, got {short_repr(rule)}. Set `trainer.args.p` for another `p`, or "
-            "make a new trainer for another rule."
-        )
+    def rule(self, rule: GateRule) -> None:
+        if not isinstance(rule, GateRule):
+            raise UserError(
+                f"`rule` of a trainer must be an instance of a rule, got {short_repr(rule)}. Make a new trainer for another "
+                "rule, and set `trainer.args.p` for another `p`."
+            )
+        self._rule = rule
 
     def set_rule(self, args: GateConfig) -> None:
         """Make the rule by `args`, and keep the values that it is made of."""

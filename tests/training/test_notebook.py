@@ -745,7 +745,7 @@ def test_changed_learning_rate_applies_to_the_next_training(make_sft, log):
         trainer.args.learning_rate = value
         with user_error(message):
             trainer.train()
-    with user_error("`rule` of a trainer must not be set, got 'lora'"):
+    with user_error("`rule` of a trainer must be an instance of a rule, got 'lora'"):
         trainer.rule = "lora"
 
 
