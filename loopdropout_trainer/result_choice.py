@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from loopdropout_trainer.files import is_checkpoint
-from loopdropout_trainer.results import DEVELOPMENT, is_of_training, measurement_key, weights_of
+from loopdropout_trainer.results import DEVELOPMENT, is_of_training, measurement_key, read_run, weights_of
 from loopdropout_trainer.sweeps import RUN_NAME
 
 
@@ -24,8 +24,12 @@ def split_repeated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
     Args:
         rows: Results of `read_results` with the column `run`, the folder of their training.
     """
-    # A folder is a run's if it has a result of a training, even if only the held-out loss of the base model is left of it.
+    # A folder is a run's if it has a result of a training, even if only the held-out loss of the base model is left of it, or
+    # the status of a run, which may have failed after it had measured the base model.
     run_folders = {row["folder"] for row in rows if row["task"] == "training"}
+    for folder in {row["folder"] for row in rows} - run_folders:
+        if read_run(folder):
+            run_folders.add(folder)
     is_own = [row["folder"] in run_folders and not row.get("adapter") for row in rows]
     own_keys = {measurement_key(row) for row, own in zip(rows, is_own, strict=True) if own}
     shown, repeated = [], []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, short_repr
 from loopdropout_trainer.files import recipe_names
 from loopdropout_trainer.frames import average, has_method, select
 from loopdropout_trainer.gates import RULES
@@ -49,12 +49,15 @@ def describe_selection(wanted: dict) -> str:
 def describe_methods(results: pd.DataFrame, wanted: dict) -> str:
     """Return a sentence with the methods of the results, if a wanted method is not among them."""
     methods = [*results["method"].unique()]
+    in_sweeps = [name for name in results["variant"].dropna().unique() if name and name not in methods]
     for method in pd.Series(wanted.get("method", [])):
         if not has_method(results, method).any():
             sentence = f" The results have the methods {', '.join(methods)}"
+            if in_sweeps:
+                sentence += f" (in sweeps {', '.join(in_sweeps)})"
             if method in RULES:
                 sentence += f", and {method} is the rule of the method {RULES[method].title}"
-            return f"{sentence}."
+            return f"{sentence}.{closest_match(method, [*methods, *in_sweeps])}"
     return ""
 
 

@@ -31,7 +31,8 @@ from loopdropout_trainer.figures import average_windows, points
 from loopdropout_trainer.final_results import final_results
 from loopdropout_trainer.plots import GRAY, heat_plot, line_plot, save_figure, space_ticks
 from loopdropout_trainer.recipe import dump_recipe, load_recipe, parse
-from loopdropout_trainer.results import write_results, write_run
+from loopdropout_trainer.result_choice import split_repeated
+from loopdropout_trainer.results import read_results, write_results, write_run
 from loopdropout_trainer.saved_tables import TableText
 from loopdropout_trainer.saving.checkpoints import load_state
 from loopdropout_trainer.sweep_summary import print_lowest
@@ -1635,8 +1636,21 @@ def test_own_table_finds_a_method_by_each_of_its_names(tmp_path, capsys, name):
     }
     text, _ = report_on(tmp_path / "s", capsys, rows=[[name]], columns=columns)
     assert "53.50 ± 6.36 +7.50 [" in text and "-7.50 [" in text and "Missing" not in text
-    with user_error("The results have the methods"):
-        table_files.find(frames.load_results(tmp_path), {"method": "late_halves"})
+    names = r"The results have the methods base model, LoRA, Late half \(in sweeps lora, mine\). Did you mean 'Late half'\?"
+    with user_error(names):
+        table_files.find(frames.load_results(tmp_path), {"method": "Late halves"})
+
+
+def test_base_model_of_a_failed_training_is_not_measured_again(tmp_path):
+    """A training that failed after it had measured the base model has no other results, and leaves none out."""
+    base = {"method": "base model", "gates": "none", "seed": None, "value": 1.0}
+    write(tmp_path / "a", [{"metric": "eval_loss", "task": "training", "value": 2.0}, base], {"rule": "lora"})
+    write(tmp_path / "b", [base], {"rule": "lora"})
+    shown, repeated = split_repeated(read_results(tmp_path / "a", tmp_path / "b"))
+    assert (len(shown), len(repeated)) == (2, 1)  # without a status, it is another measurement
+    write_run(tmp_path / "b", status="failed")
+    shown, repeated = split_repeated(read_results(tmp_path / "a", tmp_path / "b"))
+    assert (len(shown), len(repeated)) == (3, 0)
 
 
 def test_trainings_of_several_depths_have_their_own_lines(tmp_path, capsys):
