@@ -65,6 +65,11 @@ def describe_prompts(dataset: Any) -> dict[str, Any]:
     return settings | find_system_turns(row[column] for row in rows)
 
 
+def skips_preparation(args: Any) -> bool:
+    """Return whether TRL takes the datasets as they are. Only the arguments of SFT have the field."""
+    return bool((getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"))
+
+
 _DATASETS = ("train_dataset", "eval_dataset", "test_dataset")
 """Arguments with datasets: of a trainer, of its `evaluate` and of its `predict`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.training.examples import check_datasets, check_token_ids, name_datasets
+from loopdropout_trainer.training.examples import check_datasets, check_token_ids, name_datasets, skips_preparation
 
 
 def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
@@ -33,7 +33,7 @@ def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
         )
     arguments = {argument: dataset, "args": trainer.args, "processing_class": trainer.processing_class}
     check_datasets(arguments)
-    if (getattr(trainer.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+    if skips_preparation(trainer.args):
         return dataset
     if trainer.reads_columns({**arguments, "formatting_func": trainer.formatting_func}):
         trainer.check_rows_of(arguments)

@@ -52,6 +52,7 @@ from loopdropout_trainer.training.examples import (
     explain_row,
     name_datasets,
     read_first,
+    skips_preparation,
 )
 from loopdropout_trainer.training.gating import GatingMixin
 from loopdropout_trainer.training.given_data import prepare_given
@@ -241,8 +242,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
         """Return whether TRL makes tokens of the columns of the examples, and neither the user's function nor subclass."""
         prepares = getattr(type(self), "_prepare_dataset", None)
         is_own = prepares is not None and not prepares.__module__.startswith(("trl.", "loopdropout_trainer."))
-        skips = (getattr(arguments["args"], "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
-        return not is_own and not skips and arguments.get("formatting_func") is None
+        return not is_own and not skips_preparation(arguments["args"]) and arguments.get("formatting_func") is None
 
     def _choose_adapter(
         self, arguments: dict[str, Any], skeleton: LoopedModelMixin | nn.Module | None, revision: str
