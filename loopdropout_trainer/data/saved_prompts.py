@@ -18,7 +18,7 @@ def find_beginning(example: Mapping[str, Any]) -> str | None:
 
 
 def find_system_turns(conversations: Iterable[Any]) -> dict[str, Any]:
-    """Return the settings about the system turns of conversations.
+    """Return the settings about the system turns of conversations, of which only the first turns are read.
 
     They are `system_turn`, the text if all conversations begin with the same one, or `has_system_turns` if only some of them
     have one, or they differ. Such texts are not saved, because they may say something about a single row.
@@ -43,13 +43,13 @@ def find_prompts(examples: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     They are `is_chat` (whether there are conversations), `has_plain_texts` if there are also texts, and those of
     `find_system_turns` about the conversations.
     """
-    conversations, num_examples = [], 0
+    first_turns, num_examples = [], 0  # whole conversations would fill the memory
     for example in examples:
         num_examples += 1
         beginning = find_beginning(example)
         if beginning is not None:
-            conversations.append(example[beginning])
-    settings: dict[str, Any] = {"is_chat": bool(conversations)}
-    if 0 < len(conversations) < num_examples:
+            first_turns.append(example[beginning][:1])
+    settings: dict[str, Any] = {"is_chat": bool(first_turns)}
+    if 0 < len(first_turns) < num_examples:
         settings["has_plain_texts"] = True
-    return settings | find_system_turns(conversations)
+    return settings | find_system_turns(first_turns)
