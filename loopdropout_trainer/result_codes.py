@@ -23,15 +23,21 @@ def number_codes(results: pd.DataFrame) -> pd.Series:
     Args:
         results: Results with the columns `run` and `method`.
     """
-    trained = results[~is_of_base(results)].drop_duplicates(["run", "method"])
-    codes = trained["run"].map({run: _read_code(run) for run in trained["run"].unique()})
-    known = trained.assign(code=codes).dropna(subset="code")
-    has_several = known.groupby("method")["code"].transform("nunique") > 1
-    several = known[has_several].sort_values("run")
-    numbers = several["code"].map({code: number for number, code in enumerate(several["code"].unique(), start=1)})
-    by_run = dict(zip(zip(several["run"], several["method"], strict=True), numbers, strict=True))
+    trained = results[~is_of_base(results)]
+    pairs = sorted({*zip(trained["run"], trained["method"], strict=True)})
+    code_of_run = {run: _read_code(run) for run in trained["run"].unique()}
+    codes_of_method: dict[str, set[tuple[str, ...]]] = {}
+    for run, method in pairs:
+        if code_of_run[run] is not None:
+            codes_of_method.setdefault(method, set()).add(code_of_run[run])
+    numbers: dict[tuple[str, ...], int] = {}  # by code
+    numbered: dict[tuple[str, str], int] = {}  # by run and method
+    for run, method in pairs:
+        code = code_of_run[run]
+        if code is not None and len(codes_of_method[method]) > 1:
+            numbered[run, method] = numbers.setdefault(code, len(numbers) + 1)
     places = zip(results["run"], results["method"], strict=True)
-    return pd.Series(pd.array([by_run.get(place) for place in places], dtype="Int64"), results.index)
+    return pd.Series(pd.array([numbered.get(place) for place in places], dtype="Int64"), results.index)
 
 
 def _read_code(run: str) -> tuple[str, ...] | None:
