@@ -120,6 +120,7 @@ def _count_steps_per_epoch(args: GateConfig, num_rows: int) -> int:
 
 
 def name_epochs(number: float) -> str:
+    """Return a number of epochs with its noun, in full: `g` alone would write a thousand as 1e+03."""
     if number == 1:
         return "1 epoch"
     return f"{number:,g} epochs"

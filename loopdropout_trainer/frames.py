@@ -101,9 +101,9 @@ def load_results(*folders: str | Path) -> pd.DataFrame:
 
     Further columns are `trained_loops` (depth of the training), `sweep` and `variant` (name of the method in the sweep),
     `checkpoint` (its step, if a checkpoint was measured), `code` (`number_codes`), and `chose` (`_find_choosing`). Three kinds
-    of results are left out:
-    those that repeat a measurement of a training itself, losses that only served the choice of a learning rate, and those of
-    weights that a later training replaced. `attrs["left_out"]` has a line about each kind, or is "".
+    of results are left out: those that repeat a measurement of a training itself, losses that only served the choice of a
+    learning rate, and those of weights that a later training replaced. `attrs["left_out"]` has a line about each kind, or is
+    "".
 
     If no training has results, those that have not ended have one result each, `unfinished_at`, for their losses. A line of
     `attrs["left_out"]` says so.

@@ -27,7 +27,7 @@ from loopdropout_trainer.sweep_code import describe_other_results
 from loopdropout_trainer.sweeps import read_summary
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
-from loopdropout_trainer.training_data import CONFIGS, describe_sweep_examples, load_sweep_examples
+from loopdropout_trainer.training_data import CONFIGS, NOT_CHECKED, describe_sweep_examples, load_sweep_examples
 from loopdropout_trainer.workers import describe_left, is_running
 
 
@@ -118,7 +118,7 @@ def print_commands(sweep: Any) -> None:
 def _check_trainings(sweep: Any) -> None:
     """Check the data and the fields of all trainings, as a sweep's plan does. Say on stderr which data are not checked."""
     plan = describe_sweep_plan(sweep)
-    if "not checked" in plan.get("examples", ""):
+    if NOT_CHECKED in plan.get("examples", ""):
         print(titled("examples", plan["examples"].splitlines()), file=sys.stderr)
 
 

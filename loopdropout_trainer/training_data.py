@@ -161,6 +161,10 @@ def _can_reach_hub() -> bool:
     return True
 
 
+NOT_CHECKED = "not checked, because the Hub cannot be reached"
+"""Line about the examples of a sweep's method in its plan, instead of their number."""
+
+
 def describe_sweep_examples(
     examples: Mapping[str, SweepExamples], trainings: Mapping[str, Training]
 ) -> dict[str, dict[str, str]]:
@@ -168,7 +172,7 @@ def describe_sweep_examples(
     lines: dict[str, dict[str, str]] = {"examples": {}, "counted": {}, "left out": {}}
     for method, training in trainings.items():
         if method not in examples:
-            lines["examples"][method] = "not checked, because the Hub cannot be reached"
+            lines["examples"][method] = NOT_CHECKED
             continue
         own = examples[method]
         num_rows = count_rows(own.loaded, training.args)
