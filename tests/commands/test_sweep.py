@@ -561,6 +561,9 @@ def test_plan_asks_once_whether_the_hub_answers(capsys, monkeypatch, tmp_path, m
         sweep.main([*words, "--dry_run", "true"])
     assert "\nexamples        not checked, because the Hub cannot be reached\n" in capsys.readouterr().out
     assert ask.call_count == 1
+    sweep.main([*words, "--output_dir", str(tmp_path / "runs"), "--print_commands", "true"])
+    printed, note = capsys.readouterr()
+    assert "not checked, because the Hub cannot be reached" in note and "not checked" not in printed
 
 
 def test_plan_counts_the_passes_of_a_rule(capsys):

@@ -6,6 +6,7 @@ from datasets import Dataset
 from helpers.errors import user_error
 from helpers.tiny import tiny_ouro
 from loopdropout_trainer import LoopDropoutDPOConfig, LoopDropoutDPOTrainer, LoopDropoutSFTTrainer
+from loopdropout_trainer.training.given_data import prepare_given
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -35,6 +36,13 @@ def test_formatting_function_prepares_raw_data(config, dataset, tokenizer):
     trainer = LoopDropoutSFTTrainer(tiny_ouro(), args, formatting_func=lambda row: row["prompt"], **data)
     own = trainer.evaluate()["eval_loss"]
     assert trainer.predict(held_out).metrics["test_loss"] == pytest.approx(own, rel=1e-5)
+
+
+def test_prepared_data_stays_as_it_is(make_sft):
+    """Also for `predict`, and without a check of columns that TRL does not read then."""
+    tokens = Dataset.from_list([{"input_ids": [2, 5], "labels": [2, 5], "text": 5}] * 4)
+    trainer = make_sft(rows=tokens, dataset_kwargs={"skip_prepare_dataset": True})
+    assert prepare_given(trainer, "test_dataset", tokens) is tokens
 
 
 def test_pairs_are_prepared_for_predict(config, tokenizer):
