@@ -62,8 +62,21 @@ def short_repr(value: Any) -> str:
     return text
 
 
-OWN_FILE_HINT = " If it is your own, import its file first, in a `loopdropout` command with `--import FILE`."
-"""End of a message about an unknown name that a file of the user can register."""
+_commands: list[str] = []
+"""Name of the command that `run_script` runs. Empty in a Python program or a notebook of the user."""
+
+
+def choose_advice(in_command: str, in_python: str) -> str:
+    """Return the advice that the reader of a message can follow, who runs a command of this package or Python code."""
+    return in_command if _commands else in_python
+
+
+def hint_at_own_file() -> str:
+    """Return the end of a message about an unknown name that code of the user can register."""
+    advice = choose_advice(
+        "import its file first, by `--import FILE`", "run or import the code that registers it first"
+    )
+    return f" If it is your own, {advice}."
 
 
 def count(number: int, noun: str) -> str:
@@ -226,6 +239,7 @@ def run_script(main: Callable[[], None]) -> None:
         main: function that parses the command line and does the work.
     """
     script = _command_name(Path(sys.argv[0]))
+    _commands.append(script)
     protect_terminal()
     is_in_terminal = sys.stderr is not None and sys.stderr.isatty()
     if not is_in_terminal and "tqdm" not in sys.modules:  # which reads the variable when it is imported
@@ -260,6 +274,8 @@ def run_script(main: Callable[[], None]) -> None:
         # All processes stop after the same step, and a launcher that was stopped, too, waits until all of them have ended.
         _print_from_first_process(f"{script}: {str(error) or 'interrupted.'}", seconds=2, only=True)
         sys.exit(128 + getattr(error, "signal", signal.SIGINT))
+    finally:
+        _commands.remove(script)
 
 
 def _command_name(script: Path) -> str:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from loopdropout_trainer.errors import UserError, count, short_repr
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw, GateRule, change_p, make_rule
+from loopdropout_trainer.gates.rule import not_a_rule
 from loopdropout_trainer.looped import attach_looped_model, find_looped_model
 from loopdropout_trainer.lora import (
     adapted_layers,
@@ -79,7 +80,7 @@ def _as_drawing_rule(rule: Any) -> GateRule:
     if isinstance(rule, str):
         rule = make_rule(rule)
     if not isinstance(rule, GateRule):
-        raise UserError(f"`rule` must be a name, or a rule such as `ExactlyM(m=2)`, got {short_repr(rule)}.")
+        raise not_a_rule(rule)
     needs_trainer = rule.uses_steps or rule.wants_sensitivity or rule.draws_per_batch > 1
     if rule.lora_kind != "gated" or needs_trainer:
         raise UserError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, hint_at_own_file, short_repr
 
 
 Reward = Callable[..., list[float | None]]
@@ -63,7 +63,7 @@ def find_rewards(rewards: Sequence[Any]) -> list[Any]:
         if is_name and reward not in REWARDS:
             raise UserError(
                 f"`reward_funcs` must be functions, reward models, or names such as {', '.join(REWARDS)}, got {reward!r}."
-                f"{closest_match(reward, REWARDS)}{OWN_FILE_HINT}"
+                f"{closest_match(reward, REWARDS)}{hint_at_own_file()}"
             )
         found.append(REWARDS[reward] if is_name else reward)
     return found

@@ -25,7 +25,15 @@ from lm_eval.tasks import TaskManager
 
 from loopdropout_trainer.data import PROMPT_TEMPLATES, fill, read_files
 from loopdropout_trainer.data.preparations import SCORED_LIKE
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, count, hint_at_login, short_repr
+from loopdropout_trainer.errors import (
+    UserError,
+    choose_advice,
+    closest_match,
+    count,
+    hint_at_login,
+    hint_at_own_file,
+    short_repr,
+)
 from loopdropout_trainer.recipe import IMPORTED
 from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.rewards import REWARDS
@@ -86,9 +94,11 @@ def load_benchmarks(
         elif name == DEVELOPMENT:
             tasks.append(development_task(preparation, held_out))
         elif name.endswith(".yaml") and str(Path(name).resolve()) not in IMPORTED:
-            raise UserError(
-                f"{name} can run code, as any task file of lm-eval. Add `--import {name}` to the command line."
+            fix = choose_advice(
+                f"Add `--import {name}` to the command line.",
+                f"Allow it first by `loopdropout_trainer.recipe.import_files([{name!r}])`.",
             )
+            raise UserError(f"{name} can run code, as any task file of lm-eval. {fix}")
         else:
             tasks += load_task(name, revisions.get(name), limit).values()
     return tasks
@@ -147,7 +157,7 @@ def own_benchmark(
     if scorer not in (None, *REWARDS):
         raise UserError(
             f"`scorer` must be one of {', '.join(REWARDS)}, got {scorer!r}.{closest_match(scorer, REWARDS)}"
-            f"{OWN_FILE_HINT}"
+            f"{hint_at_own_file()}"
         )
     templates = {"doc_to_text": PROMPT_TEMPLATES.get(prompt, prompt), "doc_to_target": target}
     config = {field: functools.partial(fill, text) for field, text in templates.items() if text is not None}

@@ -28,7 +28,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from loopdropout_trainer.errors import UserError
+from loopdropout_trainer.errors import UserError, choose_advice
 from loopdropout_trainer.evaluation.in_sandbox import write_job
 
 
@@ -268,8 +268,9 @@ def check_allowed(task: str, allow_unsafe_code: bool, can_be_sandboxed: bool = T
     """
     fault = sandbox_fault() if can_be_sandboxed else "lm-eval runs the programs of this task itself"
     if fault is not None and not allow_unsafe_code:
+        option = choose_advice("`--allow_unsafe_code true` on the command line", "`allow_unsafe_code=True`")
         raise UserError(
             f"`{task}` runs programs that the model has written, and bubblewrap cannot contain them ({fault}). Install "
-            "bubblewrap (`apt-get install bubblewrap`) on a system that allows namespaces, or set `--allow_unsafe_code true` "
-            "on the command line to run them with your own rights."
+            f"bubblewrap (`apt-get install bubblewrap`) on a system that allows namespaces, or set {option} to run them with "
+            "your own rights."
         )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, closest_match, short_repr
+from loopdropout_trainer.errors import UserError, closest_match, hint_at_own_file, short_repr
 from loopdropout_trainer.gates.streams import Streams
 from loopdropout_trainer.renames import renamed_attribute, take_old_attribute
 
@@ -158,9 +158,24 @@ def make_rule(name: str, **fields: Any) -> GateRule:
     A command line and YAML may give p as a list of one number. A rule gets p as a float, or as a tuple with a float for each
     loop if its own field is not declared as one `float`.
     """
+    if not isinstance(name, str):
+        raise not_a_rule(name)
     if "p" in fields and name in RULES and "p" in RULES[name].__dataclass_fields__:
         fields["p"] = _read_p(RULES[name], fields["p"])
-    return make_from_fields(RULES, "rule", name, fields, OWN_FILE_HINT)
+    return make_from_fields(RULES, "rule", name, fields, hint_at_own_file())
+
+
+def not_a_rule(value: Any) -> UserError:
+    """Return the error about a value of `rule` that is neither a name nor a rule, such as a function or a class."""
+    hint = ""
+    if isinstance(value, type) and issubclass(value, GateRule):
+        hint = f" Make an instance, `{value.__name__}(...)`."
+    elif callable(value):
+        hint = " Write the function as the method `sample` of a class with `@register_rule`."
+    return UserError(
+        "`rule` must be a name, or a rule such as `ExactlyM(m=2)`, which is an instance of `GateRule`, got "
+        f"{short_repr(value)}.{hint}"
+    )
 
 
 def change_p(rule: GateRule, p: float | Sequence[float]) -> GateRule:

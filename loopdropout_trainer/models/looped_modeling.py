@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder
 
-from loopdropout_trainer.errors import OWN_FILE_HINT, UserError, check_name, first_line, hint_at_login, short_repr
+from loopdropout_trainer.errors import UserError, check_name, first_line, hint_at_login, hint_at_own_file, short_repr
 from loopdropout_trainer.gate_state import GateState
 from loopdropout_trainer.looped import (
     SUPPORTED,
@@ -222,7 +222,7 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
     if model_type not in CONFIG_MAPPING:
         raise NotLoopedError(
             f"{name} must have a supported `model_type`, got {model_type!r}. Code in a checkpoint is never run. "
-            f"{SUPPORTED}{OWN_FILE_HINT}"
+            f"{SUPPORTED}{hint_at_own_file()}"
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     is_of_transformers = model_class is not None and model_class.__module__.startswith("transformers.")

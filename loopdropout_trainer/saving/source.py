@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopdropout_trainer.errors import UserError, as_path, check_name, count
+from loopdropout_trainer.errors import UserError, as_path, check_name, choose_advice, count
 from loopdropout_trainer.files import checkpoint_step, is_checkpoint, model_path, read_json_object
 from loopdropout_trainer.memory import read_depth
 from loopdropout_trainer.results import (
@@ -112,9 +112,10 @@ def find_base(source: Source) -> Source:
     """
     if not source.is_adapter:
         return source
+    option = choose_advice("by `--model_name_or_path`", "as in `load_model(base, adapter=folder)`")
     hint = (
         f" It is `base_model_name_or_path` in {source.folder / CONFIG_FILE}, the base model of the adapter. Change it there, "
-        "or give the base model, as in `load_model(base, adapter=folder)` or `--model_name_or_path`."
+        f"or give the base model, {option}."
     )
     check_name(source.base, lambda: hint)
     return find_source(source.base, revision=source.revision, accept=MODELS)
@@ -197,9 +198,10 @@ def _refusal(kind: Kind, name: str, folder: Path) -> str:
         newest = newest_checkpoint(folder)
         if newest is None:
             return f"The run in {name} has no model yet, and no complete checkpoint. Train it first."
+        option = choose_advice("`--resume_from_checkpoint true`", "`train(resume_from_checkpoint=True)`")
         return (
             f"The run in {name} has no model yet, because it is not finished. Its newest complete checkpoint is {newest}. Use "
-            "that folder, or continue the training with `--resume_from_checkpoint true`."
+            f"that folder, or continue the training with {option}."
         )
     if kind == "sweep":
         runs = list_runs(folder)

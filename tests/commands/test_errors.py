@@ -12,7 +12,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from helpers.errors import user_error
 from helpers.tokenizer import make_tokenizer
 from loopdropout_trainer.errors import UserError, closest_match, hide_secrets, run_script, short_repr
+from loopdropout_trainer.evaluation.loading import load_benchmarks
+from loopdropout_trainer.evaluation.sandbox import check_allowed
+from loopdropout_trainer.gates import make_rule
+from loopdropout_trainer.saving.facts import Source
 from loopdropout_trainer.saving.integrity import saving
+from loopdropout_trainer.saving.source import find_base
 
 
 TOKEN = "hf_averysecrettokenofsomeone"
@@ -47,6 +52,42 @@ def test_run_script_prints_one_line(monkeypatch, capsys, error, code, message):
         run_script(lambda: raise_(error))
     assert stop.value.code == code
     assert capsys.readouterr().err == f"loopdropout sft: {message}\n"
+
+
+ADVICE = {
+    "rule": (
+        lambda folder: make_rule("my_rule"),
+        "by `--import FILE`",
+        "run or import the code that registers it first",
+    ),
+    "task file": (
+        lambda folder: load_benchmarks(["my_task.yaml"]),
+        "Add `--import my_task.yaml` to the command line",
+        r"by `loopdropout_trainer.recipe.import_files\(\['my_task.yaml'\]\)`",
+    ),
+    "unsafe": (
+        lambda folder: check_allowed("ifeval", False, can_be_sandboxed=False),
+        "set `--allow_unsafe_code true` on the command line",
+        "set `allow_unsafe_code=True` to run",
+    ),
+    "base model": (
+        lambda folder: find_base(Source("mine", "adapter", folder, base="no/such/folder")),
+        "give the base model, by `--model_name_or_path`",
+        "give the base model, as in `load_model",
+    ),
+}
+"""Errors whose advice is an option of a command, or code."""
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_is_for_the_command_or_for_python(monkeypatch, capsys, tmp_path, name):
+    action, option, code = ADVICE[name]
+    monkeypatch.setattr(sys, "argv", ["recipes/sft.py"])
+    with pytest.raises(SystemExit):
+        run_script(lambda: action(tmp_path))
+    assert option in capsys.readouterr().err
+    with user_error(code):
+        action(tmp_path)
 
 
 WRITERS = {

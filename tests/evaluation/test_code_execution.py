@@ -294,7 +294,7 @@ def test_unsafe_code_needs_permission(monkeypatch, tokenizer, evalplus_data, tmp
     monkeypatch.setattr(LoopedLM, "generate_until", lambda self, requests: codes)
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["tulu2"].read_text())
     lm = LoopedLM(tiny_ouro(), tokenizer)
-    with user_error("`bwrap` is not installed.*--allow_unsafe_code true"):
+    with user_error("`bwrap` is not installed.*or set `allow_unsafe_code=True`"):
         evaluate_tasks(lm, ["humaneval_plus"], limit=2)
     (result, *_) = evaluate_tasks(lm, ["humaneval_plus"], limit=2, allow_unsafe_code=True)
     assert result["value"] == 50

@@ -231,7 +231,10 @@ def test_own_benchmark_scores_answers(replay, tmp_path):
             {"prompt": "{land}"},
             "The task `capitals` cannot be loaded: `land` is missing, and the columns are country, capital",
         ),
-        ({"scorer": "exact_mach"}, "`scorer` must be one of .* Did you mean 'exact_match'.*`--import FILE`"),
+        (
+            {"scorer": "exact_mach"},
+            "`scorer` must be one of .* Did you mean 'exact_match'.*import the code that registers it",
+        ),
         ({"promt": "x"}, "The benchmark `capitals` has no field `promt`. Did you mean 'prompt'"),
         (
             {**dict.fromkeys(OWN), "like": "metamath_gsm8k"},
@@ -264,7 +267,7 @@ def test_task_file_is_a_benchmark_after_import(tmp_path, monkeypatch):
     rows = write_lines(tmp_path / "rows.jsonl", CAPITALS)
     fields = {"output_type": "generate_until", "doc_to_text": "{{country}}:", "doc_to_target": "{{capital}}"}
     path = write_task(tmp_path / "mine.yaml", rows, task="mine", **fields)
-    with user_error(f"can run code.* Add `--import {path}` to the command line"):
+    with user_error("can run code.* Allow it first by `loopdropout_trainer.recipe.import_files"):
         load_benchmarks([path])
     monkeypatch.setattr(loading, "IMPORTED", [path])
     (task,) = load_benchmarks([path])

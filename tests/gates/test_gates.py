@@ -164,7 +164,7 @@ def test_stream_values_are_pinned():
         ("schedule", {"p_end": 2}, "`p_end`"),
         ("loop_dropout", {"p": 1}, r"`p` must be a number in \[0, 1\), got 1"),
         ("loop_dropout", {"p": (0.5, 0.5)}, "2 values"),
-        ("loop_dropot", {}, "Did you mean 'loop_dropout'.*`--import FILE`"),
+        ("loop_dropot", {}, "Did you mean 'loop_dropout'.*If it is your own, run or import the code"),
     ],
 )
 def test_make_rule_names_valid_fields(name, fields, message):

@@ -361,7 +361,10 @@ UNSUPPORTED_MODELS = [
     ({"model_type": "new", "_name": "SenseNova-Loop-9B"}, "SenseNova-Loop is not supported: it has linear attention"),
     ({"model": {"arch": "huginn"}, "_name": "LoopedLM-P1-dense-huginn-336b"}, "IFM's LoopedLM is not supported"),
     ({"model_type": "lds", "base_config_dict": {"model_type": "phi3"}}, "LoopUS over other models is not supported"),
-    ({"model_type": "new"}, "supported `model_type`, got 'new'. Code in a checkpoint is never run.*`--import FILE`"),
+    (
+        {"model_type": "new"},
+        "supported `model_type`, got 'new'. Code in a checkpoint is never run.*or import the code that",
+    ),
 ]
 
 

@@ -98,6 +98,8 @@ def test_wrong_field_that_is_set_later_raises(config, name, value, message):
         ({"group_by_length": True}, "Did you mean 'train_sampling_strategy'"),
         ({"rule": "lora", "p": 0.5}, "`rule: lora` has no field 'p', got 0.5. Leave `p` out, or set it to None."),
         ({"rule": ExactlyM(2), "rule_args": {"m": 1}}, r"fields of a rule in one place: `rule=ExactlyM\(m=2\)`"),
+        ({"rule": torch.ones}, "an instance of `GateRule`, got <built-in method ones .* method `sample` of a class"),
+        ({"rule": ["lora"]}, r"`rule` must be a name, or a rule such as .*, got \['lora'\]"),
         ({"rule": Unknown()}, "`rule` must be a rule with `@register_rule`, got Unknown.$"),
     ],
 )

@@ -235,8 +235,10 @@ def test_examples_of_the_page_draw_gates(title, dataset, tokenizer, tmp_path, mo
 
 
 def test_wrong_arguments_of_a_handle_raise(make_sft):
-    with user_error("`rule` must be a name, or a rule such as `ExactlyM.m=2.`, got <class"):
+    with user_error("an instance of `GateRule`, got <class .* Make an instance, `LoopDropout"):
         loop_dropout(with_adapter(), rule=LoopDropout)
+    with user_error("got <function .* Write the function as the method `sample` of a class with `@register_rule`"):
+        loop_dropout(with_adapter(), rule=lambda draw: [1, 1, 1, 1])
     with user_error("`model` must be a looped model, .* Pass its `model`"):
         loop_dropout(make_sft(), p=0.5)
     with user_error("`seed` must be an integer, got 1.5"):
