@@ -341,7 +341,7 @@ class Job:
         from loopdropout_trainer.progress import finish_run
         from loopdropout_trainer.saving.cards import read_card_fields, write_model_card
         from loopdropout_trainer.saving.merging import merge_and_save
-        from loopdropout_trainer.saving.pushing import explain_push, name_on_card, push_run
+        from loopdropout_trainer.saving.pushing import explain_push, find_command, name_on_card, push_run
 
         folder = Path(trainer.args.output_dir)
         if not trainer.is_world_process_zero():
@@ -353,7 +353,9 @@ class Job:
         finish_run(trainer, card["results"])
         if trainer.args.push_to_hub:  # the training has pushed the adapter without its measurements
             name, args = trainer.hub_model_id, trainer.args
-            explained = explain_push(name, f"The adapter is saved in {folder}.", args.hub_token)
+            command = find_command(folder, name, args.hub_revision, args.hub_private_repo)
+            retry = f"push again with `{command}`"
+            explained = explain_push(name, f"The adapter is saved in {folder}.", args.hub_token, retry)
             with explained, name_on_card(folder, name, args.hub_revision):
                 commit = push_run(
                     folder, name, trainer.model.peft_config, token=args.hub_token, branch=args.hub_revision

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,16 @@ def find_repository(args: TrainingArguments) -> str:
     return args.hub_model_id or Path(args.output_dir).absolute().name
 
 
+def find_command(folder: str | Path, repo_id: str, revision: str | None = None, private: bool | None = None) -> str:
+    """Return the command that pushes a saved adapter. The arguments are those of `push_adapter`."""
+    words = ["loopdropout", "push", str(folder), "--hub_model_id", repo_id]
+    if revision is not None:
+        words += ["--hub_revision", revision]
+    if private is not None:
+        words += ["--hub_private_repo", str(private).lower()]
+    return shlex.join(words)
+
+
 @contextmanager
 def explain_push(
     repo_id: str, saved: str, token: str | None = None, retry: str = "push again", otherwise: str = ""
@@ -52,7 +63,8 @@ def explain_push(
         reason = hide_secrets(first_line(error).replace(token or "\0", "***"))
         cause, fix, missing = "", f"{LOG_IN}, and {retry}", ""
         if is_unreachable(error):
-            cause, fix = ", because the Hub cannot be reached", f"{retry.capitalize()} when there is a connection"
+            cause = ", because the Hub cannot be reached"
+            fix = f"{retry[0].upper()}{retry[1:]} when there is a connection"
             missing = "" if has_token(token) else f" No token was found either. {LOG_IN}."
         if isinstance(error, HFValidationError):
             fix = f"Correct the name, and {retry}"
@@ -79,18 +91,54 @@ def name_on_card(folder: str | Path, repo_id: str, revision: str | None = None) 
 @contextmanager
 def keep_card(folder: str | Path) -> Iterator[None]:
     """Restore the card of a folder if the block raises an exception or is interrupted."""
-    from loopdropout_trainer.saving.cards import CARD_FILE
-
-    card = Path(folder, CARD_FILE)
-    before = card.read_bytes() if card.is_file() else None
+    before = read_card(folder)
     try:
         yield
     except BaseException:  # also for Ctrl-C
-        if before is None:
-            card.unlink(missing_ok=True)
-        else:
-            card.write_bytes(before)
+        _restore_card(folder, before)
         raise
+
+
+def read_card(folder: str | Path) -> bytes | None:
+    """Return the card of a folder, or None if it has none."""
+    card = _locate_card(folder)
+    return card.read_bytes() if card.is_file() else None
+
+
+def _restore_card(folder: str | Path, before: bytes | None) -> None:
+    card = _locate_card(folder)
+    if before is None:
+        card.unlink(missing_ok=True)
+    else:
+        card.write_bytes(before)
+
+
+def _locate_card(folder: str | Path) -> Path:
+    from loopdropout_trainer.saving.cards import CARD_FILE
+
+    return Path(folder, CARD_FILE)
+
+
+def push_in_background(push: Callable[[], CommitInfo], folder: str | Path, before: bytes | None) -> Future[CommitInfo]:
+    """Push while the program continues. If the push fails later, the reason is logged, and the folder gets its old card.
+
+    Args:
+        push: Function that pushes, and explains its errors by `explain_push`.
+        folder: Folder whose card names the repository.
+        before: Card without the repository (`read_card`). It does not replace a card that was written during the push.
+    """
+    pushed = read_card(folder)
+
+    def run_push() -> CommitInfo:
+        try:
+            return push()
+        except Exception as error:
+            if read_card(folder) == pushed:
+                _restore_card(folder, before)
+            logger.warning(str(error))
+            raise
+
+    return HfApi().run_as_future(run_push)
 
 
 LOG_IN = "Log in with `hf auth login` or set HF_TOKEN"
@@ -144,7 +192,7 @@ def upload(
     branch: str | None = None,
     leave_out: Iterable[str] = (),
     **options: Any,
-) -> CommitInfo | Future[CommitInfo]:
+) -> CommitInfo:
     """Upload a folder without the locks and temporary files of this package.
 
     Args:
@@ -188,8 +236,7 @@ def push_run(
     message: str = "Upload adapter with its results",
     token: str | None = None,
     branch: str | None = None,
-    background: bool = False,
-) -> CommitInfo | Future[CommitInfo]:
+) -> CommitInfo:
     """Upload the adapter in the folder of a run, with its card, its settings and its results.
 
     Checkpoints, merged models, answers to problems and other runs in the folder stay on this computer.
@@ -202,7 +249,6 @@ def push_run(
         message: Message of the commit.
         token: Hub token. Default: the token of the logged-in user.
         branch: Branch, which exists. Default: `main`.
-        background: Whether to return before the upload has ended.
     """
     return upload(
         folder,
@@ -211,5 +257,4 @@ def push_run(
         token=token,
         branch=branch,
         leave_out=patterns_left_out(folder, adapters),
-        run_as_future=background,
     )

@@ -35,6 +35,7 @@ from loopdropout_trainer.saving.loading import explain_keywords, load_skeleton
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.tokenizers import check_end_token, check_token, load_tokenizer, warn_if_rebuilt
 from loopdropout_trainer.training.adapter_files import AdapterFilesMixin
+from loopdropout_trainer.training.adapter_pushes import AdapterPushMixin
 from loopdropout_trainer.training.argument_checks import check_kinds, check_names
 from loopdropout_trainer.training.callbacks import PushCallback, UnitGatesCallback, make_step_callbacks
 from loopdropout_trainer.training.config import GateConfig
@@ -108,7 +109,7 @@ def describe_weights(config: Any, dtype: Any) -> dict[str, Any]:
     return {"dtype": str(dtype).removeprefix("torch."), "quantization": as_json}
 
 
-class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, OptimizerMixin):
+class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, OptimizerMixin):
     """Setup of a TRL trainer, whose `__init__` is made by `with_gates`.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -685,6 +686,54 @@ def test_failed_push_of_a_trainer_leaves_its_card(make_sft, broken_uploads, tmp_
     assert "me/x" not in card_of(trainer.args.output_dir)
     trainer.create_model_card()  # which the user asks for, with the whole name from the push
     assert "loopdropout chat me/x\n" in card_of(trainer.args.output_dir)
+
+
+@pytest.fixture
+def late_failures(monkeypatch):
+    """An event that lets the uploads fail that wait for it."""
+    may_fail = threading.Event()
+
+    def upload_folder(self, **options):
+        assert may_fail.wait(timeout=30)
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return may_fail
+
+
+def test_push_that_fails_later_leaves_the_card(make_sft, late_failures, tmp_path, log):
+    folder = tmp_path / "x"
+    trainer = make_sft(output_dir=str(folder), hub_model_id="me/x", hub_private_repo=True)
+    job = trainer.push_to_hub(blocking=False)
+    assert "loopdropout chat me/x\n" in card_of(folder)
+    late_failures.set()
+    message = (
+        r"The push to me/x failed \(OSError: no space is left\). The adapter is saved in .*x. Log in with `hf auth login` or "
+        f"set HF_TOKEN, and push again with `loopdropout push {folder} --hub_model_id me/x --hub_private_repo true`.$"
+    )
+    with user_error(message):
+        job.result()
+    assert re.search(message, log.text.strip()) and "me/x" not in card_of(folder)
+    job = trainer.push_to_hub(blocking=False)
+    with pytest.raises(UserError):
+        job.result()
+    late_failures.clear()
+    job = trainer.push_to_hub(blocking=False)
+    (folder / "README.md").write_text("Mine")  # during the push
+    late_failures.set()
+    with pytest.raises(UserError):
+        job.result()
+    assert card_of(folder) == "Mine"
+
+
+def test_failed_push_of_a_checkpoint_is_reported(make_sft, late_failures, tmp_path, log):
+    late_failures.set()
+    options = {"push_to_hub": True, "hub_model_id": "me/x", "hub_strategy": "checkpoint"}
+    trainer = make_sft(output_dir=str(tmp_path / "x"), max_steps=1, save_strategy="steps", save_steps=1, **options)
+    trainer.train()
+    assert re.search("The push to me/x failed .* The adapter of step 1 is saved in .*checkpoint-1, and", log.text)
+    assert "me/x" not in card_of(tmp_path / "x")
 
 
 class OwnCard(LoopDropoutSFTTrainer):

@@ -30,7 +30,7 @@ from loopdropout_trainer import (
 from loopdropout_trainer.gates import Draw, LoopDropout
 from loopdropout_trainer.looped import find_looped_model
 from loopdropout_trainer.lora import adapted_layers
-from loopdropout_trainer.training import adapter_files
+from loopdropout_trainer.training import adapter_files, adapter_pushes
 
 
 PLAIN = {"remove_padding": False}
@@ -203,7 +203,8 @@ def test_lora_plus_scales_the_learning_rate_of_b(train):
 
 def test_saved_adapter_has_its_settings_and_card(train, tmp_path, monkeypatch):
     cards = Mock(wraps=adapter_files.write_model_card)
-    monkeypatch.setattr(adapter_files, "write_model_card", cards)
+    for module in (adapter_files, adapter_pushes):
+        monkeypatch.setattr(module, "write_model_card", cards)
     trainer = train(p=[0.1, 0.2, 0.3, 0.4], save_strategy="steps", save_steps=4)
     trainer.save_model(str(tmp_path / "saved"))
     for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-4"):
