@@ -265,10 +265,15 @@ def _describe_answers(runs: Sequence[Run], depth: int | None) -> str:
 
 
 def describe_push(args: GateConfig) -> str:
-    """Return the repository that is pushed to, and if there is no token for it."""
+    """Return the repository that is pushed to, its branch and its visibility if they are set, and a missing token."""
     text = f"push to {find_repository(args)}"
     if args.hub_model_id is None:
         text += ", the name of `output_dir`, because `hub_model_id` is not set"
+    if args.hub_revision is not None:
+        text += f", to the branch {args.hub_revision}"
+    if args.hub_private_repo is not None:
+        visibility = "private" if args.hub_private_repo else "public"
+        text += f", {visibility} if the repository is new"
     if not has_token(args.hub_token):
         text += f" (no token was found: {LOG_IN[0].lower()}{LOG_IN[1:]})"
     return text

@@ -362,6 +362,22 @@ def test_dry_push_needs_no_network(saved, monkeypatch, capsys, token, account):
     assert all(f"\n{line}" in plan for line in lines)
     size = (saved / "merged/model.safetensors").stat().st_size
     assert f"\n            model.safetensors  {size:,}\n" in plan
+    assert f"\ncard        {saved / 'merged/README.md'}, in which the push names" in plan
+
+
+def test_push_takes_the_repository_of_the_training(trained, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    push = load_script("recipes/push.py").main
+    words = [str(trained), "--dry_run", "true"]
+    push(words)
+    assert "\nrepository  not set (`--hub_model_id USER/NAME`)\n" in capsys.readouterr().out
+    with open(trained / "recipe.yaml", "a") as recipe:
+        recipe.write("hub_model_id: me/calc\nhub_private_repo: true\nhub_revision: v1\n")
+    for option, place in (([], ["me/calc", "v1", "private"]), (TO_ME, ["me/x", "main", "private"])):
+        push([*words, *option])
+        plan = capsys.readouterr().out
+        repository, branch, visibility = place
+        assert f"\nrepository  {repository}\nbranch      {branch}\nvisibility  {visibility}" in plan
 
 
 def test_merge_never_replaces_base_or_adapter(base, trained):
@@ -602,6 +618,8 @@ def test_plan_names_the_repository_and_a_missing_token(config, tmp_path, monkeyp
         place = "push to mine, the name of `output_dir`, because `hub_model_id` is not set"
         assert describe_push(unnamed) == place + note
         assert describe_push(named) == f"push to me/try{note}"
+    private = config(hub_model_id="me/try", hub_revision="v1", hub_private_repo=True, hub_token="hf_given")
+    assert describe_push(private) == "push to me/try, to the branch v1, private if the repository is new"
     assert describe_push(config(hub_model_id="me/try", hub_token="hf_given")) == "push to me/try"
 
 
