@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from loopdropout_trainer.arguments import AdapterArguments, ModelArguments, SFTArguments
@@ -23,12 +22,12 @@ from loopdropout_trainer.plan import (
 )
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.results import is_of_training, read_own_results
+from loopdropout_trainer.run_times import describe_left, describe_means, name_time, read_means
 from loopdropout_trainer.sweep_code import describe_other_results
-from loopdropout_trainer.sweeps import read_summary
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training_data import CONFIGS, NOT_CHECKED, describe_sweep_examples, load_sweep_examples
-from loopdropout_trainer.workers import describe_left, is_running
+from loopdropout_trainer.workers import is_running
 
 
 def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
@@ -38,11 +37,10 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         sweep: `Sweep` of recipes/sweep.py.
         command: Command line of the sweep. None: it has started, so that no next command is printed.
     """
-    num_trainings = sweep.count()[1]
     plan = describe_sweep_plan(sweep)
     if command is not None:  # else the sweep prints it before its first training
         plan["other code"] = describe_other_results(sweep)
-    print(count(num_trainings, "training"))
+    print(plan.pop("trainings"))
     for title, text in plan.items():
         if text:
             print(titled(title, text.splitlines(), width=16))
@@ -69,7 +67,9 @@ def describe_sweep_plan(sweep: Any) -> dict[str, str]:
     measured = _describe_measured_time(sweep)
     if measured and costs["time"].startswith(NOT_COMPUTED):  # the line about it says how to measure the time
         costs["time"] = ""
+    num_ended, total = sweep.count()
     return {
+        "trainings": count(total, "training"),
         "methods": ", ".join(sweep.recipes),
         "learning rates": rates,
         "seeds": _describe_seeds(sweep),
@@ -80,19 +80,17 @@ def describe_sweep_plan(sweep: Any) -> dict[str, str]:
         "choice": _describe_choice(sweep),
         "evaluation": _by_method(_describe_evaluations(sweep)),
         "answers": _describe_answers(sweep, trainings, is_timed=bool(measured)),
-        "done": _describe_done(sweep, measured),
+        "done": _describe_done(sweep, num_ended, total, measured),
     }
 
 
-def _describe_done(sweep: Any, measured: str) -> str:
-    """Return the number of trainings that have ended, with their measured time, or "" before the first one."""
-    num_ended, total = sweep.count()
+def _describe_done(sweep: Any, num_ended: int, total: int, measured: str) -> str:
+    """Return the number of trainings that have ended, with the time that is left and was measured, or "" before any ended."""
     if not num_ended:
         return ""
-    done = f"{num_ended} of {count(total, 'training')}"
-    if measured:
-        done += f", {measured}"
-    return done
+    left = describe_left(sweep.count_left(), _read_means(sweep), sweep.workers)
+    done = ", ".join(filter(None, [f"{num_ended} of {count(total, 'training')}", left]))
+    return f"{done}\n{measured}".rstrip()
 
 
 def print_commands(sweep: Any) -> None:
@@ -193,21 +191,25 @@ def _read_training(sweep: Any, method: str) -> Training:
 def _describe_measured_time(sweep: Any) -> str:
     """Return the mean time of the runs that have ended, or "" if none has.
 
-    A sweep measures its own runs, and also estimates the time that is left. A scheduler may run the commands of
-    `print_commands` instead. Then only the time of the trainings is known.
+    A sweep measures its own runs. A scheduler may run the commands of `print_commands` instead. Then only the time of the
+    trainings is known.
     """
-    times = read_summary(sweep.output_dir).get("run_seconds", {})
-    run_seconds = [times[method] for method in sweep.recipes if method in times]
-    if run_seconds:
-        mean = sum(run_seconds) / len(run_seconds)
-        text = f"measured: {_name_time(mean)} on average for a run with its start, training and evaluation"
-        left = describe_left(sweep, mean, sweep.workers)
-        return f"{text}, so {left}" if left else text
+    means = _read_means(sweep)
+    if means:
+        return describe_means(means)
     train_seconds = _read_train_seconds(sweep)
     if not train_seconds:
         return ""
     mean = sum(train_seconds) / len(train_seconds)
-    return f"measured: {_name_time(mean)} on average for a training without its start and evaluation"
+    return f"measured: {name_time(mean)} on average for a training without its start and evaluation"
+
+
+def _read_means(sweep: Any) -> dict[str, float]:
+    """Return the mean seconds of each kind of run that the sweep has measured. Methods of one sweep have the same ones."""
+    means: dict[str, float] = {}
+    for method in sweep.recipes:
+        means |= read_means(sweep.output_dir, method)
+    return means
 
 
 def _read_train_seconds(sweep: Any) -> list[float]:
@@ -221,10 +223,6 @@ def _read_train_seconds(sweep: Any) -> list[float]:
             if is_of_training(row) and row["metric"] == "train_seconds":
                 seconds.append(row["value"])
     return seconds
-
-
-def _name_time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
 
 
 def _describe_choice(sweep: Any) -> str:

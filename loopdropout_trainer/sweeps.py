@@ -20,7 +20,7 @@ SETTINGS_FILE = "sweep_recipe.yaml"
 
 SUMMARY_FILE = "summary.json"
 """File in the folder of a sweep with `choices`, `select_on`, `full_grid`, `trainings`, `finished`, `failed`,
-`waiting`, `other_code` and `run_seconds` by method, and the table `accuracy`.
+`waiting`, `other_code` and `run_seconds` (by the kind of a run) by method, and the table `accuracy`.
 
 If all `trainings` have ended, the method may still not be `finished`, because measurements are missing.
 """

@@ -16,9 +16,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from datetime import timedelta
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from loopdropout_trainer.errors import UserError
 from loopdropout_trainer.files import checkpoint_step, lock_path
 from loopdropout_trainer.imported_code import find_other_code
 from loopdropout_trainer.results import has_trained, read_run
+from loopdropout_trainer.run_times import MEASURING, RunTimes, describe_left
 from loopdropout_trainer.saving.checkpoints import newest_checkpoint
 
 
@@ -62,14 +62,17 @@ class Runs(Protocol):
     def count(self) -> tuple[int, int]:
         """Return the number of trainings that have ended, and of all trainings, as far as they are known."""
 
-    def count_starts(self) -> tuple[int, int]:
-        """Return the number of runs that are done, and of all runs, as far as they are known.
+    def kind(self, run: Any) -> str:
+        """Return the kind of a run that is not done, which decides its time."""
 
-        A training that is measured later has two runs, each of which is started and takes its time.
-        """
+    def count_done(self) -> int:
+        """Return the number of runs that are done. A training that is measured later has two runs."""
 
-    def save_progress(self, run_seconds: float | None) -> None:
-        """Write how far the sweep is, and the mean seconds of a run, or None if no run has ended since its start."""
+    def count_left(self) -> dict[str, int]:
+        """Return the number of runs of each kind that this start of the sweep still has."""
+
+    def save_progress(self, run_seconds: Mapping[str, float]) -> None:
+        """Write how far the sweep is, and the mean seconds of a run of each kind that has ended since its start."""
 
     def describe_fix(self) -> str:
         """Return how the sweep goes on after a failure."""
@@ -92,8 +95,11 @@ class Workers:
         self.processes: set[subprocess.Popen] = set()
         self.failures: dict[Any, str] = {}  # sentences about the runs that failed, which are not tried again
         self.last_message: str | None = None  # of the last run that ended, if it failed
-        self.start, self.done_before = 0.0, 0  # of `train_all`: its time, and the number of runs that were done before
-        self.num_measured, self.run_seconds = 0, None  # of `measure_run`: the runs of its last answer, and this answer
+        self.times = RunTimes()  # of the runs that have ended here
+        self.done_before, self.num_ended = (
+            0,
+            0,
+        )  # number of runs that were done before `train_all`, and that it has ended
 
     def train_all(self) -> None:
         """Train all runs that are not done. If a run fails, the others go on, and `failures` has a sentence about it.
@@ -101,8 +107,7 @@ class Workers:
         Raises:
             UserError: If two runs in a row fail with the same message, because the others would fail, too.
         """
-        self.start = time.monotonic()
-        self.done_before, _ = self.runs.count_starts()
+        self.done_before = self.runs.count_done()
         environments = _gpus() if self.number > 1 else [{}]
         gpus = islice(cycle(environments), self.number)
         with ThreadPoolExecutor(self.number) as pool:
@@ -146,8 +151,11 @@ class Workers:
 
     def _train(self, run: Any, gpu: dict[str, str], lock: int) -> None:
         path = self.runs.folder(run) / "log.txt"
-        was_trained = has_trained(path.parent)
-        print(f"{run.name} {_describe_start(path.parent, was_trained)} (log: {path})", flush=True)
+        was_trained, kind = has_trained(path.parent), self.runs.kind(run)
+        checkpoint = None if was_trained else _find_checkpoint(path.parent)
+        is_whole = kind == MEASURING or not (was_trained or checkpoint)
+        print(f"{run.name} {_describe_start(was_trained, checkpoint)} (log: {path})", flush=True)
+        start = time.monotonic()
         with open(path, "a", encoding="utf-8") as log:
             log_start = log.tell()  # behind the lines of former starts
             process = subprocess.Popen(
@@ -163,9 +171,13 @@ class Workers:
             os.killpg(process.pid, signal.SIGTERM)
         status = process.wait()
         self.processes.remove(process)
+        if self.runs.is_done(run):
+            self.num_ended += 1
+            if is_whole:  # else it has left a part of its time to another start
+                self.times.add(kind, time.monotonic() - start)
         if self.runs.is_done(run) or self.stopped.is_set():
             self.last_message = None
-            self.runs.save_progress(self.measure_run())
+            self.runs.save_progress(self.times.means())
             print(self._describe_end(run, was_trained), flush=True)
         else:
             self._record_failure(run, status, path, log_start)
@@ -191,7 +203,7 @@ class Workers:
         else:
             cause = f"ended with exit code {status}: {message}"
         self.failures[run] = f"{run.name} {cause} (log: {log})"
-        self.runs.save_progress(self.measure_run())
+        self.runs.save_progress(self.times.means())
         # Messages of two runs can be compared without their folders, and without numbers such as free memory or a process.
         message = re.sub(r"\d[\d.,]*", "0", message.replace(str(log.parent), ""))
         if message == self.last_message:
@@ -203,17 +215,13 @@ class Workers:
         print(f"{self.failures[run]} ({num_ended} of {total} trainings have ended)", flush=True)
         self.last_message = None if was_stopped else message  # a signal says nothing about the other runs
 
-    def measure_run(self) -> float | None:
-        """Return the mean seconds of a run with its start, training and evaluation, or None if none has ended since the start.
+    def measure_speed(self) -> float:
+        """Return the number of runs at a time, with those of other machines that share the folder.
 
-        Runs of other machines count as runs of this one, because they shorten the time that is left in the same way. The time
-        of a run that was stopped or has failed does not count before the next run has ended.
+        They are as many times faster as they have ended more runs than this process since its start.
         """
-        num_starts, _ = self.runs.count_starts()
-        if num_starts > max(self.num_measured, self.done_before):
-            seconds = (time.monotonic() - self.start) * self.number
-            self.num_measured, self.run_seconds = num_starts, seconds / (num_starts - self.done_before)
-        return self.run_seconds
+        num_done = self.runs.count_done() - self.done_before
+        return self.number * max(1, num_done / max(1, self.num_ended))
 
     def _describe_end(self, run: Any, was_trained: bool) -> str:
         """Return the line about a run that has ended: its number, its step, its score and the time that is left."""
@@ -226,7 +234,7 @@ class Workers:
             status = "has its score, but did not end as it should (see its log.txt)"
         num_done, total = self.runs.count()
         parts = [status, self.runs.describe_score(run)]
-        parts.append(describe_left(self.runs, self.measure_run(), self.number))
+        parts.append(describe_left(self.runs.count_left(), self.times.means(), self.measure_speed()))
         text = f"{run.name} {', '.join(filter(None, parts))}"
         if not self.runs.is_done(run):  # a number in front would look like its own
             return f"{text} ({num_done} of {total} trainings have ended)"
@@ -248,30 +256,20 @@ def is_running(folder: Path) -> bool:
     return False
 
 
-def _describe_start(folder: Path, was_trained: bool) -> str:
-    """Return what a run begins with: its measurement, the step of its newest checkpoint, or its first step."""
+def _describe_start(was_trained: bool, checkpoint: str | None) -> str:
+    """Return what a run begins with: its measurement, the step of its checkpoint, or its first step."""
     if was_trained:
         return "is measured"
-    if find_other_code(folder) is None:  # else nothing continues from its checkpoints
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is not None:
-            return f"continues from step {checkpoint_step(checkpoint)}"
+    if checkpoint is not None:
+        return f"continues from step {checkpoint_step(checkpoint)}"
     return "starts"
 
 
-def describe_left(runs: Runs, run_seconds: float | None, workers: int) -> str:
-    """Return the time that a sweep still takes, such as "about 0:42:10 left", or "" if it is not known or finished.
-
-    Args:
-        runs: Runs of the sweep.
-        run_seconds: Mean seconds of a run, from `Workers.measure_run`.
-        workers: Number of runs at a time.
-    """
-    num_starts, all_starts = runs.count_starts()
-    if run_seconds is None or num_starts == all_starts:
-        return ""
-    seconds = run_seconds * (all_starts - num_starts) / workers
-    return f"about {timedelta(seconds=round(seconds))} left"
+def _find_checkpoint(folder: Path) -> str | None:
+    """Return the checkpoint that the training in a folder continues from, which is not one of other imported code."""
+    if find_other_code(folder) is not None:
+        return None
+    return newest_checkpoint(folder)
 
 
 def read_message(log: Path, start: int = 0) -> str:

@@ -23,6 +23,7 @@ import json
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from loopdropout_trainer.library_fields import SEED_BOUNDS, unsafe_names
 from loopdropout_trainer.recipe import IMPORTED, TRAININGS, dump_recipe, load_recipe, parse, without_option
 from loopdropout_trainer.recipe_changes import MEASURED, UNCOMPARED, compare_recipes
 from loopdropout_trainer.results import DEVELOPMENT, has_trained, is_finished, write_run
+from loopdropout_trainer.run_times import count_left, find_kind, read_means
 from loopdropout_trainer.runs import TRAINING_TYPES
 from loopdropout_trainer.sweep_code import (
     accept_other_results,
@@ -217,18 +219,17 @@ class Sweep:
         trainings = self.count_by_method().values()
         return sum(ended for ended, _ in trainings), sum(total for _, total in trainings)
 
-    def count_starts(self) -> tuple[int, int]:
-        """Return the number of runs that are done, and of all runs, also of those whose learning rate is not known yet.
+    def kind(self, run: SweepRun) -> str:
+        """Return the kind of a run that is not done, which decides its time."""
+        return find_kind(self, run)
 
-        The chosen run of the first seed counts twice, because it is started again to be measured.
-        """
-        num_ended, total = 0, 0
-        for method in self.recipes:
-            num_ended += sum(self.is_done(run) for run in self.runs(method))
-            total += self.num_trainings(method)
-            if not (self.full_grid or self.has_no_choice(method)):
-                total += 1
-        return num_ended, total
+    def count_done(self) -> int:
+        """Return the number of runs that are done. The chosen run of the first seed counts twice: it is measured later."""
+        return sum(self.is_done(run) for method in self.recipes for run in self.runs(method))
+
+    def count_left(self) -> dict[str, int]:
+        """Return the number of runs of each kind that this start of the sweep still has."""
+        return count_left(self)
 
     def count_by_method(self) -> dict[str, tuple[int, int]]:
         """Return the number of trainings of each method that have ended, and of all of its trainings.
@@ -294,16 +295,16 @@ class Sweep:
         Raises:
             UserError: If two runs in a row fail with the same message.
         """
-        self.save_progress(None)
+        self.save_progress({})
         other_results = describe_other_results(self)
         if other_results:
             print(f"The sweep trains the other runs. {other_results}", flush=True)
         self.pool.train_all()
 
-    def save_progress(self, run_seconds: float | None) -> None:
+    def save_progress(self, run_seconds: Mapping[str, float]) -> None:
         """Write the chosen learning rates, the number of trainings, and which finished, failed or wait, to `summary.json`.
 
-        Also the mean seconds of a run, from `Workers.measure_run`, unless it is None.
+        Also the mean seconds of a run of each kind that has ended since the start. Those of other kinds stay.
         """
         choices = {} if self.full_grid else {method: self.choice(method)._asdict() for method in self.recipes}
         choices |= find_kept_choices(self)
@@ -317,6 +318,7 @@ class Sweep:
         for run in [*self.pool.failures]:  # a copy, because other workers can add a failure
             if not self.is_done(run):  # another machine may have trained it since
                 failed[run.method].append(run.name)
+        means = {method: {**read_means(self.output_dir, method), **run_seconds} for method in self.recipes}
         update_summary(
             self.output_dir,
             choices=choices,
@@ -327,7 +329,7 @@ class Sweep:
             failed=failed,
             waiting=waiting,
             other_code=name_other_results(self),
-            run_seconds={} if run_seconds is None else dict.fromkeys(self.recipes, run_seconds),
+            run_seconds=means,
         )
 
     def describe_fix(self) -> str:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,9 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 from torch.nn import Identity
 
 from helpers.errors import user_error
@@ -45,7 +46,7 @@ from loopdropout_trainer.sweep_code import (
 from loopdropout_trainer.sweep_scores import read_score
 from loopdropout_trainer.sweep_summary import print_summary
 from loopdropout_trainer.sweeps import SweepRun, describe_choices, describe_progress, read_summary
-from loopdropout_trainer.workers import _describe_start, read_message
+from loopdropout_trainer.workers import _describe_start, _find_checkpoint, read_message
 
 
 sweep = load_script("recipes/sweep.py")
@@ -394,30 +395,56 @@ def test_sweep_chooses_by_the_results_of_its_trainings(lab):
     assert lab.sweep().choice("lora").best == 0.02
 
 
-def test_time_left_counts_the_measurement_of_the_chosen_run(lab):
-    """It is a further start of the script after the four trainings."""
+def test_time_left_has_the_mean_of_each_kind_of_run(lab):
+    """A measurement, a start of its own after the four trainings, can take ten times as long as the choice of the rate."""
+    assert lab.sweep(full_grid=True, output_dir=str(lab.folder / "grid")).count_left() == {"final": 6}
     made = lab.sweep()
-    assert made.count_starts() == (0, 5) and lab.sweep(
-        full_grid=True, output_dir=str(lab.folder / "grid")
-    ).count_starts() == (0, 6)
-    first = made.pending()[0]
-    subprocess.run(made.command(first), check=True)
-    made.pool.start = time.monotonic() - 100
-    assert made.count_starts() == (1, 5)
-    assert re.search("1 of 4: .*, about 0:06:4[0-9] left$", made.pool._describe_end(first, False))
-    made.pool.start -= 1000  # the time of a second run, which is stopped
+    assert made.count_left() == {"choosing": 3, "measuring": 1, "final": 1}
+    runs = [made.pending()[0]]
+    subprocess.run(made.command(runs[0]), check=True)
+    made.pool.times.add("choosing", 100)
+    end = made.pool._describe_end(runs[0], False)
+    untimed = "final trainings and measurements"
+    assert end.endswith(f"development, about 0:03:20 left, not counting {untimed} (none has ended yet)"), end
     stopped = made.pool._describe_end(made.pending()[0], False)
-    ended = r"\(1 of 4 trainings have ended\)"
-    assert re.search(f"^lora/.* stopped, about 0:06:4[0-9] left {ended}$", stopped), stopped
+    assert re.search(r"^lora/.* stopped, about 0:03:20 left, .* \(1 of 4 trainings have ended\)$", stopped), stopped
+    made.pool.times.add("final", 1200)
+    made.pool.times.add("measuring", 1000)
+    assert made.pool._describe_end(runs[0], False).endswith("development, about 0:40:00 left")  # 2 * 100 + 1000 + 1200
+    made.pool.number = 2
+    assert made.pool._describe_end(runs[0], False).endswith("development, about 0:20:00 left")
+    made.pool.done_before, made.pool.num_ended = -3, 2  # another machine has ended as many runs
+    assert made.pool._describe_end(runs[0], False).endswith("development, about 0:10:00 left")
+    made.pool.failures[made.pending()[0]] = "is broken"  # so that no learning rate is chosen now
+    assert made.count_left() == {"choosing": 1}
     made = lab.run()
-    assert made.count_starts() == (5, 5) and made.count() == (4, 4)
+    assert (made.count_left(), made.count_done(), made.count()) == ({}, 5, (4, 4))
+
+
+def test_time_of_a_continued_run_is_not_that_of_its_kind(lab):
+    """A part of it belongs to another start of the sweep."""
+    made = lab.sweep()
+    checkpoint = made.folder(made.pending()[0]) / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    save_file({}, checkpoint / "adapter_model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, checkpoint / name)
+    made.train_all()
+    assert {kind: len(seconds) for kind, seconds in made.pool.times.seconds.items()} == {
+        "choosing": 2, "final": 1, "measuring": 1,
+    }  # fmt: skip
+    assert made.pool.num_ended == 5 and read_summary(lab.out)["run_seconds"]["lora"] == made.pool.times.means()
 
 
 def test_sweep_says_how_far_it_is(lab, capsys):
-    """Each line has the number of ended trainings as in the plan, the step, the score and the time that is left."""
+    """Each line has the number of ended trainings as in the plan, the step, the score and the time that is left.
+
+    The third line has no time, because no run of the kinds that are left then has ended.
+    """
     lab.set_world(diverging=[0.04])
     lab.run()
-    left = r", about 0:\d\d:\d\d left"
+    left = r", about 0:\d\d:\d\d left, not counting final trainings and measurements \(none has ended yet\)"
     names = {"lora/lr_0.01/seed_101", "lora/lr_0.02/seed_101", "lora/lr_0.04/seed_101", "lora/lr_0.02/seed_102"}
     starts = {name: rf"{name} starts \(log: {lab.out}/{name}/log.txt\)" for name in names}
     measured = starts["lora/lr_0.02/seed_101"].replace("starts", "is measured")
@@ -427,9 +454,9 @@ def test_sweep_says_how_far_it_is(lab, capsys):
         starts["lora/lr_0.02/seed_101"],
         rf"2 of 4: lora/lr_0.02/seed_101 trained, accuracy 70.00% on development{left}",
         starts["lora/lr_0.04/seed_101"],
-        rf"3 of 4: lora/lr_0.04/seed_101 non-finite, loss not finite{left}",
+        r"3 of 4: lora/lr_0.04/seed_101 non-finite, loss not finite",
         measured,
-        rf"3 of 4: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4{left}",
+        r"3 of 4: lora/lr_0.02/seed_101 measured, accuracy 10.00% on arithmetic_test at K = 4",
         starts["lora/lr_0.02/seed_102"],
         r"4 of 4: lora/lr_0.02/seed_102 trained, accuracy 20.00% on arithmetic_test at K = 4",
     ]
@@ -677,24 +704,24 @@ def test_plan_counts_the_checkpoints_of_all_trainings(capsys, settings, checkpoi
 
 
 def test_plan_measures_the_trainings_that_have_ended(lab, capsys):
-    """As the running sweep does, by the time of whole runs. `train_seconds` is 60 s, and each run takes 100 s."""
+    """As the running sweep does, by the time of whole runs of each kind. `train_seconds` is 60 s, and each run takes 100 s."""
     made = lab.sweep()
     run = made.pending()[0]
     subprocess.run(made.command(run), check=True)
     words = [lab.file, "--dry_run", "true", "--workers"]
     sweep.main([*words, "1"])
-    text = "done            1 of 4 trainings, measured: 0:01:00 on average for a training without its start and evaluation\n"
+    done, indent = "\ndone            1 of 4 trainings", "\n                "
     out = capsys.readouterr().out
-    assert text in out and "not computed" not in out and HOW_TO_TIME not in out
-    made.pool.start = time.monotonic() - 100
-    line = made.pool._describe_end(run, False)
-    made.save_progress(made.pool.measure_run())
+    assert f"{done}{indent}measured: 0:01:00 on average for a training without its start and evaluation\n" in out
+    assert "not computed" not in out and HOW_TO_TIME not in out
+    made.save_progress({"choosing": 100})
+    made.save_progress({"final": 1000})
     sweep.main([*words, "1"])
-    left = re.search(r"about 0:06:4\d left", line)[0]
-    text = "1 of 4 trainings, measured: 0:01:40 on average for a run with its start, training and evaluation, so "
-    assert f"{text}{left}" in capsys.readouterr().out
+    left = ", about 0:20:00 left, not counting measurements (none has ended yet)"
+    means = "measured on average, with the start of a run: 0:01:40 for a run that chooses a learning rate, 0:16:40 for a final"
+    assert f"{done}{left}{indent}{means} training\n" in capsys.readouterr().out
     sweep.main([*words, "2"])
-    assert f"{text}about 0:03:2" in capsys.readouterr().out
+    assert f"{done}, about 0:10:00 left" in capsys.readouterr().out
 
 
 def test_plan_reads_values_as_a_training_does(lab, capsys):
@@ -965,7 +992,7 @@ def test_failed_training_begins_again_with_changed_code(lab, forks, capsys):
     with user_error("^1 run failed"):
         sweep.main([lab.file, "--import", str(rule)])
     assert (run / "checkpoint-2").is_dir()
-    assert _describe_start(run, False) == "continues from step 2"
+    assert _describe_start(False, _find_checkpoint(run)) == "continues from step 2"
     assert f"\nbroken/lr_0.01/seed_1 starts (log: {run}/log.txt)\n" in capsys.readouterr().out
     rule.write_text(BROKEN_RULE.replace("== 2", "== 9"))
     sweep.main([lab.file, "--import", str(rule)])

@@ -20,7 +20,7 @@ FLOORS = """
 terminal | errors renames arithmetic plots memory published bounds | reruns
 files limits gate_state gate_texts gates library_fields read_yaml rewards field_hints
 looped fields means | help lora arguments tokenizers field_values | recipe
-models data results training_results handle | sweeps | prompts recipe_changes result_choice evaluation_costs
+models data results training_results handle | sweeps | run_times prompts recipe_changes result_choice evaluation_costs
 saving generation diagnostics imported_code
 training integrations comparing unfinished result_codes | evaluation progress serving
 lm_eval cli runs run_training workers sweep_methods sweep_scores sweep_code costs | paper_costs
