@@ -189,6 +189,15 @@ def _read_p(rule_class: type[GateRule], p: float | Sequence[float]) -> float | t
     return as_probability(p) if takes_one else as_probabilities(p)
 
 
+def fields_of(rule: GateRule) -> dict[str, Any]:
+    """Return the fields `rule`, `p` and `rule_args` of a configuration or a recipe that make a rule."""
+    values = {own.name: getattr(rule, own.name) for own in dataclasses.fields(rule) if own.init}
+    p = values.pop("p", None)
+    if isinstance(p, tuple):
+        p = list(p)
+    return {"rule": rule.name, "p": p, "rule_args": values or None}
+
+
 def make_from_fields(
     classes: Mapping[str, type], option: str, name: str, fields: Mapping[str, Any], hint: str = ""
 ) -> Any:

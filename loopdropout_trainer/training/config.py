@@ -19,6 +19,7 @@ from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint, is_usual_na
 from loopdropout_trainer.fields import check_fields, check_mappings, option
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
+from loopdropout_trainer.gates.rule import fields_of
 
 
 if TYPE_CHECKING:
@@ -169,9 +170,8 @@ class GateConfig:
             raise UserError(
                 f"Set the fields of a rule in one place: `rule={short_repr(rule)}`, or its name with `p` and `rule_args`."
             )
-        values = {own.name: getattr(rule, own.name) for own in dataclasses.fields(rule) if own.init}
-        self.p = values.pop("p", None)
-        self.rule_args = values or None
+        fields = fields_of(rule)
+        self.p, self.rule_args = fields["p"], fields["rule_args"]
         self.given_names |= {"p", "rule_args"}
 
     def _save_at_evaluations(self) -> None:

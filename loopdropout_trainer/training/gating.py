@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import GateRule
+from loopdropout_trainer.gates.rule import fields_of
 from loopdropout_trainer.looped import LoopedModelMixin, find_looped_model
 from loopdropout_trainer.lora import (
     ADAPTER_KINDS,
@@ -24,15 +25,14 @@ from loopdropout_trainer.lora import (
 )
 from loopdropout_trainer.training.config import GateConfig
 from loopdropout_trainer.training.distributed import may_skip_loops
+from loopdropout_trainer.training.fixed_fields import (
+    RULE_FIELDS,
+    changed_field,
+    check_attribute,
+    copy_fields,
+    find_changed,
+)
 from loopdropout_trainer.training.start import find_start
-
-
-_READ_ONCE = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
-"""Fields that a trainer reads when it is made."""
-
-
-def _copy_fields(args: GateConfig) -> dict[str, Any]:
-    return {name: copy.deepcopy(getattr(args, name, None)) for name in _READ_ONCE}
 
 
 def _forbid_reentrant_checkpoints(args: GateConfig, model: nn.Module) -> None:
@@ -52,12 +52,27 @@ def _forbid_reentrant_checkpoints(args: GateConfig, model: nn.Module) -> None:
             module._gradient_checkpointing_func = functools.partial(run, use_reentrant=False)
 
 
+def _describe_kind(rule: GateRule) -> tuple[Any, ...]:
+    """Return the options of a rule that an adapter and the callbacks of a trainer are made for."""
+    return rule.lora_kind, rule.alpha_factor, rule.wants_sensitivity, rule.draws_per_batch
+
+
 class GatingMixin:
     """Gates on the adapter of a TRL trainer. `AdapterTrainingMixin` lists its attributes."""
 
+    _has_read_fields = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._has_read_fields:  # before, the libraries set attributes of their own
+            check_attribute(self, name)
+        super().__setattr__(name, value)
+
     @property
     def rule(self) -> GateRule:
-        """Rule that draws the gates. The fields of `args` make it, which also name it in results and cards."""
+        """Rule that draws the gates. The fields of `args` make it, which also name it in results and cards.
+
+        Setting another rule sets these fields. It must train the same kind of adapter.
+        """
         return self._rule
 
     @rule.setter
@@ -67,12 +82,39 @@ class GatingMixin:
                 f"`rule` of a trainer must be an instance of a rule, got {short_repr(rule)}. Make a new trainer for another "
                 "rule, and set `trainer.args.p` for another `p`."
             )
+        if _describe_kind(rule) != _describe_kind(self._rule):
+            raise UserError(
+                f"`rule` must train the adapter as {self._rule.name!r} does, which this trainer was made for, got "
+                f"{short_repr(rule)}. Make a new trainer."
+            )
+        for name, value in fields_of(rule).items():
+            setattr(self.args, name, value)
+            self._made_with[name] = value
         self._rule = rule
+
+    @property
+    def p(self) -> float | list[float] | None:
+        """Drop probability, `args.p`. Setting it applies to the next training."""
+        return self.args.p
+
+    @p.setter
+    def p(self, p: float | Sequence[float]) -> None:
+        before, self.args.p = self.args.p, p
+        try:
+            self._read_rule()
+        except UserError:
+            self.args.p = before
+            raise
 
     def set_rule(self, args: GateConfig) -> None:
         """Make the rule by `args`, and keep the values that it is made of."""
         self._rule = args.make_rule()
-        self._made_with = _copy_fields(args)
+        self._made_with = copy_fields(args, RULE_FIELDS)
+
+    def keep_fields(self) -> None:
+        """Keep the values of all fields that this trainer has read by now, and will not read again."""
+        self._made_with = copy_fields(self.args)
+        self._has_read_fields = True
 
     def prepare_gates(self) -> None:
         """Put gates on the active adapter by the present values of `args`, which may have changed since `__init__`."""
@@ -147,20 +189,33 @@ class GatingMixin:
             base.forward = self._forward
 
     def _read_rule(self) -> None:
-        """Make a new rule if `p` has changed, and raise UserError if another field of `_READ_ONCE` has."""
-        fields, before = _copy_fields(self.args), self._made_with
-        changed = [name for name in fields if fields[name] != before[name]]
+        """Make a new rule if `p` has changed, and raise UserError if another field has that is not read again."""
+        changed = find_changed(self.args, self._made_with)
         if not changed:
             return
         if changed == ["p"]:
             rule = self.args.make_rule()
             if rule.alpha_factor == self.rule.alpha_factor:  # which the adapter was made with
-                self._rule, self._made_with = rule, fields
+                self._rule, self._made_with["p"] = rule, self.args.p
                 return
-        name = changed[-1]
+        raise changed_field(self.args, self._made_with, changed[-1])
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if somebody has changed the rule's fields or the depth since the training began, which read them."""
+        for name in ("p", "rule", "rule_args"):
+            before, now = self._made_with[name], getattr(self.args, name)
+            if now != before:
+                raise UserError(
+                    f"`{name}` must keep its value {before!r} in the training, got {now!r}. Set it before `train()`, or use "
+                    "the rule 'schedule', which changes p in the training."
+                )
+        low, high = self.looped.trained_with["depths"]
+        if low <= self.num_loops <= high:
+            return
+        wanted = str(low) if low == high else f"from {low} to {high}"
         raise UserError(
-            f"`{name}` must keep its value {before[name]!r} after the trainer was made, got {fields[name]!r}. Make a new "
-            "trainer."
+            f"`num_loops` must stay {wanted} in the training, got {self.num_loops}. Measure at another depth inside of "
+            f"`with use_depth(model, {self.num_loops}):`."
         )
 
     def _needs_one_depth(self) -> str | None:

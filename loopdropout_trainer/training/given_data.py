@@ -18,9 +18,10 @@ def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
             own held-out datasets, which stay unchanged.
 
     Raises:
-        UserError: If the examples cannot be read. The message names the row.
+        UserError: If the examples cannot be read, where the message names the row, or if there are none.
     """
     if dataset is None:
+        _check_own(trainer, argument)
         return None
     if argument == "eval_dataset" and isinstance(dataset, str):
         own = trainer.eval_dataset
@@ -42,6 +43,18 @@ def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
     for title, part in name_datasets({argument: prepared}):
         check_token_ids(title, part, vocabulary)
     return prepared
+
+
+def _check_own(trainer: Any, argument: str) -> None:
+    """Raise UserError if a trainer has no examples of its own to use instead of those that are not given."""
+    if argument == "test_dataset":
+        raise UserError("`test_dataset` must be given, as in `trainer.predict(dataset)`, got None.")
+    is_made_by_user = not type(trainer).get_eval_dataloader.__module__.startswith(("transformers.", "trl."))
+    if trainer.eval_dataset is None and not is_made_by_user:
+        raise UserError(
+            "`eval_dataset` must be given, as in `trainer.evaluate(dataset)`, because this trainer was made without held-out "
+            "examples."
+        )
 
 
 def _prepare(trainer: Any, argument: str, dataset: Any) -> Any:

@@ -90,6 +90,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
                 explain_row(arguments, self.formats(arguments["args"]), arguments["processing_class"])
             raise
         self.after_init()
+        self.keep_fields()
 
     return gated_init
 

@@ -116,7 +116,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         if self.gate_state.rule is not self.rule:  # another trainer of this model has put its gates on it
             self.prepare_gates()
         if self.is_in_train:
-            self._check_depth()
+            self.check_unchanged()
         self.last_gates = self.sample_gates(inputs)
         self.num_trained = 0
         if has_targets(inputs):
@@ -124,17 +124,6 @@ class GateSamplingMixin(AdapterTrainingMixin):
             self.num_trained = len(ids)
         self.gate_state.set(self.last_gates)
         inputs.pop("example_ids", None)
-
-    def _check_depth(self) -> None:
-        """Raise UserError if somebody has changed the depth since the training began, which its settings do not know."""
-        low, high = self.looped.trained_with["depths"]
-        if low <= self.num_loops <= high:
-            return
-        wanted = str(low) if low == high else f"from {low} to {high}"
-        raise UserError(
-            f"`num_loops` must stay {wanted} in the training, got {self.num_loops}. Measure at another depth inside of "
-            f"`with use_depth(model, {self.num_loops}):`."
-        )
 
     def sample_gates(self, inputs: dict[str, Any]) -> GatedBatch:
         """Return gates for the examples of a micro-batch.

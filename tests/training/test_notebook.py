@@ -37,6 +37,7 @@ from loopdropout_trainer import (
 )
 from loopdropout_trainer.arguments import AdapterArguments
 from loopdropout_trainer.gate_state import GatedBatch
+from loopdropout_trainer.gates import ExactlyM, make_rule
 from loopdropout_trainer.lora import adapted_layers
 from loopdropout_trainer.recipe import load_recipe
 
@@ -848,3 +849,63 @@ def test_wrong_reward_and_reference_raise(config, dataset, tokenizer):
         LoopDropoutGRPOTrainer(tiny_ouro(), 5, config(LoopDropoutGRPOConfig, num_generations=2), **data)
     with user_error("`ref_model` must be a model or its name, got 5"):
         LoopDropoutDPOTrainer(tiny_ouro(), 5, config(LoopDropoutDPOConfig), **data)
+
+
+def test_attributes_of_a_trainer_apply_or_raise(make_sft):
+    """Before, they had no effect, or the saved settings did not name them."""
+    trainer = make_sft(max_steps=1)
+    trainer.p = 0.75
+    trainer.train()
+    assert trainer.p == 0.75 and {*trainer.last_gates.sampled.unique().tolist()} <= {0.0, 4.0}
+    assert trainer.looped.trained_with["p"] == 0.75
+    with user_error(r"`p` must be a number in \[0, 1\), got 2"):
+        trainer.p = 2
+    assert trainer.p == 0.75
+    for name in ("learning_rate", "max_steps", "max_length", "rule_args"):
+        with user_error(f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`"):
+            setattr(trainer, name, 1)
+    trainer.note = "an attribute of the user"
+    trainer.rule = ExactlyM(m=1)
+    trainer.train()
+    assert (trainer.last_gates.sampled > 0).sum(dim=0).tolist() == [1] * 4
+    facts = trainer.looped.trained_with
+    assert (facts["rule"], facts["p"], facts["rule_args"]) == ("exactly_m", None, {"m": 1})
+    with user_error("`rule` must train the adapter as 'exactly_m' does, .* Make a new trainer"):
+        trainer.rule = make_rule("adaptive")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_length", 8),
+        ("per_device_train_batch_size", 1),
+        ("bf16", True),
+        ("gradient_checkpointing", False),
+        ("label_smoothing_factor", 0.1),
+    ],
+)
+def test_field_that_is_read_once_raises_after_a_change(make_sft, name, value):
+    """A training would ignore it, and its recipe would name it."""
+    trainer = make_sft(max_steps=1)
+    setattr(trainer.args, name, value)
+    with user_error(f"`{name}` must keep its value .* after the trainer was made, got {value}. Make a new trainer"):
+        trainer.train()
+
+
+def test_p_that_a_callback_changes_raises(make_sft):
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            args.p = 0.25
+
+    with user_error("`p` must keep its value 0.5 in the training, got 0.25. .* the rule 'schedule'"):
+        make_sft(callbacks=[Change()], max_steps=2).train()
+
+
+def test_missing_data_of_evaluate_and_predict_is_named(config, dataset, tokenizer):
+    trainer = LoopDropoutSFTTrainer(tiny_ouro(), config(), train_dataset=dataset, processing_class=tokenizer)
+    with user_error(
+        r"`eval_dataset` must be given, as in `trainer.evaluate\(dataset\)`, because this trainer was made"
+    ):
+        trainer.evaluate()
+    with user_error("`test_dataset` must be given"):
+        trainer.predict(None)

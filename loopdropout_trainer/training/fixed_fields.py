@@ -1,0 +1,133 @@
+"""Fields of the arguments that a trainer reads when it is made, where a later change would silently have no effect."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import TrainingArguments
+
+from loopdropout_trainer.errors import UserError, short_repr
+
+
+RULE_FIELDS = ("p", "rule", "rule_args", "depth_sampling", "depth_sampling_args")
+"""Fields that describe the gates and the depths of a training."""
+
+_READ_ONCE = (
+    *RULE_FIELDS,
+    # The data, which is prepared when the trainer is made
+    "assistant_only_loss",
+    "completion_only_loss",
+    "dataset_kwargs",
+    "dataset_text_field",
+    "chat_template_path",
+    "eos_token",
+    "max_length",
+    "packing",
+    "packing_strategy",
+    "pad_to_multiple_of",
+    "pad_token",
+    "padding_free",
+    "shuffle_dataset",
+    "truncation_mode",
+    # The model, the devices and the batches
+    "activation_checkpointing",
+    "activation_offloading",
+    "bf16",
+    "fp16",
+    "full_determinism",
+    "gradient_checkpointing",
+    "per_device_train_batch_size",
+    "tf32",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "use_cpu",
+    "use_liger_kernel",
+    # The loss
+    "label_names",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "router_aux_loss_coef",
+    # The callbacks
+    "disable_tqdm",
+    "early_stopping_patience",
+    "report_to",
+    # DPO and GRPO, whose trainers of TRL copy these fields
+    "beta",
+    "disable_dropout",
+    "epsilon",
+    "f_divergence_type",
+    "label_smoothing",
+    "ld_alpha",
+    "loss_weights",
+    "max_completion_length",
+    "min_p",
+    "num_generations",
+    "num_iterations",
+    "precompute_ref_log_probs",
+    "repetition_penalty",
+    "reward_weights",
+    "scale_rewards",
+    "steps_per_generation",
+    "sync_ref_model",
+    "temperature",
+    "top_k",
+    "top_p",
+    "use_weighting",
+)
+"""Fields that a trainer reads when it is made. Arguments that lack one of them have no such setting."""
+
+_OFTEN_SET = (
+    "eval_steps",
+    "eval_strategy",
+    "gate_seed",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "logging_steps",
+    "loss_average",
+    "max_steps",
+    "num_train_epochs",
+    "output_dir",
+    "remove_padding",
+    "save_steps",
+    "save_strategy",
+    "seed",
+    "skip_frozen_loops",
+    "warmup_steps",
+    "weight_decay",
+)
+"""Fields that apply when they are set on the arguments, and that somebody could set on the trainer itself by mistake."""
+
+
+def copy_fields(args: TrainingArguments, names: Sequence[str] = _READ_ONCE) -> dict[str, Any]:
+    """Return copies of fields, by their names."""
+    return {name: copy.deepcopy(getattr(args, name, None)) for name in names}
+
+
+def find_changed(args: TrainingArguments, made_with: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that differ from those that a trainer was made with, from `copy_fields`."""
+    return [name for name, value in made_with.items() if getattr(args, name, None) != value]
+
+
+def changed_field(args: TrainingArguments, made_with: Mapping[str, Any], name: str) -> UserError:
+    """Return the error about a field that has changed since a trainer was made."""
+    before, now = short_repr(made_with[name]), short_repr(getattr(args, name))
+    return UserError(
+        f"`{name}` must keep its value {before} after the trainer was made, got {now}. Make a new trainer."
+    )
+
+
+def check_attribute(trainer: Any, name: str) -> None:
+    """Raise UserError if a program sets a field of the arguments on a trainer of this package, where it has no effect.
+
+    A subclass of the user may have such an attribute of its own.
+    """
+    is_packaged = type(trainer).__module__.startswith("loopdropout_trainer.")
+    if not is_packaged or name not in (*_OFTEN_SET, *_READ_ONCE):
+        return
+    if not hasattr(trainer, name):  # else the libraries read it
+        raise UserError(
+            f"`{name}` must be set on the arguments, by `trainer.args.{name} = ...`, and not on the trainer."
+        )
