@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,14 @@ def collate_with_example_ids(collate: DataCollator, examples: list[dict[str, Any
         ids += [(row, segment) for segment in range(num_segments)]
     batch["example_ids"] = torch.tensor(ids)
     return batch
+
+
+def has_target(labels: Sequence[int]) -> bool:
+    """Return whether an example has a token to train on.
+
+    The label of the first token never counts, because no token before it predicts it.
+    """
+    return any(label != IGNORED for label in labels[1:])
 
 
 def has_targets(inputs: dict[str, Any]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,28 @@ def describe_prompts(dataset: Any) -> dict[str, Any]:
 def skips_preparation(args: Any) -> bool:
     """Return whether TRL takes the datasets as they are. Only the arguments of SFT have the field."""
     return bool((getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"))
+
+
+@contextmanager
+def hide_length_warnings(args: Any) -> Iterator[None]:
+    """Hide transformers' warning about texts with more tokens than the tokenizer's limit, if `max_length` cuts them.
+
+    Args:
+        args: Settings of the training. Those of GRPO have no `max_length`.
+    """
+    if getattr(args, "max_length", None) is None:
+        yield
+        return
+    reporter = logging.getLogger("transformers.tokenization_utils_base")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Token indices sequence length is longer")
+
+    reporter.addFilter(is_other)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(is_other)
 
 
 _DATASETS = ("train_dataset", "eval_dataset", "test_dataset")

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from loopdropout_trainer.errors import UserError, short_repr
-from loopdropout_trainer.training.examples import check_datasets, check_token_ids, name_datasets, skips_preparation
+from loopdropout_trainer.training.examples import (
+    check_datasets,
+    check_token_ids,
+    hide_length_warnings,
+    name_datasets,
+    skips_preparation,
+)
 
 
 def prepare_given(trainer: Any, argument: str, dataset: Any) -> Any:
@@ -59,6 +65,11 @@ def _check_own(trainer: Any, argument: str) -> None:
 
 def _prepare(trainer: Any, argument: str, dataset: Any) -> Any:
     is_prediction = argument == "test_dataset"
+    with hide_length_warnings(trainer.args):
+        return _prepare_parts(trainer, argument, dataset, is_prediction)
+
+
+def _prepare_parts(trainer: Any, argument: str, dataset: Any, is_prediction: bool) -> Any:
     if isinstance(dataset, dict):
         return {name: trainer.prepare_rows(part, name, is_prediction) for name, part in dataset.items()}
     return trainer.prepare_rows(dataset, argument.removesuffix("_dataset"), is_prediction)

@@ -51,6 +51,7 @@ from loopdropout_trainer.training.examples import (
     choose_template,
     describe_prompts,
     explain_row,
+    hide_length_warnings,
     name_datasets,
     read_first,
     skips_preparation,
@@ -83,6 +84,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
                 explain_keywords(arguments["args"].model_init_kwargs or {}),
                 hide_short_bars(num_rows=_count_examples(arguments)),
                 hide_old_checkpointing(),
+                hide_length_warnings(arguments["args"]),
             ):
                 super(AdapterTrainingMixin, self).__init__(**arguments)
         except (TemplateError, UserError):  # mostly of a chat template

@@ -29,13 +29,14 @@ from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
     collate_with_example_ids,
+    has_target,
     has_targets,
     reads_padding,
     score_targets_only,
 )
 from loopdropout_trainer.training.config import LoopDropoutConfig
-from loopdropout_trainer.training.distributed import IGNORED, EveryExampleOnceMixin
-from loopdropout_trainer.training.examples import name_datasets, read_first
+from loopdropout_trainer.training.distributed import EveryExampleOnceMixin
+from loopdropout_trainer.training.examples import hide_length_warnings, name_datasets, read_first
 from loopdropout_trainer.training.resuming import describe_resuming, describe_training_data, find_resumable
 from loopdropout_trainer.training.setup import AdapterTrainingMixin, with_gates
 from loopdropout_trainer.training.start import describe_what_trains, find_start, log_start
@@ -213,6 +214,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         try:
             with ExitStack() as stack:
                 stack.enter_context(hide_old_checkpointing())
+                stack.enter_context(hide_length_warnings(self.args))  # of streams, whose texts become tokens now
                 stack.enter_context(explain_write_errors(folder))
                 if self.args.should_save:
                     stack.enter_context(lock_folder(folder))
@@ -349,7 +351,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
                 reason = f"they have no token to train on among the first {length:,} (`max_length`)"
                 logger.warning(LeftOut(given - num_left, noun, reason).sentence())
             rows = dataset.select_columns("labels").with_format(None)
-            if not any(_has_target(row["labels"]) for row in rows):
+            if not any(has_target(row["labels"]) for row in rows):
                 reason = "their texts are empty"
                 if length is not None:
                     reason += f" or their prompts have {length:,} tokens (`max_length`) or more"
@@ -396,11 +398,3 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
                 num_trained = self.accelerator.gather(num_trained).sum()
             self._num_micro_batches = int(num_trained)
         return batches, num_items
-
-
-def _has_target(labels: Sequence[int]) -> bool:
-    """Return whether an example has a token to train on.
-
-    The label of the first token never counts, because no token before it predicts it.
-    """
-    return any(label != IGNORED for label in labels[1:])

@@ -1,5 +1,7 @@
 """Examples and chat templates that a program gives a trainer: each mistake is one sentence before TRL tokenizes anything."""
 
+import logging
+
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from trl import SFTTrainer
@@ -259,6 +261,26 @@ def test_examples_longer_than_max_length_are_counted(make, log):
         "1 example of the 3 in `train_dataset` is left out, because it has no token to train on among the first 10 "
         "(`max_length`).\n"
     ) in log.text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_cut_texts_cause_no_warning(make, tokenizer, monkeypatch, log, is_stream):
+    """The warning says that long texts end in errors, which is wrong for texts that are cut."""
+    monkeypatch.setattr(tokenizer, "model_max_length", 8)
+    monkeypatch.setattr(tokenizer, "deprecation_warnings", {})
+    transformers_logger = logging.getLogger("transformers")
+    transformers_logger.addHandler(log.handler)
+    rows = Dataset.from_list([{"text": "1 + 1 =" * 9}] * 4)
+    data = rows.to_iterable_dataset() if is_stream else rows
+    for max_length, warns in ((8, False), (None, True)):
+        tokenizer.deprecation_warnings.clear()  # which say that it has warned
+        trainer = make(SFT, data, max_length=max_length, max_steps=1)
+        if is_stream:
+            trainer.train()
+        else:
+            trainer.predict(rows.select([0]))
+        assert ("Token indices sequence length is longer" in log.text) == warns
+    transformers_logger.removeHandler(log.handler)
 
 
 @pytest.mark.parametrize("name", ["eos_token", "pad_token"])
