@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from loopdropout_trainer.errors import UserError, closest_match, run_script
-from loopdropout_trainer.files import describe_version, recipe_hint, recipe_names, recipes_folder
+from loopdropout_trainer.files import describe_version, find_recipes_of_name, recipe_hint, recipe_names, recipes_folder
 
 
 def scripts() -> dict[str, Path]:
@@ -170,7 +170,9 @@ def _read_recipe(name: str) -> str:
 
 
 def show_recipes(words: Sequence[str]) -> None:
-    """Print the recipe of the package with a name, which may leave out `.yaml`, or list all recipes that have all words.
+    """Print the recipe of the package with a name, or list all recipes that have all words.
+
+    The name may leave out `.yaml`, or the folder of the recipe if no other recipe has this name.
 
     Raises:
         UserError: If there is no such recipe.
@@ -185,10 +187,14 @@ def show_recipes(words: Sequence[str]) -> None:
             print(_read_recipe(f"{word}.yaml"), end="")
             _hint_at_others(word)  # a word may mean any of them, while a whole name means one recipe
             return
-    found = find_recipes(words)
+    found = find_recipes_of_name(" ".join(words))
+    if len(found) == 1:
+        print(_read_recipe(found[0]), end="")
+        return
+    found = found or find_recipes(words)
     if not found:
         wanted = " ".join(words)
-        raise UserError(f"The package has no recipe {wanted!r}.{recipe_hint(f'{wanted}.yaml')}")
+        raise UserError(f"The package has no recipe {wanted!r}.{recipe_hint(wanted)}")
     print_recipes(found)
     print(f"{len(found)} of {len(names)} recipes match {shlex.join(words)}. `loopdropout recipes NAME` prints one.")
 

@@ -14,7 +14,7 @@ from loopdropout_trainer.figures import describe_points, points
 from loopdropout_trainer.frames import average, name_methods
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.table_files import Missing, check_fields, find
-from loopdropout_trainer.tables import find_unpaired, name_seeds, paired_gains
+from loopdropout_trainer.tables import PAIRED_SEEDS, find_unpaired, name_seeds, paired_gains
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -91,9 +91,7 @@ def describe_pairs(gains: pd.DataFrame) -> list[str]:
     seeds = set().union(*gains["unpaired"])
     if not seeds:
         return []
-    return [
-        f"A difference is over the seeds that both methods have. Some leave out seed {name_seeds([*seeds], ', ')}."
-    ]
+    return [f"{PAIRED_SEEDS}. Some leave out seed {name_seeds([*seeds], ', ')}."]
 
 
 def panel_rows(spec: dict, results: pd.DataFrame, change: dict | None = None) -> pd.DataFrame:

@@ -106,6 +106,11 @@ def recipe_names() -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
 
 
+def find_recipes_of_name(name: str) -> list[str]:
+    """Return the package's recipes with a name that may leave out folders, such as `small.yaml` of `studies/small.yaml`."""
+    return [recipe for recipe in recipe_names() if f"/{recipe}".endswith(f"/{name}")]
+
+
 def model_hint(name: str) -> str:
     """Return the end of a message about a model that does not exist, from the names of the models of the package's recipes."""
     found = closest_match(name, ["tiny-ouro"])
@@ -121,9 +126,33 @@ def model_hint(name: str) -> str:
 
 
 def recipe_hint(name: str, others: Iterable[str] = ()) -> str:
-    """Return the end of a message about a recipe that does not exist, from the package's recipes and the names of others."""
-    hint = closest_match(name, [*others, *recipe_names()], cutoff=0.75)  # all of them are similar, because of `.yaml`
-    return hint or " `loopdropout recipes` lists the recipes of the package."
+    """Return the end of a message about a recipe that does not exist, from the package's recipes and the names of others.
+
+    The name may lack the folder of the recipe or its ending, or be the name of a folder.
+    """
+    stem = name.removeprefix("recipes/").rstrip("/").removesuffix(".yaml")
+    recipes, same = recipe_names(), find_recipes_of_name(f"{stem}.yaml")
+    if f"{stem}.yaml" in recipes:
+        return f" Did you mean {f'{stem}.yaml'!r}?"
+    if len(same) == 1:
+        return f" Did you mean {same[0]!r}?"
+    if same:
+        return f" `loopdropout recipes {stem}.yaml` lists the recipes of this name."
+    folders = {Path(recipe).parent.as_posix() for recipe in recipes if "/" in recipe}
+    folders -= {recipe.removesuffix(".yaml") for recipe in recipes}  # a misspelled name then means the recipe
+    matches = difflib.get_close_matches(stem, sorted(folders), n=1, cutoff=0.75)
+    if matches:
+        return f" Did you mean the folder {matches[0]!r}? `loopdropout recipes {matches[0]}` lists its recipes."
+    hint = closest_match(
+        f"{stem}.yaml", [*others, *recipes], cutoff=0.75
+    )  # all of them are similar, because of `.yaml`
+    if hint:
+        return hint
+    stems = {Path(recipe).stem for recipe in recipes}
+    matches = difflib.get_close_matches(Path(stem).name, sorted(stems), n=1, cutoff=0.8)
+    if matches:  # a name without its folder has a mistake
+        return recipe_hint(matches[0])
+    return " `loopdropout recipes` lists the recipes of the package."
 
 
 TEMPORARY_FILES = (".*.[0-9]*", "*/.*.[0-9]*")

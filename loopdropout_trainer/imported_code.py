@@ -77,6 +77,11 @@ def find_other_code(folder: str | Path) -> str | None:
     return _describe_change(changed[0]) if changed else None
 
 
+def can_accept_other_code(folder: str | Path) -> bool:
+    """Return whether all changed files that the run in a folder depends on are there, so that the user can accept them."""
+    return all(path in IMPORTED for path in _find_changed(folder, read_used_imports(folder)))
+
+
 def find_unused_changes(folder: str | Path) -> list[str]:
     """Return a clause about each changed file that the run in a folder was given, but as far as is known does not use."""
     used = read_used_imports(folder)

@@ -252,7 +252,7 @@ def describe_steps_afterwards(run: Run) -> str:
         steps.append("merge")
     if run.args.push_to_hub or options.push_merged_to_hub:
         steps.append(describe_push(run.args))
-    return "\n".join(steps) or "no tasks"
+    return "\n".join(steps) or "nothing is evaluated, because `benchmarks` is not set"
 
 
 def _describe_answers(runs: Sequence[Run], depth: int | None) -> str:

@@ -52,10 +52,13 @@ def describe_codes(results: pd.DataFrame) -> list[str]:
         results: From `load_results`, perhaps without some of them.
     """
     sentences = []
-    for method, own in results.dropna(subset="code").groupby("method", sort=False):
-        if own["code"].nunique() == 1:
+    for method, own in results[~is_of_base(results)].groupby("method", sort=False):
+        if own["code"].nunique(dropna=False) == 1:
             continue
         places = [f"code {code}: {_name_runs(rows['run'].unique())}" for code, rows in own.groupby("code")]
+        unknown = own.loc[own["code"].isna(), "run"].unique()
+        if len(unknown):
+            places.append(f"without a code, because `imports` is missing in `run.json`: {_name_runs(unknown)}")
         fix = "Train the runs of one code again."
         if own["sweep"].notna().any():
             fix += " If the change does not concern them, the sweep counts them by `--accept_changed_imports true`."

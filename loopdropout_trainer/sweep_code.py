@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from loopdropout_trainer.errors import count
-from loopdropout_trainer.imported_code import accept_other_code, code_of, find_other_code
+from loopdropout_trainer.imported_code import accept_other_code, can_accept_other_code, code_of, find_other_code
 from loopdropout_trainer.results import has_trained, read_used_imports
 from loopdropout_trainer.sweeps import list_runs, read_summary
+
+
+ACCEPT = "--accept_changed_imports true"
+"""Option of a sweep that counts the results of other imported code."""
 
 
 def has_other_results(folder: Path) -> bool:
@@ -61,11 +65,20 @@ def describe_other_results(sweep: Any) -> str:
     if len(folders) > 1:
         changes = [change.replace("its", "their", 1) for change in changes]
     reason = " and ".join(changes)
+    fix = "Give the missing file by `--import`"
+    if can_accept_other_results(sweep):
+        fix = f"Count the results with `{ACCEPT}` if the change does not concern them"
     return (
         f"{count(len(folders), 'run')} cannot be compared with new ones, because {reason}: {', '.join(map(str, folders))}. "
-        "Count the results with `--accept_changed_imports true` if the change does not concern them, remove these folders to "
-        "train them again (their results are lost), restore the code, or give the method another name."
+        f"{fix}, remove these folders to train them again (their results are lost), restore the code, or give the method "
+        "another name."
     )
+
+
+def can_accept_other_results(sweep: Any) -> bool:
+    """Return whether there are runs with results of other imported code, and the option `ACCEPT` would count all of them."""
+    folders = find_other_results(sweep)
+    return bool(folders) and all(can_accept_other_code(folder) for folder in folders)
 
 
 def accept_other_results(sweep: Any) -> str:
@@ -95,8 +108,8 @@ def describe_fix(sweep: Any) -> str:
     text = "Fix the cause. The same command then trains what is missing."
     if any(read_used_imports(folder) for folder in _list_trained(sweep)):
         text += (
-            " If you change a file of `--import`, its finished runs then count only after `--accept_changed_imports true`, "
-            "because other code may give other gates."
+            f" If you change a file of `--import`, its finished runs then count only after `{ACCEPT}`, because other code may "
+            "give other gates."
         )
     return text
 

@@ -23,7 +23,7 @@ from loopdropout_trainer.plan import (
 from loopdropout_trainer.recipe import build_part
 from loopdropout_trainer.results import is_of_training, read_own_results
 from loopdropout_trainer.run_times import describe_left, describe_means, name_time, read_means
-from loopdropout_trainer.sweep_code import describe_other_results
+from loopdropout_trainer.sweep_code import ACCEPT, can_accept_other_results, describe_other_results
 from loopdropout_trainer.terminal import titled
 from loopdropout_trainer.training.config import LoopDropoutConfig
 from loopdropout_trainer.training_data import CONFIGS, NOT_CHECKED, describe_sweep_examples, load_sweep_examples
@@ -45,7 +45,15 @@ def print_sweep_plan(sweep: Any, command: str | None = None) -> None:
         if text:
             print(titled(title, text.splitlines(), width=16))
     if command is not None:
-        print(f"\nNext:\n  {command}\n  loopdropout report {sweep.output_dir}   # after the sweep")
+        print(f"\nNext:\n  {_complete_command(sweep, command)}")
+        print(f"  loopdropout report {sweep.output_dir}   # after the sweep")
+
+
+def _complete_command(sweep: Any, command: str) -> str:
+    """Return the command of a sweep with the option that lets it finish, if there are results of other imported code."""
+    if sweep.accept_changed_imports or not can_accept_other_results(sweep):
+        return command
+    return f"{command} {ACCEPT}   # if the change of the code does not concern the results"
 
 
 def describe_sweep_plan(sweep: Any) -> dict[str, str]:

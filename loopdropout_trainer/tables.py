@@ -194,6 +194,10 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
     return [" ".join(sentences)] if sentences else []
 
 
+PAIRED_SEEDS = "A difference is over the seeds that both methods have"
+"""Begin of the sentence about differences that leave out seeds, in tables and in figures."""
+
+
 def explain_unpaired(numbers: pd.DataFrame, names: pd.Series | pd.Index) -> list[str]:
     """Return a line about the differences that leave out seeds, as after a failed run, or no line if there are none.
 
@@ -213,7 +217,7 @@ def explain_unpaired(numbers: pd.DataFrame, names: pd.Series | pd.Index) -> list
             sentences.append(f"{name} has none, because no seed is common ({left_out})")
     if not sentences:
         return []
-    return [f"A difference is over the seeds that both methods have: {'; '.join(sentences)}."]
+    return [f"{PAIRED_SEEDS}: {'; '.join(sentences)}."]
 
 
 def format_p(p: float) -> str:

@@ -20,7 +20,7 @@ from helpers.errors import user_error
 from helpers.files import ROOT, load_script
 from helpers.processes import Interpreter, python
 from loopdropout_trainer import __version__, cli, files
-from loopdropout_trainer.files import recipe_names, recipes_folder
+from loopdropout_trainer.files import recipe_hint, recipe_names, recipes_folder
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,27 @@ def test_recipe_is_printed_by_its_name(capsys):
     assert hint.startswith("More recipes have gsm8k in their names (") and "`loopdropout recipes gsm8k sweep`" in hint
     cli.run(["recipes", "gsm8k.yaml"])
     assert capsys.readouterr() == (printed, "")
+    cli.run(["recipes", "small.yaml"])
+    assert capsys.readouterr() == ((ROOT / "recipes/studies/small.yaml").read_text(), "")
     with user_error("The package has no recipe 'quckstart'. Did you mean 'quickstart.yaml'"):
         cli.run(["recipes", "quckstart"])
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("small.yaml", "Did you mean 'studies/small.yaml'?"),
+        ("recipes/small.yaml", "Did you mean 'studies/small.yaml'?"),
+        ("smal.yaml", "Did you mean 'studies/small.yaml'?"),
+        ("gsm8k", "Did you mean 'gsm8k.yaml'?"),
+        ("gsm8k_p.yaml", "Did you mean 'sweeps/gsm8k_p.yaml'?"),
+        ("lora.yaml", "`loopdropout recipes lora.yaml` lists the recipes of this name."),
+        ("studdies", "Did you mean the folder 'studies'? `loopdropout recipes studies` lists its recipes."),
+    ],
+)
+def test_wrong_name_of_a_recipe_has_a_hint(name, hint):
+    """It may lack the folder or the ending, or be a folder."""
+    assert recipe_hint(name) == f" {hint}"
 
 
 def test_recipes_are_listed_by_words(capsys):
@@ -109,9 +128,12 @@ def test_recipes_are_listed_by_words(capsys):
         "sweeps",
     } and "sweeps/gsm8k_ouro_2.6b.yaml" in of_sweeps
     assert "sweeps/gsm8k_ouro_2.6b.yaml" in listed("ouro-2.6b")
+    assert {name.rpartition("/")[2] for name in listed("lora.yaml")} == {"lora.yaml"}
     assert listed("loop_dropout huginn") == listed("Loop-Dropout huginn")
     with user_error("The package has no recipe 'gsm8k nothing'. `loopdropout recipes` lists"):
         cli.run(["recipes", "gsm8k", "nothing"])
+    with user_error("The package has no recipe 'studdies'. Did you mean the folder 'studies'"):
+        cli.run(["recipes", "studdies"])
 
 
 @pytest.mark.parametrize(("words", "meant"), [("train", "sft"), ("finetune", "sft"), ("generate", "chat")])

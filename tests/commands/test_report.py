@@ -1098,6 +1098,11 @@ def test_results_of_changed_code_have_lines_of_their_own(tmp_path, capsys):
         report_on(tmp_path / "runs", capsys, filter={"task": "b"})
     text, _ = report_on(tmp_path / "runs", capsys, filter={"task": "b", "code": 2})
     assert "52.00" in text
+    write(tmp_path / "runs/Mine_3", [{"value": 53.0}], {"rule": "Mine"}, method="Mine", seed=3, training="3")
+    text, _ = report_on(tmp_path / "runs", capsys)
+    assert (
+        f"Mine_2; without a code, because `imports` is missing in `run.json`: {tmp_path}/runs/Mine_3). Train" in text
+    )
 
 
 def test_tables_of_readouts_at_several_depths_have_them_in_the_title(tmp_path, capsys):

@@ -38,6 +38,7 @@ from loopdropout_trainer.recipe import dump_recipe, import_files, load_recipe, p
 from loopdropout_trainer.results import read_run, write_results
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.sweep_code import (
+    can_accept_other_results,
     describe_other_results,
     find_incomparable,
     find_kept_choices,
@@ -927,6 +928,11 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     assert f"lora: learning rate 0.02. {remark}\n  0.01       accuracy 50.00% on development\n" in out
     assert re.search("arithmetic_test +4 +lora +10.00", out) and len(lab.log) == 4
     assert read_summary(lab.out)["choices"]["lora"]["best"] == 0.02
+    sweep.main([*words, "--dry_run", "true"])
+    command = (
+        f"loopdropout sweep {' '.join(words)} --accept_changed_imports true   # if the change of the code does not"
+    )
+    assert f"\nNext:\n  {command} concern the results\n" in capsys.readouterr().out
     others = "lora/lr_0.01/seed_101, lora/lr_0.02/seed_101"
     assert f"(of an earlier `--import` file, and not counted: {others})" in describe_progress(lab.out)
     sweep.main([*words, "--accept_changed_imports", "true"])
@@ -952,6 +958,9 @@ def test_results_of_changed_code_count_after_they_are_accepted(lab, capsys):
     other.write_text(json.dumps({**json.loads(text), "imports": former}))
     assert len(find_incomparable(made)) == 3 and find_kept_choices(made) == {}
     other.write_text(text)
+    with patch("loopdropout_trainer.imported_code.IMPORTED", []):  # the command lacks `--import`
+        fix = "is missing: .*. Give the missing file by `--import`, remove these folders"
+        assert re.search(fix, describe_other_results(made)) and not can_accept_other_results(made)
     for text in ("x = 2\n", "x = 1\n"):  # accepted, and that of the training
         rule.write_text(text)
         assert has_other_results(run) is False
