@@ -235,6 +235,7 @@ class GateState:
         must_draw: Whether training without drawn gates is an error. True inside `train()` of the package's trainers.
         ignores_padding: Whether the outputs of padding are never read. Then a pass may leave padding out.
         computes_loss: Whether a trainer computes a loss, whose passes may run under drawn gates without gradient.
+        has_warned: Whether a warning has said that another trainer or loop trains without drawn gates.
     """
 
     must_draw = False
@@ -242,6 +243,7 @@ class GateState:
     rule: Any = None
     ignores_padding = False
     computes_loss = False
+    has_warned = False
     dropout: Any = None
 
     def __init__(self) -> None:
@@ -318,9 +320,13 @@ class GateState:
         rules = [rule] if self.rule is None else [rule, self.rule]
         return all(own.lora_kind == "gated" for own in rules)
 
+    def is_undrawn(self, layer: nn.Module) -> bool:
+        """Return whether a layer runs in a pass that can train it, and nobody has set gates for the pass."""
+        return not self.running.batch.is_set and layer.training and torch.is_grad_enabled()
+
     def check_drawn(self, layer: nn.Module) -> None:
         """Raise RuntimeError if a layer trains in `train()` before gates are drawn."""
-        if self.must_draw and not self.running.batch.is_set and layer.training and torch.is_grad_enabled():
+        if self.must_draw and self.is_undrawn(layer):
             raise RuntimeError(
                 "The model trains without drawn gates, which is plain LoRA. Call `super().compute_loss(...)` in your "
                 "`compute_loss`, or call `self.draw_gates(inputs)` before the model runs. In a callback, run the model under "

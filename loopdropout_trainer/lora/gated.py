@@ -100,12 +100,21 @@ class GatedLora(LoraVariant):
         x = self._cast(module.lora_dropout[active_adapter](x), result)
         gate = self.gate_state.gate_for(x, self.module, self.gate_factor(x))  # [N, 1, 1] or [B, S, 1], or None for one
         low_rank = self.down(module, active_adapter, x)  # [B, S, r]
+        if self.module == 0 and self._trains_without_rule(module):
+            _warn_in_backward(self.gate_state, low_rank)
         if gate is None:
             return result + self.up(module, active_adapter, low_rank) * scaling
         # Gate and scaling multiply the r numbers of a token between A and B, and not the many more numbers after B. The
         # package's gates are float32, since rounding one to bfloat16 gives all tokens an error of up to 0.2%, as for 1/0.75.
         low_rank = (low_rank * (gate * scaling)).to(low_rank.dtype)
         return result + self.up(module, active_adapter, low_rank)
+
+    def _trains_without_rule(self, module: LoraLayer) -> bool:
+        """Return whether a pass can train the layer at unit gates, although a rule was to draw its gates."""
+        state = self.gate_state
+        if state.has_warned or state.rule is None or state.rule.name == "lora":
+            return False
+        return state.is_undrawn(module)
 
     def gate_factor(self, x: Tensor) -> Tensor | None:
         """Return a further factor of the gate in the running loop, or None."""
@@ -187,6 +196,27 @@ class GatedVariants(dict[str, LoraVariant]):
             check_variant(variant)
             variant = GatedLora(*self.options, replaced=variant)
         super().__setitem__(adapter, variant)
+
+
+@torch.compiler.disable
+def _warn_in_backward(state: GateState, activation: Tensor) -> None:
+    """Warn once, when the backward pass reaches an activation [B, S, r], that the adapter trains as plain LoRA.
+
+    A pass with gradient may also be a look at the loss, so the warning waits for the backward pass.
+    """
+    if not activation.requires_grad:
+        return
+
+    def warn(gradient: Tensor) -> None:
+        if not state.has_warned:
+            state.has_warned = True
+            logger.warning(
+                f"The adapter now trains at unit gates, which is plain LoRA, although {state.rule.name!r} is its rule. Only "
+                "`train()` of the trainer that was made for this rule draws gates. For another trainer or training loop, "
+                "call `loop_dropout(model)` first."
+            )
+
+    activation.register_hook(warn)
 
 
 def _linear(linear: nn.Linear, x: Tensor) -> Tensor:

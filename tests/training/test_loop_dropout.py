@@ -281,3 +281,42 @@ def test_merged_adapter_of_a_handle_raises(merge):
     with user_error("The adapter must not be merged in a training pass"):
         merged(torch.arange(10).view(2, 5))
     merged.eval()(torch.arange(10).view(2, 5))
+
+
+NO_GATES = "The adapter now trains at unit gates, which is plain LoRA, although 'loop_dropout' is its rule."
+
+
+def test_other_trainer_of_a_gated_model_warns(make_sft, tmp_path, log):
+    """It would train plain LoRA without a word. Passes that do not train, or have another rule, give no warning."""
+    is_warned = lambda: len({id(record) for record in log.records if NO_GATES in record.getMessage()})
+    model = make_sft(rule="lora").model.train()
+
+    def step():
+        model(IDS, labels=IDS).loss.backward()
+
+    step()
+    trainer = make_sft(model, max_steps=1)
+    trainer.evaluate()
+    model.train()(IDS, labels=IDS)  # a look at the loss
+    with use_gates(model, [1, 1, 1, 1]):
+        step()
+    model.eval()
+    step()
+    handle = loop_dropout(model.train())
+    step()
+    handle.remove()
+    step()  # plain LoRA is meant
+    trainer.train()
+    assert not is_warned()
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    args = transformers.TrainingArguments(tmp_path, max_steps=2, save_strategy="no", use_cpu=True, report_to="none")
+    transformers.Trainer(model, args, train_dataset=rows, data_collator=transformers.default_data_collator).train()
+    assert is_warned() == 1 and "call `loop_dropout(model)` first" in log.text
+
+
+@pytest.mark.parametrize("rule", ["loop_dropout", "learned", "weight_noise"])
+def test_checkpointed_layers_warn_without_gates(make_sft, log, rule):
+    trainer = make_sft(rule=rule)
+    trainer.model.train().base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer.model(IDS, labels=IDS).loss.backward()
+    assert f"although {rule!r} is its rule" in log.text
