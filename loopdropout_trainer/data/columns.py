@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import yaml
@@ -13,7 +13,7 @@ from transformers.utils import logging
 from loopdropout_trainer.data.formats import enumerate_columns, find_format, guess_columns, wrong_columns
 from loopdropout_trainer.data.preparations import Row
 from loopdropout_trainer.data.sources import DataSource
-from loopdropout_trainer.errors import closest_match
+from loopdropout_trainer.errors import UserError, closest_match
 
 
 if TYPE_CHECKING:
@@ -107,11 +107,50 @@ def warn_about_unused(unused: Collection[str], columns: Collection[str], data: D
         )
 
 
-def describe_other_format(row: Row, columns: Sequence[str], formats: Sequence[Sequence[str]]) -> str:
-    """Return that a row without text has the columns of another format, as the end of a sentence, or "" if it has none."""
+_MOST_PLACES = 3
+"""Number of rows that a message names."""
+
+
+def check_one_format(
+    title: str,
+    rows: Iterable[tuple[int, Row]],
+    columns: Sequence[str],
+    formats: Iterable[Sequence[str]],
+    describe_row: Callable[[int], str],
+) -> None:
+    """Raise UserError if rows have no text in the columns of their source, but in those of another format.
+
+    Args:
+        title: Name of the source.
+        rows: Numbers of rows with the rows.
+        columns: Columns of the source's format.
+        formats: Columns of each format.
+        describe_row: Function that returns the place of a row with a number, such as "row 4 of chats.jsonl".
+    """
+    found, numbers = (), []
+    for number, row in rows:
+        others = _find_other_format(row, columns, formats)
+        if others:
+            found = found or others
+            numbers.append(number)
+    if not numbers:
+        return
+    places = ", ".join(describe_row(number) for number in numbers[:_MOST_PLACES])
+    if len(numbers) > _MOST_PLACES:
+        places += f" and {len(numbers) - _MOST_PLACES:,} more"
+    raise UserError(
+        f"{title} must have rows of one format, got {enumerate_columns(found)} instead of {enumerate_columns(columns)} in "
+        f"{places}. Put the rows of each format into a file of their own, and list the files in `datasets` of a recipe or of "
+        "`SFTDataArguments`."
+    )
+
+
+def _find_other_format(row: Row, columns: Sequence[str], formats: Iterable[Sequence[str]]) -> Sequence[str]:
+    """Return the columns of another format that a row without text in `columns` has filled, or none."""
+    if all(row.get(name) for name in columns):
+        return ()
     for others in formats:
         is_filled = all(row.get(name) for name in others)
         if is_filled and not {*others} & {*columns}:
-            names = " and ".join(f"`{name}`" for name in others)
-            return f", which has {names}. Put such rows into a file of their own, as an item of `datasets`"
-    return ""
+            return others
+    return ()

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from loopdropout_trainer.arithmetic import arithmetic_problems
 from loopdropout_trainer.data.arguments import DataArguments
 from loopdropout_trainer.data.caching import examples_key
-from loopdropout_trainer.data.columns import check_columns, describe_other_format, warn_about_unused
+from loopdropout_trainer.data.columns import check_columns, check_one_format, warn_about_unused
 from loopdropout_trainer.data.examples import Examples, LeftOut
 from loopdropout_trainer.data.files import load_rows
 from loopdropout_trainer.data.formats import (
@@ -289,11 +289,13 @@ def _make_examples(
         _has_texts, left_out, noun, reason, args=args, columns=columns, chat_template=tokenizer.chat_template
     )
     if len(examples.rows) < len(rows):  # so that `keep` has added their number to `left_out`
-        first = int(np.setdiff1d(origins[:, 1], examples.origins[:, 1])[0])
-        row = _read_row(rows[first], args)
-        found = _describe_turns(row, columns) or describe_other_format(row, columns, args.formats)
-        first_row = f". The first one is {everything.describe_row(first)}{found}"
-        left_out[-1] = left_out[-1]._replace(reason=reason + first_row)
+        numbers = np.setdiff1d(origins[:, 1], examples.origins[:, 1]).tolist()
+        without_text = left_out.pop()  # which would be wrong for rows of another format
+        own_rows = ((number, _read_row(rows[number], args)) for number in numbers)
+        check_one_format(f"The data of {data}", own_rows, columns, args.formats, everything.describe_row)
+        row = _read_row(rows[numbers[0]], args)
+        first_row = f". The first one is {everything.describe_row(numbers[0])}{_describe_turns(row, columns)}"
+        left_out.append(without_text._replace(reason=reason + first_row))
     if not len(examples.rows):
         found = "no examples"
         if len(rows):

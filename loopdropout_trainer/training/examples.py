@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
@@ -15,6 +16,7 @@ from datasets import Dataset, Features, IterableDataset, Json
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import cached_file
 
+from loopdropout_trainer.data.columns import check_one_format
 from loopdropout_trainer.data.files import error_in_row
 from loopdropout_trainer.data.formats import (
     check_complete,
@@ -93,6 +95,9 @@ def hide_length_warnings(args: Any) -> Iterator[None]:
     finally:
         reporter.removeFilter(is_other)
 
+
+_SHAREGPT = ("conversations",)
+"""Columns of ShareGPT's format, which the trainers read as `messages`."""
 
 _DATASETS = ("train_dataset", "eval_dataset", "test_dataset")
 """Arguments with datasets: of a trainer, of its `evaluate` and of its `predict`."""
@@ -176,6 +181,19 @@ def check_columns(arguments: Mapping[str, Any], formats: Collection[Sequence[str
             call = f"rename_columns({renamed})" if renamed else "Dataset.rename_columns"
             fix = f"Rename columns by `{call}`, or make new ones by `Dataset.map`."
             raise wrong_columns(title, readable, example, fix)
+        _check_one_format(title, dataset, example, formats)
+
+
+def _check_one_format(
+    title: str, dataset: Any, example: Mapping[str, Any], formats: Collection[Sequence[str]]
+) -> None:
+    """Raise UserError if rows of a dataset have different formats, each in columns that are empty in the other rows."""
+    columns = _find_columns(example, formats)
+    known = [name for name in dict.fromkeys(itertools.chain(*formats, _SHAREGPT)) if name in example]
+    if not isinstance(dataset, Dataset) or not columns or {*known} == {*columns}:
+        return
+    rows = enumerate(dataset.select_columns(known).with_format(None), start=1)
+    check_one_format(title, rows, columns, [*formats, _SHAREGPT], lambda number: f"row {number:,} of {title}")
 
 
 def check_rows(arguments: dict[str, Any], formats: Collection[Sequence[str]], chat_template: Any) -> None:
@@ -290,7 +308,7 @@ def _find_columns(example: Mapping[str, Any] | None, formats: Collection[Sequenc
     if example is None or "input_ids" in example:
         return ()
     # TRL renames `conversations` in ShareGPT's spelling to `messages` before it looks for a format.
-    return find_format(example, [*map(tuple, formats), ("conversations",)])
+    return find_format(example, [*map(tuple, formats), _SHAREGPT])
 
 
 def check_conversations(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

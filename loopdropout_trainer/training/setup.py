@@ -223,8 +223,8 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
                 self.num_given[title] = len(dataset)
         if self._template_path is None and getattr(args, "eos_token", None) is None:
             check_end_token(tokenizer)
-        check_assistant_loss(args, read_first(arguments.get("train_dataset")), tokenizer)
         self.check_rows_of(arguments)
+        check_assistant_loss(args, read_first(arguments.get("train_dataset")), tokenizer)
 
     def check_rows_of(self, arguments: dict[str, Any]) -> None:
         """Raise UserError if the examples lack columns, their tokenizer a chat template, or TRL cannot read one of them.

@@ -14,7 +14,14 @@ from trl import pack_dataset
 from helpers.errors import user_error
 from helpers.files import load_script, read_lines, write_lines
 from loopdropout_trainer import LoopDropoutConfig, LoopDropoutSFTTrainer
-from loopdropout_trainer.data import DataArguments, GRPODataArguments, SFTDataArguments, label_example, load_datasets
+from loopdropout_trainer.data import (
+    DataArguments,
+    GRPODataArguments,
+    SFTDataArguments,
+    label_example,
+    load_datasets,
+    read_files,
+)
 from loopdropout_trainer.data.holding_out import interleave
 from loopdropout_trainer.data.mixing import Losses
 from loopdropout_trainer.data.saved_prompts import find_prompts
@@ -280,14 +287,27 @@ def test_formats_that_do_not_mix_raise(ouro_tokenizer, kind, files, losses, mess
         load_datasets(kind(datasets=[{"path": file} for file in files]), ouro_tokenizer, 100, *losses)
 
 
-def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log):
-    rows = [*read_lines(Path("a.jsonl"))[:2], *read_lines(Path("b_chat.jsonl"))[:1]]
+@pytest.mark.parametrize("assistant_only_loss", [False, True])
+def test_rows_of_another_format_in_a_file_are_named(ouro_tokenizer, log, assistant_only_loss):
+    pairs, chats = read_lines(Path("a.jsonl"))[:2], read_lines(Path("b_chat.jsonl")) * 2
+    data = DataArguments(train_files=[write_lines(Path("both.jsonl"), [*pairs, *chats])])
+    got = (
+        "must have rows of one format, got `messages` instead of `prompt` and `completion` in row 3 of {0}, row 4 of {0}, "
+        "row 5 of {0} and 3 more. Put the rows of each format into a file of their own, and list the files in `datasets` of a"
+    )
+    with user_error("The data of both.jsonl " + got.format("both.jsonl")):
+        load_datasets(data, ouro_tokenizer, 100, assistant_only_loss=assistant_only_loss)
+    args = LoopDropoutConfig("run", assistant_only_loss=assistant_only_loss)
+    with user_error("`train_dataset` " + got.format("`train_dataset`")):
+        LoopDropoutSFTTrainer(
+            "tiny-ouro", args, train_dataset=read_files("both.jsonl"), processing_class=ouro_tokenizer
+        )
+    assert "left out" not in log.text
+
+
+def test_first_row_without_text_is_named(ouro_tokenizer, log):
+    rows = [*read_lines(Path("a.jsonl"))[:2], {"prompt": "1", "completion": " "}]
     data = DataArguments(train_files=[write_lines(Path("both.jsonl"), rows)])
-    assert len(load_datasets(data, ouro_tokenizer, 100)["train"]) == 2
-    fix = "The first one is row 3 of both.jsonl, which has `messages`. Put such rows into a file of their own, as an item of"
-    assert any(fix in text for text in log.messages)
-    log.clear()
-    write_lines(Path("both.jsonl"), [*rows[:2], {"prompt": "1", "completion": " "}])  # of the same format
     load_datasets(data, ouro_tokenizer, 100)
     assert "The first one is row 3 of" in log.text and "which has" not in log.text
 
