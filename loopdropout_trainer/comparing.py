@@ -29,7 +29,7 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
     """
     samples = read_samples(_find_accuracy(folder, task, num_loops))
     others = read_samples(_find_accuracy(baseline, task, num_loops))
-    if not _have_same_problems(samples, others):
+    if not have_same_problems(samples, others):
         raise UserError(
             f"Both runs must be measured on the same problems of {task}, but {folder} has {len(samples)} and {baseline} has "
             f"{len(others)} problems, which are not the same. Evaluate both with the same `benchmark_limit`."
@@ -37,7 +37,8 @@ def compare_runs(folder: str | Path, baseline: str | Path, task: str, num_loops:
     return compare_answers(samples, others)
 
 
-def _have_same_problems(samples: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+def have_same_problems(samples: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Return whether the samples of two results are of the same problems in the same order, by their targets."""
     return [sample.get("target") for sample in samples] == [sample.get("target") for sample in others]
 
 
@@ -72,7 +73,7 @@ def compare_folders(folders: Sequence[str]) -> pd.DataFrame:
             continue
         for folder, row in rows.items():
             samples, comparison = read_samples(row), None
-            if folder != folders[-1] and _have_same_problems(samples, others):
+            if folder != folders[-1] and have_same_problems(samples, others):
                 comparison = compare_answers(samples, others)
             facts = {
                 "method": row["method"],

@@ -14,7 +14,7 @@ from loopdropout_trainer.figures import describe_points, points
 from loopdropout_trainer.frames import average, name_methods
 from loopdropout_trainer.gates import Draw, make_rule
 from loopdropout_trainer.table_files import Missing, check_fields, find
-from loopdropout_trainer.tables import PAIRED_SEEDS, find_unpaired, name_seeds, paired_gains
+from loopdropout_trainer.tables import PAIRED_SEEDS, find_unpaired, have_other_problems, name_seeds, paired_gains
 
 
 def draw_gates(num_loops: int, p: float, seed: int) -> pd.DataFrame:
@@ -66,6 +66,8 @@ def build_figure(spec: dict, results: pd.DataFrame) -> Any:
 def pair_places(ours: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Return the mean difference of two sets of results at each place of a figure that has a common seed, paired by seed.
 
+    There is none between accuracies on other problems.
+
     Args:
         ours: From `panel_rows`.
         other: Results to subtract.
@@ -80,7 +82,7 @@ def pair_places(ours: pd.DataFrame, other: pd.DataFrame, by: list[str]) -> pd.Da
         if place not in others:
             continue
         gains = paired_gains(own, others[place])
-        if len(gains):
+        if len(gains) and not have_other_problems(own, others[place], gains.index):
             middle = (average(own).mean() + average(others[place]).mean()) / 2
             lines.append([*place, gains.mean(), middle, find_unpaired(own, others[place])])
     return pd.DataFrame(lines, columns=[*by, "mean", "middle", "unpaired"])

@@ -123,8 +123,8 @@ def fill_cell(
         gain = compare(rows, other, part)
         if gain is None:
             return "–", {}
-        if gain.num_pairs == 0:
-            return "–", gain._asdict()
+        if math.isnan(gain.difference):
+            return gain.text() or "–", gain._asdict()
         gains = paired_gains(rows, other, part)
         numbers = {**gain._asdict(), "num_seeds": len(gains), **describe_problems(rows)}
         if show == "seeds":

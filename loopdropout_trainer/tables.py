@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from loopdropout_trainer.comparing import have_same_problems
 from loopdropout_trainer.diagnostics import (
     FEWEST_PROBLEMS,
     TOO_FEW,
@@ -86,6 +87,9 @@ EQUAL = "the same for each seed"
 NOT_A_TEST = "not a test"
 """Text in place of the interval of a difference on problems that chose the learning rates."""
 
+OTHER_PROBLEMS = "other problems"
+"""Text in place of a difference between accuracies on different problems of a task, as after another `benchmark_limit`."""
+
 NO_INTERVAL = (TOO_FEW, EQUAL, NOT_A_TEST)
 """Reasons why a difference has no interval and no test."""
 
@@ -97,7 +101,8 @@ class Gain(NamedTuple):
         difference: Mean difference.
         low, high: Its 95% interval, or NaN for a single seed without answers to problems.
         p: Two-sided p-value, or NaN without an interval.
-        test: `OVER_SEEDS` or `OVER_PROBLEMS`, or without an interval one of `NO_INTERVAL` or "".
+        test: `OVER_SEEDS` or `OVER_PROBLEMS`, or without an interval one of `NO_INTERVAL` or "". `OTHER_PROBLEMS` without a
+            difference, which is NaN then.
         num_pairs: Number of seeds of the difference, which both settings have.
         unpaired: Seeds of one setting only, such as "2, 3", which the difference leaves out, or "".
     """
@@ -111,7 +116,11 @@ class Gain(NamedTuple):
     unpaired: str = ""
 
     def text(self, decimals: int = 1) -> str:
-        """Return the difference with its interval, and whether it is not significant."""
+        """Return the difference with its interval, and whether it is not significant. "": there is no common seed."""
+        if self.test == OTHER_PROBLEMS:
+            return self.test
+        if math.isnan(self.difference):
+            return ""
         gain = f"{self.difference:+.{decimals}f}"
         if not self.test:
             return gain
@@ -128,13 +137,34 @@ def compare(ours: pd.DataFrame, other: pd.DataFrame, part: str | None = None) ->
     rates. `part`: as in `paired_gains`.
 
     Returns:
-        The difference, or None if the settings are the same. It is NaN if they have no common seed.
+        The difference, or None if the settings are the same. It is NaN if they have no common seed, or if they were measured
+        on different problems of a task.
     """
     if ours.equals(other):
         return None
-    gains = paired_gains(ours, other, part)
+    gains = paired_gains(ours, other)
     unpaired = name_seeds(find_unpaired(ours, other), ", ")
+    if have_other_problems(ours, other, gains.index):
+        return Gain(math.nan, test=OTHER_PROBLEMS, num_pairs=len(gains), unpaired=unpaired)
+    if part is not None:
+        gains = paired_gains(ours, other, part)
     return _compare_gains(gains, ours, other, part)._replace(num_pairs=len(gains), unpaired=unpaired)
+
+
+def have_other_problems(ours: pd.DataFrame, other: pd.DataFrame, seeds: Iterable[float]) -> bool:
+    """Return whether two settings were measured on different problems of a task, by their numbers and by their samples."""
+    both = pd.concat([ours, other])
+    if (both["metric"] != "accuracy").any() or both["task"].nunique() != 1:  # a difference between two tasks is wanted
+        return False
+    if both["n"].nunique() > 1:
+        return True
+    if both["samples"].isna().any():
+        return False
+    for seed in seeds:
+        samples, others = paired_samples(ours, other, seed)
+        if samples and others and not have_same_problems(samples, others):  # the files may be missing in a copy
+            return True
+    return False
 
 
 def find_unpaired(ours: pd.DataFrame, other: pd.DataFrame) -> list[float]:
@@ -149,10 +179,12 @@ def _compare_gains(gains: pd.Series, ours: pd.DataFrame, other: pd.DataFrame, pa
     if ours["chose"].any():
         return Gain(gains.mean(), test=NOT_A_TEST)
     if len(gains) == 1 and not part and pd.concat([ours, other])["samples"].notna().all():
-        found = compare_answers(*paired_samples(ours, other, gains.index[0]))
-        if found.n < FEWEST_PROBLEMS:
-            return Gain(found.gain, test=TOO_FEW)
-        return Gain(found.gain, found.low, found.high, found.p, OVER_PROBLEMS)
+        samples, others = paired_samples(ours, other, gains.index[0])
+        if samples and have_same_problems(samples, others):  # not of two tasks, and no file is missing
+            found = compare_answers(samples, others)
+            if found.n < FEWEST_PROBLEMS:
+                return Gain(found.gain, test=TOO_FEW)
+            return Gain(found.gain, found.low, found.high, found.p, OVER_PROBLEMS)
     if len(gains) == 1:
         return Gain(gains.iloc[0])
     if np.allclose(gains, gains.iloc[0], rtol=1e-9, atol=1e-9):  # apart from rounding
@@ -189,6 +221,10 @@ def explain_differences(numbers: pd.DataFrame) -> list[str]:
         sentences.append(OWN_FAMILY)
     if "" in kinds:
         sentences.append("A difference of one seed has no interval, because the spread over seeds is not known.")
+    if (numbers["test"] == OTHER_PROBLEMS).any():
+        sentences.append(
+            "Accuracies on other problems than those of LoRA have no difference. Measure both with the same `benchmark_limit`."
+        )
     if EQUAL in kinds:
         sentences.append(f"A difference that is {EQUAL} has no interval, because its spread over seeds is not known.")
     return [" ".join(sentences)] if sentences else []
@@ -399,8 +435,7 @@ def _format_numbers(numbers: pd.DataFrame, title: str, decimals: int, gain_decim
     texts = {title: [format_mean(mean, sd, decimals) for mean, sd in means]}
     gains = []
     for row in numbers[[*Gain.__annotations__]].itertuples(index=False):
-        gain = Gain(*row)
-        gains.append(gain.text(gain_decimals) if math.isfinite(gain.difference) else "")
+        gains.append(Gain(*row).text(gain_decimals))
     if any(gains):
         texts["minus LoRA"] = gains
         texts["p"] = numbers["p"].map(format_p)

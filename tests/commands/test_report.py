@@ -554,6 +554,28 @@ def test_report_compares_problems_of_a_single_seed(tmp_path):
     assert tuple(numbers[["difference", "low", "high", "p", "test"]]) == (*found[:4], "McNemar over problems")
 
 
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+@pytest.mark.parametrize("problems", [range(12, 24), range(11)])
+def test_accuracies_on_other_problems_have_no_difference(problems, seeds, tmp_path):
+    """As after another `benchmark_limit` or a changed file of problems. A copy without the answers has the means only."""
+    for method, numbers in (("LoRA", range(12)), ("Loop Dropout", problems)):
+        for seed in seeds:
+            row = {"value": seed, "samples": f"{seed}.jsonl", "n": len(numbers), "seed": seed}
+            write(tmp_path / method, [row], method=method)
+            samples = [{"correct": 1, "target": f"answer {number}"} for number in numbers]
+            write_lines(tmp_path / method / f"{seed}.jsonl", samples)
+    assert [*accuracy_table(tmp_path)["minus LoRA"]] == ["", "other problems"]
+    text, numbers = numbered_cell(tmp_path, method="Loop Dropout", minus={"method": "LoRA"}, show="seeds")
+    assert text == "other problems" and math.isnan(numbers["difference"])
+    numbers = tables.accuracy_numbers(frames.load_results(tmp_path))
+    (sentence,) = tables.explain_differences(numbers)
+    assert sentence.startswith("Accuracies on other problems than those of LoRA have no difference.")
+    for path in tmp_path.glob("LoRA/*[0-9].jsonl"):
+        path.unlink()
+    expected = "other problems" if len(problems) == 11 else "+0.0"
+    assert accuracy_table(tmp_path)["minus LoRA"].iloc[1].startswith(expected)
+
+
 def test_differences_of_a_column_have_the_same_decimals(tmp_path):
     """Those of a single seed, over problems, have as many as those over seeds."""
     for method, correct in (("LoRA", [0, 0, 1, 1]), ("Loop Dropout", [1, 1, 1, 0])):
