@@ -315,9 +315,9 @@ def has_method(results: pd.DataFrame, name: str) -> pd.Series:
 
 def differing(results: pd.DataFrame) -> list[str]:
     """Return the columns in which the results of one mean must not differ, but do."""
-    columns = results.columns[~results.columns.isin([*IGNORED])]
-    values = results[columns].to_numpy(dtype=object, na_value=None)  # a missing value equals another one
-    return sorted(columns[(values != values[:1]).any(axis=0)])
+    values = results.to_numpy(dtype=object, na_value=None)  # a missing value equals another one
+    is_differing = (values != values[:1]).any(axis=0)
+    return sorted({*results.columns[is_differing]} - IGNORED)
 
 
 def average(rows: pd.DataFrame) -> pd.Series:
