@@ -177,7 +177,7 @@ def saved(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("saved")
     tiny_ouro().save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    settings = "preparation: arithmetic\nnum_train_examples: 20\nnum_eval_examples: 6\n"
+    settings = "preparation: arithmetic\narithmetic_steps: [1, 1]\nnum_train_examples: 20\nnum_eval_examples: 6\n"
     recipe = f"model_name_or_path: {folder / 'base'}\n{settings}max_length: 512\ndtype: float32\nbf16: false\nuse_cpu: true\n"
     (folder / "recipe.yaml").write_text(f"{recipe}per_device_eval_batch_size: 2\nbenchmarks: [arithmetic_test]\n")
     for seed, name in enumerate(("lora", "ours")):
