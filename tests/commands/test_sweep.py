@@ -1300,7 +1300,7 @@ def test_sweep_recipe_names_its_number_of_trainings(path):
     assert re.search(rf"\b{total} trainings", path.read_text()), total
 
 
-def test_sweep_runs_the_training_script(lab):
+def test_sweep_runs_the_training_script(lab, forks):
     """The real script on the tiny model: a run that chooses the learning rate, and its final evaluation."""
     recipe = load_recipe("recipes/quickstart.yaml")
     recipe |= {"max_steps": 1, "num_train_examples": 4, "num_eval_examples": 2, "per_device_train_batch_size": 2}

@@ -133,6 +133,13 @@ def _renew_threads():
         sys.modules["torch"].set_num_threads(1)
 
 
+def _renew_bars():
+    """Let tqdm read its variables of the environment again, which it has read when the server imported it."""
+    if "tqdm.std" in sys.modules:
+        bar = sys.modules["tqdm.std"].tqdm
+        bar.__init__ = sys.modules["tqdm.utils"].envwrap("TQDM_", is_method=True)(bar.__init__)
+
+
 SERVER, BARE_SERVER = Server(), Server()
 
 
@@ -235,6 +242,7 @@ def _become(words, env, cwd, streams):
     sys.stdout, sys.stderr = (open(number, **text) for number in (1, 2))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(env)
+    _renew_bars()
     os.chdir(cwd)
     match words:
         case ["-c", code, *rest]:
