@@ -60,8 +60,11 @@ TRAINING = (
     f"quickstart.yaml {SHORT} {SMALL} --lora_dropout 0.1 --diagnose_task arithmetic_easy_test --hub_token {TOKEN}"
 )
 WORDS = f"{TRAINING} --eval_num_loops 2 4"
-FEW_MEASUREMENTS = "--evaluate_base false --single_loop_accuracy false --eval_num_loops 4 --merge false "
-FEW_MEASUREMENTS += "--single_loop_batches 0 --diagnose_task null"
+ONE_TASK = (
+    "--evaluate_base false --single_loop_accuracy false --eval_num_loops null --merge false --single_loop_batches 0 "
+)
+ONE_TASK += "--diagnose_task null --num_sample_completions 0"
+FEW_MEASUREMENTS = f"{ONE_TASK} --benchmarks null"
 
 
 def run(*words, script="sft"):
@@ -89,8 +92,9 @@ def quickstart(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
-    """Only the short quickstart draws its figure."""
+    """Only the short quickstart draws its figure, and no report does."""
     monkeypatch.setattr("loopdropout_trainer.printing.find_spec", lambda name: None)
+    monkeypatch.setattr("loopdropout_trainer.plots.save_figure", lambda plot, path: None)
 
 
 @pytest.fixture
@@ -239,7 +243,7 @@ def test_sft_never_saves_tokens(quickstart):
 
 
 def test_finished_run_is_made_longer(copy):
-    words = [copy / "recipe.yaml", "--output_dir", copy, FEW_MEASUREMENTS, "--compare_with", "null", "--max_steps", 8]
+    words = [copy / "recipe.yaml", "--output_dir", copy, ONE_TASK, "--compare_with", "null", "--max_steps", 8]
     with user_error("`max_steps` changed from 6 to 8.*resume_from_checkpoint true"):
         run(*words)
     text = run(*words, "--resume_from_checkpoint", "true")
@@ -290,7 +294,7 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
     The evaluation before the first step, when the adapter adds nothing, has the loss of the base model.
     """
     best = "--eval_strategy steps --eval_steps 2 --load_best_model_at_end true --single_loop_batches 2"
-    words = [FEW_MEASUREMENTS, "--compare_with null --learning_rate 0.3", best, "--eval_on_start true --merge true"]
+    words = [ONE_TASK, "--compare_with null --learning_rate 0.1", best, "--eval_on_start true --merge true"]
     text = run(TRAINING, *words, "--evaluate_base true --benchmark_limit 1", "--output_dir", tmp_path)
     at_start, *evaluated = [log for log in load_state(tmp_path).log_history if "eval_loss" in log]
     rows = [row for row in read_results(tmp_path) if row["gates"] == "unit"]
@@ -305,7 +309,7 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
     kept = f"checkpoint-2 (held-out loss {evaluated[0]['eval_loss']:.4g}), trained 6 steps"
     assert f"Loop Dropout: Kept {kept}\n" in text
     assert losses["eval_loss"] > base["value"]  # also that of the kept checkpoint
-    assert " is above the base model's, " in text and "Train with a lower `learning_rate` than 0.3.\n" in text
+    assert " is above the base model's, " in text and "Train with a lower `learning_rate` than 0.1.\n" in text
     assert re.search(rf"(?m)^base model +{base['value']:.5g}\b", tables(text).split("\n\n")[0])
     for folder in (tmp_path, tmp_path / "merged"):
         card = (folder / "README.md").read_text()
@@ -314,7 +318,7 @@ def test_results_belong_to_the_best_checkpoint(tmp_path):
         assert f"| Held-out loss (nats per token), base model | {base['value']:.4f} |" in card
 
 
-STOPS_EARLY = f"{FEW_MEASUREMENTS} --compare_with null --learning_rate 0.3 --eval_strategy steps --eval_steps 2"
+STOPS_EARLY = f"{FEW_MEASUREMENTS} --compare_with null --learning_rate 0.1 --eval_strategy steps --eval_steps 2"
 
 
 def test_early_stop_is_an_end(tmp_path, log, monkeypatch, capsys):
@@ -595,8 +599,7 @@ def test_dpo_and_grpo_train_both_rules(script, words, metrics, tmp_path):
     assert run_facts["device"].startswith(f"cpu ({platform.machine()}")
 
 
-ONLY_TRAIN = f"{SHORT} --max_steps 2 --benchmarks null --eval_num_loops null --single_loop_accuracy false "
-ONLY_TRAIN += "--evaluate_base false --compare_with null --merge false"
+ONLY_TRAIN = f"{SHORT} {SMALL} {FEW_MEASUREMENTS} --max_steps 1 --compare_with null"
 
 
 @pytest.mark.parametrize(
