@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from loopdropout_trainer.arguments import ModelArguments
 from loopdropout_trainer.errors import count
 from loopdropout_trainer.memory import count_operations, count_parameters, estimate_memory, read_depth
-from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig, word_of
+from loopdropout_trainer.training.config import GateConfig, LoopDropoutConfig
+from loopdropout_trainer.training.evaluation_fields import word_of
 
 
 PEAK_FLOPS = {

@@ -107,7 +107,7 @@ class LoopDropoutHandle:
         p: Drop probability of the rule, or None. Setting it makes a new rule.
         seed: Seed of the draws.
         num_draws: Number of passes that drew gates.
-        last_gates: Gates of the last pass that drew gates, or None.
+        last_gates: Gates of the last pass that drew gates, or None before the first one.
     """
 
     last_gates: GatedBatch | None = None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.gate_state import GateState
-from loopdropout_trainer.renames import renamed_function
+from loopdropout_trainer.renames import hide_library_warnings, renamed_function
 
 
 MOST_LOOPS = 1024
@@ -127,6 +127,12 @@ class LoopedModelMixin:
 
     def detach(self) -> None:
         """Reverse `attach`."""
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers are checkpointed, by the old name that PEFT asks for, about which transformers 5.24 warns."""
+        with hide_library_warnings():
+            return super().is_gradient_checkpointing
 
     def enable_input_require_grads(self) -> None:
         """Let the embeddings require a gradient, by a hook that `torch.save` can keep."""

@@ -27,7 +27,7 @@ from loopdropout_trainer.results import DEVELOPMENT
 from loopdropout_trainer.runs import Run
 from loopdropout_trainer.saving.pushing import LOG_IN, find_repository, has_token
 from loopdropout_trainer.terminal import titled
-from loopdropout_trainer.training.config import word_of
+from loopdropout_trainer.training.evaluation_fields import word_of
 
 
 if TYPE_CHECKING:

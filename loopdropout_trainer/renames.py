@@ -11,23 +11,28 @@ from typing import Any
 
 
 _OLD_CHECKPOINTING = re.compile(r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated")
-_HIDDEN = ("ignore", _OLD_CHECKPOINTING, FutureWarning, re.compile("transformers"), 0)
-"""Filter of warnings about names by which PEFT and TRL call transformers."""
+_OUTPUTS_OF_LOSS = re.compile(r"`return_outputs=True`, and the logits it passes to `compute_metrics`")
+_HIDDEN = (
+    ("ignore", _OLD_CHECKPOINTING, FutureWarning, re.compile("transformers"), 0),
+    ("ignore", _OUTPUTS_OF_LOSS, FutureWarning, re.compile("loopdropout_trainer|trl"), 0),
+)
+"""Filters of warnings about the calls of one library by another, which a user can do nothing about."""
 
 
 @contextmanager
-def hide_old_checkpointing() -> Iterator[None]:
-    """Hide the warnings about old names of gradient checkpointing, by which PEFT and TRL call transformers in this block.
+def hide_library_warnings() -> Iterator[None]:
+    """Hide the warnings about names and arguments by which PEFT, TRL and transformers call each other in this block.
 
     `warnings.catch_warnings` would restore all filters in the end, also those that a callback or another thread has set
-    meanwhile. This adds and removes only its own filter.
+    meanwhile. This adds and removes only its own filters.
     """
-    warnings.filters.insert(0, _HIDDEN)
+    warnings.filters[:0] = _HIDDEN
     try:
         yield
     finally:
-        with suppress(ValueError):  # somebody has replaced the list
-            warnings.filters.remove(_HIDDEN)
+        for hidden in _HIDDEN:
+            with suppress(ValueError):  # somebody has replaced the list
+                warnings.filters.remove(hidden)
 
 
 def _warn(old: str, new: str, num_frames: int) -> None:

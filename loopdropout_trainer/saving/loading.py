@@ -23,7 +23,7 @@ from loopdropout_trainer.looped import NotLoopedError, attach_looped_model, chec
 from loopdropout_trainer.lora import adapted_layers, add_gates, attach_adapter, check_peft_config, remove_gates
 from loopdropout_trainer.models.external import loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, check_weights, explain_loading
-from loopdropout_trainer.renames import hide_old_checkpointing
+from loopdropout_trainer.renames import hide_library_warnings
 from loopdropout_trainer.saving.authors_format import CONFIG_FILE
 from loopdropout_trainer.saving.base_model import check_base, describe_difference
 from loopdropout_trainer.saving.facts import MODELS, Source
@@ -301,7 +301,7 @@ def put_adapter(model: PreTrainedModel, source: Source, is_trainable: bool = Fal
     try:
         weights = source.adapter.read_weights()
         _fit_vocabulary(model, weights)
-        with hide_old_checkpointing():
+        with hide_library_warnings():
             return attach_adapter(model, folder, is_trainable, config, weights)
     except UserError:
         raise

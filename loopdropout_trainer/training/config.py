@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -14,12 +13,13 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from loopdropout_trainer.errors import UserError, as_path, short_repr
+from loopdropout_trainer.errors import UserError, as_path, hide_secrets, short_repr
 from loopdropout_trainer.field_hints import USUAL_NAMES, field_hint, is_usual_name
 from loopdropout_trainer.fields import check_fields, check_mappings, option
 from loopdropout_trainer.gates import RULES, GateRule, make_rule
 from loopdropout_trainer.gates.depth import FixedDepth, make_depth_sampler
 from loopdropout_trainer.gates.rule import fields_of
+from loopdropout_trainer.training.evaluation_fields import check_best_checkpoint, warn_of_unused_steps, word_of
 
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _CHECKPOINTING = {
 """Names of fields before transformers 5.24, and since then."""
 
 
-@dataclass
+@dataclass(repr=False)
 class GateConfig:
     r"""
     Fields of all trainers of this package. The defaults are the paper's method: Loop Dropout with p = 0.5.
@@ -193,6 +193,17 @@ class GateConfig:
         made = vars(self).get("_made", {})  # a copy has none
         check_fields(self, [name for name, value in made.items() if getattr(self, name) != value])
 
+    def __repr__(self) -> str:
+        """Return the fields that the user has given or changed, without tokens. `print` shows all fields."""
+        values = {name: word_of(getattr(self, name)) for name in self.given_fields()}
+        if values.get("hub_token") is not None:
+            values["hub_token"] = "***"  # noqa: S105
+        fields = ", ".join(f"{name}={value!r}" for name, value in _without_token(values).items())
+        return f"{type(self).__name__}({fields})"
+
+    def __str__(self) -> str:
+        return hide_secrets(super().__str__())
+
     def given_fields(self) -> list[str]:
         """Return the names of the fields that the user has given or changed. The libraries and this class set others."""
         made = vars(self).get("_made", {})  # a copy has none
@@ -283,60 +294,6 @@ class GateConfig:
         return _without_token(super().to_dict())
 
 
-def word_of(choice: Any) -> Any:
-    """Return the word of a choice of transformers, such as "epoch" for `IntervalStrategy.EPOCH`."""
-    return getattr(choice, "value", choice)
-
-
-def warn_of_unused_steps(args: TrainingArguments) -> None:
-    """Warn if `eval_steps` is set, but the training is not evaluated by its steps."""
-    strategy = word_of(args.eval_strategy)
-    if args.eval_steps is not None and strategy != "steps":
-        logger.warning_once(
-            f"`eval_steps` has no effect, because `eval_strategy` is {strategy}. Set it to steps to evaluate every "
-            f"{args.eval_steps:g} steps."
-        )
-
-
-def check_best_checkpoint(args: TrainingArguments) -> None:
-    """Raise UserError unless the checkpoints are saved at evaluations, if the best one is to be kept.
-
-    transformers asks for the same in other words, but accepts early stopping at evaluations without a checkpoint.
-    """
-    is_early, keeps_best = args.early_stopping_patience is not None, args.load_best_model_at_end
-    if is_early and not keeps_best:
-        raise UserError("`load_best_model_at_end` must be true if `early_stopping_patience` is set, got false.")
-    if not keeps_best:
-        return
-    condition = "if `load_best_model_at_end` is true"
-    if is_early:
-        condition = "if `early_stopping_patience` is set"
-    evaluation, saving = word_of(args.eval_strategy), word_of(args.save_strategy)
-    if evaluation == "no":
-        raise UserError(f"`eval_strategy` must be steps or epoch {condition}, got no.")
-    # "best" saves at evaluations only. About a mistyped word, transformers raises an error.
-    if saving == "best" or evaluation not in ("steps", "epoch"):
-        return
-    if saving != evaluation:
-        raise UserError(f"`save_strategy` must be {evaluation}, as `eval_strategy`, {condition}, got {saving}.")
-    if evaluation == "epoch":
-        return
-    eval_steps, save_steps = args.eval_steps or args.logging_steps, args.save_steps
-    if is_early:  # which may stop at any evaluation
-        wanted, is_right = "equal", save_steps == eval_steps
-    else:
-        wanted, is_right = "be a multiple of", _is_multiple(save_steps, eval_steps)
-    if not is_right:
-        raise UserError(f"`save_steps` must {wanted} `eval_steps` ({eval_steps:g}) {condition}, got {save_steps:g}.")
-
-
-def _is_multiple(save_steps: float, eval_steps: float) -> bool:
-    """Return whether every save is at an evaluation. Both are numbers of steps, or both are shares of all steps below 1."""
-    have_one_unit = (eval_steps < 1) == (save_steps < 1)
-    ratio = save_steps / eval_steps
-    return have_one_unit and round(ratio) >= 1 and math.isclose(ratio, round(ratio))
-
-
 def _without_token(fields: dict[str, Any]) -> dict[str, Any]:
     kwargs = fields.get("model_init_kwargs")
     if isinstance(kwargs, dict):
@@ -368,7 +325,7 @@ def _with_gate_fields(cls: type[GateConfig]) -> type[GateConfig]:
 
 
 @_with_gate_fields
-@dataclass
+@dataclass(repr=False)
 class LoopDropoutConfig(GateConfig, SFTConfig):
     r"""
     Configuration class for the [`LoopDropoutSFTTrainer`]. It has all fields of [`~trl.SFTConfig`] and of [`GateConfig`].
@@ -422,7 +379,7 @@ class LoopDropoutConfig(GateConfig, SFTConfig):
 
 
 @_with_gate_fields
-@dataclass
+@dataclass(repr=False)
 class LoopDropoutDPOConfig(GateConfig, DPOConfig):
     r"""
     Configuration class for the [`LoopDropoutDPOTrainer`]. It has all fields of [`~trl.DPOConfig`] and of [`GateConfig`].
@@ -433,7 +390,7 @@ class LoopDropoutDPOConfig(GateConfig, DPOConfig):
 
 
 @_with_gate_fields
-@dataclass
+@dataclass(repr=False)
 class LoopDropoutGRPOConfig(GateConfig, GRPOConfig):
     r"""
     Configuration class for the [`LoopDropoutGRPOTrainer`]. It has all fields of [`~trl.GRPOConfig`] and of [`GateConfig`].

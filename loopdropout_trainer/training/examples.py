@@ -34,7 +34,7 @@ from loopdropout_trainer.data.tokenizing import find_training_template
 from loopdropout_trainer.errors import UserError, short_repr
 from loopdropout_trainer.limits import render_chat
 from loopdropout_trainer.tokenizers import CHAT_TEMPLATES, check_chat_template, set_chat_template, unknown_template
-from loopdropout_trainer.training.config import word_of
+from loopdropout_trainer.training.evaluation_fields import word_of
 
 
 _CONVERTERS = {"list": "from_list", "tuple": "from_list", "DataFrame": "from_pandas"}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from loopdropout_trainer.errors import UserError, short_repr
+from loopdropout_trainer.files import public_name
 from loopdropout_trainer.gate_state import BatchOptions
 from loopdropout_trainer.gates import GateRule
 from loopdropout_trainer.gates.rule import fields_of
@@ -66,6 +67,15 @@ class GatingMixin:
         if self._has_read_fields:  # before, the libraries set attributes of their own
             check_attribute(self, name)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        if not self._has_read_fields:  # while it is made
+            return super().__repr__()
+        name = public_name(self.model.config.name_or_path) or "a model"
+        progress = "not trained yet"
+        if self.state.global_step:
+            progress = f"step {self.state.global_step:,} of {self.state.max_steps:,}"
+        return f"{type(self).__name__} of {name} with {self.rule}, {progress}"
 
     @property
     def rule(self) -> GateRule:

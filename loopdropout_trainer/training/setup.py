@@ -28,7 +28,7 @@ from loopdropout_trainer.looped import LoopedModelMixin
 from loopdropout_trainer.lora import adapted_layers, check_present, default_peft_config, is_default_target
 from loopdropout_trainer.models.external import external_skeleton, loading_fields
 from loopdropout_trainer.models.looped_modeling import check_checkpoint, explain_imports, explain_loading
-from loopdropout_trainer.renames import hide_old_checkpointing, renamed_attribute
+from loopdropout_trainer.renames import hide_library_warnings, renamed_attribute
 from loopdropout_trainer.saving.base_model import digest_weights
 from loopdropout_trainer.saving.facts import MODELS
 from loopdropout_trainer.saving.loading import explain_keywords, load_skeleton
@@ -83,7 +83,7 @@ def with_gates(init: Callable[..., None]) -> Callable[..., None]:
                 explain_imports(_name_of(arguments["model"])),
                 explain_keywords(arguments["args"].model_init_kwargs or {}),
                 hide_short_bars(num_rows=_count_examples(arguments)),
-                hide_old_checkpointing(),
+                hide_library_warnings(),
                 hide_length_warnings(arguments["args"]),
             ):
                 super(AdapterTrainingMixin, self).__init__(**arguments)
@@ -331,7 +331,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         eval_dataset = prepare_given(self, "eval_dataset", eval_dataset)
         self.restore_accelerator()
         self.forget_drawn_gates()
-        with hide_old_checkpointing():
+        with hide_library_warnings():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
@@ -345,7 +345,7 @@ class AdapterTrainingMixin(GatingMixin, AdapterFilesMixin, AdapterPushMixin, Opt
         test_dataset = prepare_given(self, "test_dataset", test_dataset)
         self.restore_accelerator()
         self.forget_drawn_gates()
-        with hide_old_checkpointing():
+        with hide_library_warnings():
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def prepare_rows(self, dataset: Any, name: str, keeps_order: bool) -> Any:

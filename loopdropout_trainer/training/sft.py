@@ -24,7 +24,7 @@ from loopdropout_trainer.files import lock_folder
 from loopdropout_trainer.gate_state import GatedBatch, as_gate_matrix, find_examples
 from loopdropout_trainer.gates import Draw
 from loopdropout_trainer.means import describe_mean
-from loopdropout_trainer.renames import hide_old_checkpointing
+from loopdropout_trainer.renames import hide_library_warnings
 from loopdropout_trainer.saving.checkpoints import load_state, number_training
 from loopdropout_trainer.saving.source import find_source
 from loopdropout_trainer.training.batches import (
@@ -213,7 +213,7 @@ class GateSamplingMixin(AdapterTrainingMixin):
         folder = self.args.output_dir
         try:
             with ExitStack() as stack:
-                stack.enter_context(hide_old_checkpointing())
+                stack.enter_context(hide_library_warnings())
                 stack.enter_context(hide_length_warnings(self.args))  # of streams, whose texts become tokens now
                 stack.enter_context(explain_write_errors(folder))
                 if self.args.should_save:
@@ -289,7 +289,7 @@ class LoopDropoutSFTTrainer(EveryExampleOnceMixin, GateSamplingMixin, SFTTrainer
     Attributes:
         last_gates (`GatedBatch`, *optional*):
             Gates [K, N] of the last training micro-batch (`last_gates.sampled`). `print(trainer.last_gates)` lists the loops
-            in which each of its N examples was on.
+            in which each of its N examples was on. It is None before the first training step.
     """
 
     config_class = LoopDropoutConfig

@@ -691,9 +691,11 @@ def test_libraries_give_each_other_no_warnings(config, dataset, tokenizer, saved
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         load_model(saved / "adapter")
-        sft = LoopDropoutSFTTrainer(tiny_ouro(), config(max_steps=1), train_dataset=dataset, **data)
+        get_peft_model(tiny_ouro(), default_peft_config())
+        measured = {"compute_metrics": lambda predictions: {"one": 1.0}}
+        sft = LoopDropoutSFTTrainer(tiny_ouro(), config(max_steps=1), train_dataset=dataset, **data, **measured)
         sft.train()
-        sft.evaluate(dataset.select([0]))
+        assert sft.evaluate(dataset.select([0]))["eval_one"] == 1
         args = config(LoopDropoutDPOConfig, max_steps=1)
         LoopDropoutDPOTrainer(tiny_ouro(), args=args, train_dataset=pairs, **data).train()
         args = config(LoopDropoutGRPOConfig, max_steps=1, **rewarded)
@@ -704,7 +706,9 @@ def test_libraries_give_each_other_no_warnings(config, dataset, tokenizer, saved
         grpo.evaluate(prompts)  # which samples completions, as its training does
         grpo.predict(prompts)
         texts = [str(warning.message) for warning in shown]
-        assert [text for text in texts if "gradient_checkpointing" in text] == []
+        assert {str(warning.message) for warning in shown if warning.category is FutureWarning} == {
+            "a rule of mine is old"
+        }
         assert texts.count("a rule of mine is old") == 3
         model = tiny_ouro()
         model.gradient_checkpointing_enable()
@@ -909,3 +913,24 @@ def test_missing_data_of_evaluate_and_predict_is_named(config, dataset, tokenize
         trainer.evaluate()
     with user_error("`test_dataset` must be given"):
         trainer.predict(None)
+
+
+TOKEN = "hf_averysecrettoken"
+
+
+def test_trainer_and_its_arguments_are_short_and_have_no_token(config, make_sft):
+    """A notebook shows and saves them."""
+    args = config(hub_token=TOKEN, model_init_kwargs={"token": TOKEN, "dtype": "float32"}, eval_strategy="steps")
+    text = repr(args)
+    assert text.startswith("LoopDropoutConfig(") and "hub_token='***'" in text and "\n" not in text
+    assert "max_steps=4" in text and "eval_strategy='steps'" in text and "adam_beta1" not in text
+    assert "model_init_kwargs={'dtype': 'float32'}" in text
+    assert "adam_beta1=0.9" in str(args) and TOKEN not in text + str(args)
+    trainer = make_sft(load_model("tiny-ouro"), max_steps=1)
+    args = trainer.args
+    args.weight_decay = 0.5
+    assert "weight_decay=0.5" in repr(args)
+    assert repr(trainer) == "LoopDropoutSFTTrainer of tiny-ouro with LoopDropout(p=0.5), not trained yet"
+    assert trainer.last_gates is None
+    trainer.train()
+    assert repr(trainer).endswith(", step 1 of 1")

@@ -30,7 +30,7 @@ from loopdropout_trainer.saving.cards import describe_kept_checkpoint
 from loopdropout_trainer.saving.checkpoints import list_checkpoints, newest_checkpoint
 from loopdropout_trainer.saving.integrity import record
 from loopdropout_trainer.saving.source import find_source
-from loopdropout_trainer.training.config import word_of
+from loopdropout_trainer.training.evaluation_fields import word_of
 from loopdropout_trainer.training.resuming import digest_rule
 from loopdropout_trainer.training.stopping import NonFiniteGradientError, TrainingInterrupted, first_signal
 from loopdropout_trainer.training_results import saved_step
