@@ -48,6 +48,9 @@ def list_examples(loaded: LoadedExamples, num_rows: int, data: DataArguments, ar
     if args.max_steps > 0:  # then the epochs depend on the number of rows
         length = f"{steps}, {about}{epochs}"
     lines = [f"{num_examples:,}{packed}, {held_out}, {length}"]
+    if loaded.num_repeats:
+        verb = "repeats" if loaded.num_repeats == 1 else "repeat"
+        lines.append(f"{loaded.num_repeats:,} of the {num_examples:,} examples {verb} another one")
     for source, trained_share in zip(loaded.sources, loaded.trained_shares, strict=True):
         line = f"{source.num_train:,} of the {source.size:,} examples of {source.title}"
         if source.share is not None and differ_in_text(source.share, trained_share):

@@ -21,6 +21,7 @@ class LoadedExamples(NamedTuple):
         sources: The data sets of a mixture.
         source_numbers: [N] the numbers of the data sets that the training examples come from, from 0.
         prompts: Settings of `find_prompts` if the examples are of several formats, which their tokens do not tell, else none.
+        num_repeats: Number of training examples that repeat an earlier one.
         held_out_loss: Tokens of the examples of `eval_files` on which the loss is measured, if those examples have another
             format than the ones to train on, else "".
         train_loss: Tokens that are trained on in such a training, if the examples to train on have one format, else "".
@@ -31,6 +32,7 @@ class LoadedExamples(NamedTuple):
     sources: list[MixedSource]
     source_numbers: np.ndarray
     prompts: dict[str, Any]
+    num_repeats: int = 0
     held_out_loss: str = ""
     train_loss: str = ""
 

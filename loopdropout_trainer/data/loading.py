@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,7 +127,8 @@ def load_examples(
     for name, split in splits.items():
         if len(split):
             datasets[name] = split.remove_columns([own for own in split.column_names if own in OWN_COLUMNS])
-    loaded = LoadedExamples(datasets, lengths, sources, source_numbers, prompts)
+    num_repeats = len(splits["train"]) - len(np.unique(_read_numbers(splits["train"], "content")))
+    loaded = LoadedExamples(datasets, lengths, sources, source_numbers, prompts, num_repeats)
     if file is None:
         return loaded
     return loaded._replace(held_out_loss=file.loss, train_loss=file.train_loss)
@@ -231,7 +233,10 @@ def _split(
     orders = _read_numbers(examples.rows, "order")
     train, held_out = preparation.split(orders, num_eval)
     eval_examples = examples.select(held_out) if file is None else file.examples
+    # Rows with other `id`s or the like can be the same example.
+    contents, eval_contents = (_read_numbers(part.rows, "content") for part in (examples, eval_examples))
     is_repeated = np.isin(orders[train], _read_numbers(eval_examples.rows, "order"))
+    is_repeated |= np.isin(contents[train], eval_contents)
     if is_repeated.any():
         left_out.append(LeftOut(int(is_repeated.sum()), "examples", "they repeat a held-out example"))
     train = train[~is_repeated]
@@ -373,8 +378,13 @@ def _is_kept(row: Row, args: DataArguments, tokenizer: PreTrainedTokenizerBase) 
 def _make_example(row: Row, args: DataArguments, source: int, optional: Sequence[str]) -> Row:
     row = {**dict.fromkeys(optional), **_read_row(row, args)}
     identity, example = PREPARATIONS[args.preparation].make_example(row, args)
-    order, is_one_text = random_order(identity, args.split_seed), args.target_prefix != ""
-    return {**example, "order": order, "is_one_text": is_one_text, "source": source}
+    own = {
+        "order": random_order(identity, args.split_seed),
+        "content": random_order(json.dumps(example, sort_keys=True, default=str), seed=0),
+        "is_one_text": args.target_prefix != "",
+        "source": source,
+    }
+    return {**example, **own}
 
 
 def _add_tokens(example: Row, tokenizer: PreTrainedTokenizerBase) -> Row:

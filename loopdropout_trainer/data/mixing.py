@@ -16,7 +16,7 @@ from loopdropout_trainer.data.tokenizing import label_example, tokenize
 from loopdropout_trainer.errors import UserError
 
 
-OWN_COLUMNS = ("order", "is_one_text", "source", "num_tokens", "mixed")
+OWN_COLUMNS = ("order", "content", "is_one_text", "source", "num_tokens", "mixed")
 """Columns of examples that no trainer reads."""
 
 
@@ -143,7 +143,7 @@ def add_labels(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> Exampl
 
 
 def _mix(row: Row, losses: Losses) -> Row:
-    own = {name: row[name] for name in ("order", "is_one_text", "source")}
+    own = {name: row[name] for name in ("order", "content", "is_one_text", "source")}
     example = {name: value for name, value in row.items() if name not in own}
     return {"mixed": {"example": example, "losses": [*losses]}, **own}
 

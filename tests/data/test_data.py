@@ -183,7 +183,7 @@ def test_held_out_examples_are_the_same_in_each_run(load, tokenizer):
 
 @pytest.mark.parametrize("by_files", [False, True])
 def test_repeats_of_held_out_examples_are_left_out(load, tmp_path, tokenizer, log, by_files):
-    rows = [{"prompt": str(i % 20), "completion": "x"} for i in range(60)]
+    rows = [{"prompt": str(i % 20), "completion": "x", "id": i} for i in range(60)]
     eval_files = [write_lines(tmp_path / "eval.jsonl", rows[:5])] if by_files else None
     data = load(None, rows, tokenizer, eval_files=eval_files, num_eval_examples=None if by_files else 5)
     assert (len(data["eval"]), len(data["train"])) == (5, 45)

@@ -485,6 +485,14 @@ def test_recipe_replaces_the_inherited_data(capsys):
     assert "data        50% a.jsonl, 50% b.jsonl" in capsys.readouterr().out
 
 
+def test_plan_counts_repeated_examples(capsys):
+    """Also those that differ in a column that is not trained on."""
+    rows = [{"id": f"row {i}", "prompt": f"{i % 4} =", "completion": " 1"} for i in range(9)]
+    write_lines(Path("c.jsonl"), rows)
+    sft({**RECIPE, "datasets": None, "train_files": ["c.jsonl"], "num_eval_examples": 0}, "--dry_run", "true")
+    assert "\n            5 of the 9 examples repeat another one\n" in capsys.readouterr().out
+
+
 def test_plan_shows_what_is_left_out(capsys):
     rows = [{"prompt": f"{i} =", "completion": " 1"} for i in range(20)]
     rows += [{"prompt": "1", "completion": " " + "2" * 200}] * 3 + [{"prompt": "3", "completion": ""}] * 2
